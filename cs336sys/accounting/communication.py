@@ -334,10 +334,8 @@ class BusBandwidths:
         return slow ** (1 - share) * fast**share
 
     def to_json(self) -> list[Any]:
-        """Return them as plain values, for JSON."""
         return [[*key, [list(point) for point in points]] for key, points in self.points.items()]
 
     @classmethod
     def from_json(cls, values: Iterable[Any]) -> Self:
-        """Build them from what :meth:`to_json` returned."""
         return cls({(kind, ranks): tuple((size, rate) for size, rate in points) for kind, ranks, points in values})

@@ -23,7 +23,7 @@ _SUM, _PRODUCT, _ATOM = range(3)
 _TIMES = " x "
 
 
-def _divide(a: float, b: float) -> float:
+def divide(a: float, b: float) -> float:
     """``a / b``, an integer where it is one: bytes stay whole."""
     if isinstance(a, int) and isinstance(b, int) and a % b == 0:
         return a // b
@@ -109,8 +109,8 @@ class Expression:
     __rsub__ = _operator(" - ", operator.sub, _SUM, right=_PRODUCT, is_reflected=True)
     __mul__ = _operator(_TIMES, operator.mul, _PRODUCT, neutral=1)
     __rmul__ = _operator(_TIMES, operator.mul, _PRODUCT, neutral=1, is_reflected=True)
-    __truediv__ = _operator(" / ", _divide, _PRODUCT, right=_ATOM, neutral=1)
-    __rtruediv__ = _operator(" / ", _divide, _PRODUCT, right=_ATOM, is_reflected=True)
+    __truediv__ = _operator(" / ", divide, _PRODUCT, right=_ATOM, neutral=1)
+    __rtruediv__ = _operator(" / ", divide, _PRODUCT, right=_ATOM, is_reflected=True)
 
     def __pow__(self, exponent: float) -> "Expression":
         if exponent == 0.5:
@@ -220,7 +220,6 @@ def minimum(*terms: Number) -> Number:
 
 
 def log2(value: Expression) -> Expression:
-    """The binary logarithm."""
     return _function_call("log2", math.log2, value)
 
 

@@ -207,7 +207,6 @@ class Ceilings:
         return ceilings
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as plain values, for JSON."""
         return asdict(self)
 
     def write(self, path: Path) -> None:

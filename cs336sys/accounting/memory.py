@@ -10,11 +10,7 @@ precision itself.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.activations import (
-    attention_activations,
-    feed_forward_activations,
-    saved_activations,
-)
+from cs336sys.accounting.activations import attention_activations, feed_forward_activations, saved_activations
 from cs336sys.accounting.flops import Components, count_parameters
 from cs336sys.errors import require_known
 from cs336sys.settings.choices import ATTENTION, MODES

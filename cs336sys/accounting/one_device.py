@@ -110,11 +110,8 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
     d, f = named.d_model, named.d_ff
     block_gradients = 4 * (4 * d**2 + 3 * d * f + 2 * d)
     gradients = row("gradients of one block's parameters", block_gradients, symbol="g", reason=reason, source=_SHAPES)
-    label, reason = (
-        "change of memory over the block's backward pass",
-        "What was saved is freed, and the gradients stay.",
-    )
-    return [*rows, saved, gradients, row(label, gradients.as_symbol() - saved.as_symbol(), reason=reason)]
+    change, reason = gradients.as_symbol() - saved.as_symbol(), "What was saved is freed, and the gradients stay."
+    return [*rows, saved, gradients, row("change of memory over the block's backward pass", change, reason=reason)]
 
 
 def flops_answers(size: ModelSize) -> list[Derived]:
@@ -196,8 +193,7 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
     block_input = Derived(label, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
     total = symbol("as in account activations", block_activations(size, precision, attention).total)
-    source = "what autograd saves, accounting/activations.py"
-    saved = Derived("what a block saves for backward", total, "bytes", "b", source=source)
+    saved = Derived("what a block saves for backward", total, "bytes", "b", source=_SAVED)
     s, b = block_input.as_symbol(), saved.as_symbol()
     row = partial(Derived, source=_CHEN)
     part_a, part_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"

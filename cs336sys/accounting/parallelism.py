@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
-from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Number, divide, maximum, number_of, symbol
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
@@ -113,7 +113,7 @@ def fsdp_reach(layer: Layer) -> Number:
     For ``e = 2`` bytes an element, ``6 (N - 1) / N D D_FF / W <= 6 B D D_FF / (N C)`` is ``N - 1 <= B W / C``. In the
     backward pass both sides double, and data parallelism has the backward pass alone.
     """
-    return _over(2, layer.element_bytes) * layer.batch * layer.bytes_per_s / layer.flops_per_s
+    return divide(2, layer.element_bytes) * layer.batch * layer.bytes_per_s / layer.flops_per_s
 
 
 def tp_reach(layer: Layer, which: str) -> Number:
@@ -123,7 +123,7 @@ def tp_reach(layer: Layer, which: str) -> Number:
     backward pass computes twice as much alongside the same all-reduce.
     """
     products = 3 if which == "forward" else 6
-    return _over(products, layer.element_bytes) * layer.d_ff * layer.bytes_per_s / layer.flops_per_s
+    return divide(products, layer.element_bytes) * layer.d_ff * layer.bytes_per_s / layer.flops_per_s
 
 
 def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
@@ -187,11 +187,6 @@ def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool)
         return number_of(communication_s("fsdp-tp", layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=overlapped))
 
     return min(meshes, key=seconds)
-
-
-def _over(number: int, element_bytes: int) -> float:
-    """``number / element_bytes``, an integer where it is one, for the formula's sake."""
-    return number // element_bytes if number % element_bytes == 0 else number / element_bytes
 
 
 # The 2026 handout's questions on parallelism, with numbers.

@@ -184,42 +184,29 @@ def _tricks(
     widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
     more_links = symbol("M_X", number_of(mesh.m_x) + 1)
     devices = symbol("N", number_of(mesh.x * mesh.y))
-    tricks = [
-        (
-            f"overall batch with Y = {widest}",
-            devices * _batch_overlapped(alpha, symbol("Y", widest), mesh.m_x, y_max),
-            "More TP leaves FSDP fewer devices and splits the weights that it gathers; up to Y_max it costs no time.",
-            _BOOK,
-        ),
-        (
-            "overall batch with the best mesh",
-            # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
-            devices * alpha**2 / (mesh.m_x * mesh.m_y * f),
-            "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long.",
-            _BOOK,
-        ),
-        (
-            "overall batch with one more axis of links for FSDP",
-            devices * _batch_overlapped(alpha, mesh.y, more_links, y_max),
-            "The bandwidths of axes add up.",
-            _BOOK,
-        ),
-        (
-            "overall batch with weights sent in 8 bits",
-            devices * batch_per_device / 2,
-            "Half the bytes need half the time.",
-            "ZeRO++, arXiv:2306.10209",
-        ),
-        (
-            f"overall batch with a pipeline of {_STAGES} stages",
-            devices * batch_per_device / symbol("Z", _STAGES),
-            "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
-            "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them.",
-            "GPipe, arXiv:1811.06965",
-        ),
-    ]
+
+    def row(change: str, value: Number, reason: str, source: str = _BOOK) -> Derived:
+        return _answer("(d)", f"overall batch with {change}", value, "tokens", reason=reason, source=source)
+
+    of_widest = _batch_overlapped(alpha, symbol("Y", widest), mesh.m_x, y_max)
+    why_widest = (
+        "More TP leaves FSDP fewer devices and splits the weights that it gathers; up to Y_max it costs no time."
+    )
+    # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
+    of_best = devices * alpha**2 / (mesh.m_x * mesh.m_y * f)
+    why_best = "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long."
+    of_links = _batch_overlapped(alpha, mesh.y, more_links, y_max)
+    of_bytes, of_stages = devices * batch_per_device / 2, devices * batch_per_device / symbol("Z", _STAGES)
+    why_stages = (
+        "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
+        "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them."
+    )
     return [
-        _answer("(d)", name, value, "tokens", reason=reason, source=source) for name, value, reason, source in tricks
+        row(f"Y = {widest}", devices * of_widest, why_widest),
+        row("the best mesh", of_best, why_best),
+        row("one more axis of links for FSDP", devices * of_links, "The bandwidths of axes add up."),
+        row("weights sent in 8 bits", of_bytes, "Half the bytes need half the time.", "ZeRO++, arXiv:2306.10209"),
+        row(f"a pipeline of {_STAGES} stages", of_stages, why_stages, "GPipe, arXiv:1811.06965"),
     ]
 
 

@@ -20,18 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import median
 
+from cs336sys.allocations import inference as infer
 from cs336sys.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
-from cs336sys.allocations.inference import (
-    FORWARD,
-    INITIAL,
-    OPTIMIZER,
-    USER,
-    Inference,
-    code_of,
-    is_own,
-    is_telling,
-    operation_of,
-)
 from cs336sys.allocations.timeline import held_bytes
 
 # What grows is named where it holds at least this part of the memory; free pieces and logits, ten times that.
@@ -39,7 +29,7 @@ _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
 # Steps that a line must have grown over; a single tensor, whose size may also follow the batch's, and an optimizer's
 # state, which is made when a parameter first has a gradient.
 _LEAK_STEPS, _SURE_STEPS = 3, 5
-_COMPUTED = (FORWARD, USER)
+_COMPUTED = (infer.FORWARD, infer.USER)
 # Iterations take about equally many events, and at least some: the longest gap in medians, the shortest in events.
 _LONGEST_GAP, _LEAST_GAP = 1.5, 3
 # Parts of the iterations in which one of their lines runs (some are skipped), and of these lines that layers repeat.
@@ -102,7 +92,7 @@ class Moment:
     """
 
     record: DeviceRecord
-    inference: Inference
+    inference: infer.Inference
     position: int
     failure: FailedAllocation | None
     live: Sequence[int]
@@ -119,7 +109,7 @@ class Moment:
 
     def innermost(self, stack: int) -> Frame | None:
         """Return the innermost line of Python."""
-        return next(filter(is_telling, self.record.stacks[stack]), None)
+        return next(filter(infer.is_telling, self.record.stacks[stack]), None)
 
     def is_loss(self, stack: int) -> bool:
         line = self.innermost(stack)
@@ -136,7 +126,7 @@ class Moment:
     def line(self, stack: int) -> tuple[str, str]:
         """Code and operation of a stack."""
         frames = self.record.stacks[stack]
-        return code_of(frames), operation_of(frames)
+        return infer.code_of(frames), infer.operation_of(frames)
 
 
 def find_causes(moment: Moment) -> list[MemoryCause]:
@@ -157,7 +147,7 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
     by_line: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
     for index in moment.live:
         block = record.blocks[index]
-        if inference.categories[index] == "optimizer state" and moment.role(block) == OPTIMIZER:
+        if inference.categories[index] == "optimizer state" and moment.role(block) == infer.OPTIMIZER:
             line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
             by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
     doubled, calls = 0, set()
@@ -227,7 +217,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         start = next((step for step, rise in enumerate(rises) if rise > 0), last)
         counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
         is_single = len(counts) == 1
-        if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == OPTIMIZER):
+        if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == infer.OPTIMIZER):
             lines.append(_GrowingLine(stack, sum(rises[start : last + 1]), last - start + 1, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
@@ -247,16 +237,16 @@ def _is_growing(rises: Sequence[int], is_single: bool, is_state: bool) -> bool:
 def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
     """Say what growing lines are: a graph, if they are most lines of a forward pass."""
     record, inference = moment.record, moment.inference
-    forward = [line.stack for line in lines if inference.roles[line.stack] == FORWARD]
+    forward = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
     activations = inference.blocks_of("activations")
-    saved = {block.stack for block in activations if block.start and moment.role(block) == FORWARD}
+    saved = {block.stack for block in activations if block.start and moment.role(block) == infer.FORWARD}
     kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
         name = "graph kept"
         shared = _common_frames(record.stacks[stack] for stack in forward)
-        code = code_of([frame for frame in shared if is_own(frame)]) or code
+        code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     return MemoryCause(
         name,
         sum(line.size for line in lines),
@@ -291,7 +281,7 @@ def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
     since, until = steps[step - 1] if step else 0, steps[step] if step < len(steps) else moment.record.length + 1
     runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
-        if max(since, 1) <= block.start < until and roles[block.stack] not in (INITIAL, OPTIMIZER):
+        if max(since, 1) <= block.start < until and roles[block.stack] not in (infer.INITIAL, infer.OPTIMIZER):
             # Blocks without a stack are told apart by size.
             runs_of_line[block.stack, 0 if block.stack else block.size].append(block.start)
     return runs_of_line
@@ -317,9 +307,9 @@ def _is_around_model(
     typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= least}
     stacks = [moment.record.stacks[stack] for stack, _ in typical_runs if stack]
     # A loss ends a model, so lines that run twice are those of two layers; without it they may be a layer's two norms.
-    has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if is_telling(frame))
+    has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if infer.is_telling(frame))
     repeated_lines = [key for key, runs in typical_runs.items() if runs >= (2 if has_loss else 3)]
-    shared = next((frame for frame in _common_frames(stacks) if is_own(frame)), None)
+    shared = next((frame for frame in _common_frames(stacks) if infer.is_own(frame)), None)
     is_in_model = shared is not None and shared.name in ("forward", "__call__")
     return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED * len(typical_runs), 1)
 
@@ -420,14 +410,14 @@ def _half_logits(moment: Moment) -> MemoryCause | None:
             copies[copy.stack] = copies[half.stack]
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
             continue
-        if is_loss and line is not None and not is_own(line):
+        if is_loss and line is not None and not infer.is_own(line):
             copies[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
             is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
             following = products[index + 2 : index + 5]
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
                 copies[copy.stack] = True
-            elif not following and line is not None and is_own(line):
+            elif not following and line is not None and infer.is_own(line):
                 copies.setdefault(copy.stack, False)
     blocks = [
         block for block in products if block.stack in copies and (block.start == last or block.end > moment.position)

@@ -34,27 +34,11 @@ LATEST_NS = 1 << 61
 _NAME_CHARACTERS = 8000
 _NAMES = 1_000_000
 
-# Kinds by a name without underscores, in lower case: torch's, NCCL's kernels', Gloo's. All ranks leave the first ones
-# together, for each needs what every other has sent.
-_SYNCHRONIZING_KINDS = {
-    "all_reduce": r"allreduce|oneshotreduce|twoshotreduce|crossdevicereduce|multimemallreduce",
-    "all_gather": r"allgather",
-    "reduce_scatter": r"reducescatter",
-    "all_to_all": r"alltoall",
-    "barrier": r"barrier",
-}
-SYNCHRONIZING = tuple(_SYNCHRONIZING_KINDS)
-_KINDS = {
-    **_SYNCHRONIZING_KINDS,
-    "broadcast": r"broadcast",
-    # The kernel of torch 2 says both, its record which of the two.
-    SEND_RECEIVE: r"sendrecv",
-    SEND: r"send",
-    RECEIVE: r"recv",
-    "gather": r"gather",
-    "scatter": r"scatter",
-    "reduce": r"reduce",
-}
+# Kinds that all ranks leave together, for each needs what every other has sent.
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+# A name may contain several, of which the first counts. Of a send and a receive, torch 2's kernel says both, its record
+# which of the two.
+_KINDS = (*SYNCHRONIZING, "broadcast", SEND_RECEIVE, SEND, RECEIVE, "gather", "scatter", "reduce")
 
 # By the names of torch's profiler, of its collectives and of Triton, in lower case.
 _ELEMENT_BYTES = {
@@ -66,9 +50,11 @@ _ELEMENT_BYTES = {
 
 
 def collective_kind(name: str) -> str:
-    """Return the kind of a collective by torch's name for it, or by its kernel's."""
+    """Return the kind of a collective by torch's name for it, Gloo's, or that of NCCL's kernel."""
     plain = name.replace("_", "").lower()
-    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, plain)), "other")
+    if re.search("(oneshot|twoshot|crossdevice)reduce", plain):
+        return "all_reduce"
+    return next((kind for kind in _KINDS if kind.replace("_", "") in plain), "other")
 
 
 def collective_bytes(arguments: Mapping[str, Any]) -> int:
@@ -139,12 +125,10 @@ class SavedRecord:
     """A dataclass that a results file holds."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types only, for a results file."""
         return asdict(self)  # type: ignore[call-overload]  # of a dataclass
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
         return _of_json(record, cls)
 
 
@@ -161,7 +145,6 @@ class Rows:
 
     @classmethod
     def joined(cls, *tables: Self) -> Self:
-        """Return the rows of several tables, one after the other."""
         return cls(*(np.concatenate([getattr(table, column.name) for table in tables]) for column in fields(cls)))
 
     def select(self, chosen: NDArray[Any]) -> Self:

@@ -106,7 +106,6 @@ class TimeChange:
 
     @property
     def is_significant(self) -> bool:
-        """It is more than noise."""
         return self.verdict not in ("same", "undecided")
 
 

@@ -89,7 +89,6 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
 
 
 def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
-    """Leave out work that is recorded twice."""
     work = capture.work
     columns = (work.start, work.stop, work.process, work.correlation, work.name, work.gpu, work.stream)
     order = np.lexsort(columns)
@@ -238,7 +237,6 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
 
 
 def _is_recording_graph(capture: Capture) -> Flags:
-    """Find calls that only record a CUDA graph."""
     calls = capture.calls
     begins = np.sort(capture.named(calls, _BEGIN_GRAPH.search).start)
     ends = np.append(np.sort(capture.named(calls, _END_GRAPH.search).stop), _NEVER)

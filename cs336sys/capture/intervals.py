@@ -77,7 +77,6 @@ class Cover:
         return np.where(place >= 0, self._before[last] + within, 0)
 
     def within(self, start: Times, stop: Times) -> Times:
-        """The covered time in each interval."""
         return self.until(stop) - self.until(start)
 
 

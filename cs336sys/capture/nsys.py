@@ -128,8 +128,6 @@ def load_export(path: Path) -> Capture:
 
 
 class _Export:
-    """The tables of an exported report."""
-
     def __init__(self, report: sqlite3.Connection):
         self._report = report
         self._tables: dict[str, str] = {}

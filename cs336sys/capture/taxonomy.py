@@ -3,30 +3,39 @@
 import functools
 import re
 from enum import StrEnum
+from typing import Self
 
 
 class Category(StrEnum):
-    """Kinds of kernels, in the order of tables and pictures."""
+    """Kinds of kernels, in the order of tables and pictures, with their colours."""
 
-    MATMUL = "matmul"
-    CONVOLUTION = "convolution"
-    ATTENTION_SOFTMAX = "attention/softmax"
-    ELEMENTWISE = "elementwise"
-    REDUCTION = "reduction"
-    NORMALIZATION = "normalization"
-    POOLING = "pooling"
+    color: str
+
+    def __new__(cls, name: str, color: str) -> Self:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.color = name, color
+        return kind
+
+    # What matrix products take stands out from what moves memory.
+    MATMUL = "matmul", "#1f4e96"
+    CONVOLUTION = "convolution", "#1f9e89"
+    ATTENTION_SOFTMAX = "attention/softmax", "#c23b22"
+    ELEMENTWISE = "elementwise", "#f2c14e"
+    REDUCTION = "reduction", "#9c8a3c"
+    NORMALIZATION = "normalization", "#8172b3"
+    POOLING = "pooling", "#5e8c31"
     # Of embedding bags and jagged tensors, as recommendation models have them.
-    EMBEDDING_BAG = "embedding bag"
-    SORTING = "sorting"
-    QUANTIZATION = "quantization"
+    EMBEDDING_BAG = "embedding bag", "#b5651d"
+    SORTING = "sorting", "#a3467f"
+    QUANTIZATION = "quantization", "#c8a2c8"
     # Transpositions, from NCHW to NHWC and the like.
-    LAYOUT = "layout"
-    OPTIMIZER = "optimizer"
-    COPY = "copy"
-    COMMUNICATION = "communication"
+    LAYOUT = "layout", "#b0a990"
+    OPTIMIZER = "optimizer", "#00a35c"
+    COPY = "copy", "#5a3d28"
+    COMMUNICATION = "communication", "#da8bc3"
     # Views, allocation and autograd's bookkeeping: only where CPU operations stand in for kernels.
-    DISPATCH = "dispatch"
-    UNCLASSIFIED = "unclassified"
+    DISPATCH = "dispatch", "#64b5cd"
+    UNCLASSIFIED = "unclassified", "#8c8c8c"
 
 
 # The first pattern found anywhere in the full name decides, whatever its case; so what is more special stands first:

@@ -33,7 +33,6 @@ _EMPTY |= dict.fromkeys(("table", "columns", "track"), ())
 # What stands behind the command's name is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
-
 # What sbatch's --time accepts: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on below.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
 _OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")

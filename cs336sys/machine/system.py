@@ -66,7 +66,6 @@ def installed_version(package: str) -> str | None:
 
 
 def cpu_model() -> str | None:
-    """Name of the processor."""
     if platform.system() == "Darwin":
         return run_tool(["sysctl", "-n", "machdep.cpu.brand_string"])
     # lscpu, because /proc/cpuinfo has no model name on ARM.

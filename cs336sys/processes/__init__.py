@@ -23,9 +23,7 @@ class RankIdentity:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm
-    started.
-    """
+    """Return whether this process reports: started alone, or rank 0 of those that torchrun or Slurm started."""
     identity = started_outside()
     return identity is None or identity.rank == 0
 

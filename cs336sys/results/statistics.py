@@ -164,9 +164,7 @@ def ratio(a: Samples, b: Samples) -> Interval:
 
 
 def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
-    """Return the median ratio of samples that were taken in turn, by the signed-rank test; what one has more is left
-    out.
-    """
+    """Return the median ratio of samples taken in turn, by the signed-rank test; what one has more is left out."""
     pairs = [first - second for first, second in zip(_logarithms(a), _logarithms(b), strict=False)]
     nulls = [_signed_rank_null(_independent(len(pairs), part)) for part in (_worth([[pairs]]), 1.0)]
     values = _thinned(pairs)

@@ -284,9 +284,8 @@ class _RunningSweep:
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
         self.tracking: Any = None
         if trackers:
-            self.tracking = import_named(_START_TRACKING)(
-                self.command, distinguishing_settings(configurations), trackers
-            )
+            settings = distinguishing_settings(configurations)
+            self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())

@@ -244,5 +244,4 @@ class Configured:
         return [dict(items) for items in dict.fromkeys(tuple(cell.items()) for cell in cells)]
 
     def is_default(self, name: str) -> bool:
-        """Return whether a setting has its default."""
         return bool(getattr(self, name) == self.settings()[name].default)

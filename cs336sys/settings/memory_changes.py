@@ -16,7 +16,7 @@ from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes,
 from cs336sys.errors import UsageError
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import SIZES
-from cs336sys.settings.training import OPTIMIZERS, UserCode, Workload
+from cs336sys.settings.training import OPTIMIZERS, Workload
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 _RANKS = (2, 4, 8)
@@ -206,20 +206,13 @@ def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     return sorted(filter(None, combinations), key=lambda plan: (sum(change.price for change in plan), len(plan)))
 
 
-_SETTINGS = (
-    *("mode", "precision", "compile", "attention", "kernels", "optimizer", "state_dtype", "update"),
-    *("cuda_graph", "device", "seed"),
-)
-
-
 def command_line(workload: MemoryWorkload) -> str:
     """The ``memprof`` that runs a workload."""
     training, size = workload.training, workload.training.size
     arguments = ["cs336sys", "memprof"]
-    for field in fields(UserCode):
-        value = getattr(training.user, field.name)
-        if value is not None and field.name != "code_digest":
-            arguments += [f"--{field.name}", value]
+    for name, value in training.user.configuration().items():
+        if name != "code_digest":
+            arguments += [f"--{name}", value]
     # A size with other widths has no name of its own.
     named = SIZES.get(size.name, SIZES["tiny"])
     arguments += ["--size", named.name]
@@ -227,11 +220,11 @@ def command_line(workload: MemoryWorkload) -> str:
         value = getattr(size, field.name)
         if field.name not in ("name", "precision") and value != getattr(named, field.name):
             arguments += [f"--{field.name.replace('_', '-')}", str(value)]
-    defaults = {field.name: field.default for field in fields(Workload)}
-    defaults["precision"] = named.precision
-    for name in _SETTINGS:
-        if getattr(training, name) != defaults[name]:
-            arguments += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
+    for name, setting in Workload.direct_settings().items():
+        default = named.precision if setting.is_by_size else setting.default
+        # The first two decide how often a step is repeated, the others nothing about its memory.
+        if name not in ("warmup", "steps", "tf32", "synchronize") and getattr(training, name) != default:
+            arguments += [setting.flag, str(getattr(training, name))]
     if workload.checkpointing != "none":
         arguments += ["--checkpoint", workload.checkpointing]
     if workload.micro_batches > 1:

@@ -67,22 +67,11 @@ class CollectiveWorkload(Configured):
         return self.elements * COLLECTIVE_DTYPES[self.dtype]
 
 
-IMPLEMENTATIONS = (
-    "auto",
-    "triton",
-    "hopper",
-    "deterministic",
-    "tiled",
-    "eager",
-    "compiled",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "sdpa-efficient",
-    "flex",
-    "fa4",
-    "fa4-deterministic",
-)
 FLASH_ATTENTION_4 = ("fa4", "fa4-deterministic")
+IMPLEMENTATIONS = (
+    *("auto", "triton", "hopper", "deterministic", "tiled", "eager", "compiled"),
+    *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", *FLASH_ATTENTION_4),
+)
 
 # Of ``attn``: the last is the model's own, whose softmax is made of single operations.
 PLAIN_ATTENTION = ("eager", "compiled", "model")

@@ -97,7 +97,6 @@ class MemoryWorkload(Configured):
 
     @property
     def peak(self) -> PeakMemory:
-        """The widest moment."""
         return max(self.moments(), key=lambda moment: moment.total)
 
 

@@ -41,7 +41,6 @@ class ModelSize(Configured):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the batch."""
         return self.batch_size * self.context
 
     @property

@@ -195,7 +195,6 @@ class Workload(Configured, StepChoices):
         return replace(self, size=replace(self.size, num_layers=min(most, self.size.num_layers)))
 
     def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
-        """The widest of them."""
         return max(self.widest_moments(checkpointing), key=lambda moment: moment.total)
 
     @property
@@ -205,7 +204,6 @@ class Workload(Configured, StepChoices):
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
         return self.size.batch_size * self.size.context
 
     @property

@@ -16,7 +16,6 @@ _COLUMNS = (
     Column("source", "source", value=lambda answer: answer.source),
 )
 
-
 # Units that count the same.
 _KINDS = {"decimal_bytes": "bytes"}
 

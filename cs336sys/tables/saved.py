@@ -26,7 +26,6 @@ class Presentation:
 # The pictures of some cells by name, each drawn to a file.
 Pictures = Mapping[str, Callable[[Path], None]]
 
-
 TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
 
 

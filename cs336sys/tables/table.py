@@ -65,7 +65,6 @@ def named_columns(*keys: str, spread: str = "", **headers: str) -> tuple[Column,
 
 
 def by_key(*columns: Column) -> dict[str, Column]:
-    """Return the columns by their keys."""
     return {column.key: column for column in columns}
 
 

@@ -14,7 +14,6 @@ from cs336sys.tables.table import Column, named_columns
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
-
 # These columns come before those of other settings, in this order.
 _FIRST = (
     "world_size",
@@ -228,9 +227,9 @@ def reasons(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
 
 ROUNDS_COLUMN = Column("rounds", "rounds")
 
-# Combines the derived columns of the rounds: takes their cells, their configuration without ``round``, and their joined
-# samples, which are empty unless all rounds are ok.
-CombineDerived = Callable[[Sequence[Cell], Mapping[str, Any], Mapping[str, Samples]], dict[str, Any]]
+# Combines the derived columns of the rounds: takes their cells, and the pooled one, which has its configuration and the
+# joined samples (none unless all rounds are ok).
+CombineDerived = Callable[[Sequence[Cell], Cell], dict[str, Any]]
 
 
 def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[Cell]:
@@ -270,8 +269,8 @@ def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
     samples: dict[str, Samples] = {}
     if shown.status == "ok":
         samples = {name: _join_samples([cell.samples[name] for cell in rounds]) for name in shown.samples}
-    derived = combine_derived(rounds, configuration, samples)
-    return replace(shown, configuration=configuration | {"rounds": len(rounds)}, samples=samples, derived=derived)
+    pooled = replace(shown, configuration=configuration | {"rounds": len(rounds)}, samples=samples)
+    return replace(pooled, derived=combine_derived(rounds, pooled))
 
 
 def _join_samples(series: Sequence[Samples]) -> Samples:

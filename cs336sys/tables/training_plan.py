@@ -19,10 +19,8 @@ PEAK_COLUMNS = (
     Column("moment", "moment of the peak", value=lambda peak: peak.moment),
 )
 
-
 # Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
 _TIGHT_PART = 0.9
-
 
 _FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
 

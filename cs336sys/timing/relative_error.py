@@ -32,10 +32,7 @@ class RelativeError(NamedTuple):
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> RelativeError:
-    """Compare a tensor with its reference in float64.
-
-    Where the reference is zero, errors are over 1, the size of random inputs.
-    """
+    """Compare a tensor with its reference in float64; where that is zero, errors are over 1, as random inputs are."""
     if expected.dim() < 2:
         actual, expected = actual.reshape(-1, 1), expected.reshape(-1, 1)
     off = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
@@ -45,19 +42,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> RelativeError:
     return RelativeError((off.square().mean().sqrt() / usual).item(), (off / size.clamp_min(usual)).max().item())
 
 
-def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, RelativeError]:
+Errors = dict[str, RelativeError]
+
+
+def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Errors:
     """The errors of all that is expected, by name."""
     return {name: relative_error(actual[name], tensor) for name, tensor in expected.items()}
 
 
-def error_columns(errors: Mapping[str, RelativeError]) -> dict[str, Any]:
+def error_columns(errors: Errors) -> dict[str, Any]:
     """Return what a cell keeps of errors: ``NAME_error`` of each as a whole, and the largest ``error_of_a_row``."""
     # max alone would find NaN or not by its place.
     largest = max((error.row for error in errors.values()), key=lambda row: (math.isnan(row), row))
     return {f"{name}_error": error.whole for name, error in errors.items()} | {"error_of_a_row": largest}
 
 
-def why_wrong(errors: Mapping[str, RelativeError], tolerance: float) -> str | None:
+def why_wrong(errors: Errors, tolerance: float) -> str | None:
     """List errors over the tolerance, or over :data:`ROW_TOLERANCE` times it in a row; None if there are none."""
     # Written so that NaN counts as wrong.
     wholes = [f"{name} by {error.whole:.1e}" for name, error in errors.items() if not error.whole <= tolerance]
@@ -68,7 +68,7 @@ def why_wrong(errors: Mapping[str, RelativeError], tolerance: float) -> str | No
     return f"relative error of a row over {of_rows:g}: {', '.join(rows)}" if rows else None
 
 
-def judged(errors: Mapping[str, RelativeError], tolerance: float) -> tuple[dict[str, Any], Outcome | None]:
+def judged(errors: Errors, tolerance: float) -> tuple[dict[str, Any], Outcome | None]:
     """:func:`error_columns`, and the outcome of a cell that is wrong by :func:`why_wrong` and is not timed."""
     columns, reason = error_columns(errors), why_wrong(errors, tolerance)
     return columns, None if reason is None else Outcome("wrong", {}, columns, reason)

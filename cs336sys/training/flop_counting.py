@@ -144,7 +144,6 @@ class AttentionCalls(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this, attention is counted."""
         with user_models.watched_attention(self._attend), self:
             yield
 

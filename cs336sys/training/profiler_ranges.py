@@ -42,13 +42,8 @@ class NvtxMarks:
     def start(self, name: str) -> Callable[[], None]:
         return functools.partial(torch.cuda.nvtx.range_end, torch.cuda.nvtx.range_start(name))
 
-    @contextlib.contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    def range(self, name: str) -> AbstractContextManager:
+        return torch.cuda.nvtx.range(name)
 
 
 class RecordFunctionMarks:

@@ -211,11 +211,12 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path, content):
         read_results(path)
 
 
-def test_a_file_of_a_newer_version_is_refused(tmp_path):
+@pytest.mark.parametrize("opened", [read_results, ResultsFile])
+def test_a_file_of_a_newer_version_is_neither_read_nor_appended_to(tmp_path, opened):
     path = tmp_path / "r.jsonl"
     path.write_text('{"schema_version": 99, "kind": "run"}\n')
     with pytest.raises(UsageError, match="schema version 99"):
-        read_results(path)
+        opened(path)
 
 
 def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
@@ -359,13 +360,6 @@ def test_a_file_that_is_empty_or_of_a_killed_run_is_appended_to(tmp_path, conten
     path.write_bytes(content)
     write(path, RUN, CELL)
     assert read_results(path).cells == (CELL,)
-
-
-def test_nothing_is_appended_to_a_file_of_a_newer_version(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"schema_version": 99, "kind": "run"}\n')
-    with pytest.raises(UsageError, match="schema version 99"):
-        ResultsFile(path)
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):

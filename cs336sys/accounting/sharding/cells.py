@@ -5,27 +5,20 @@ from dataclasses import replace
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import always_held_bytes
+from cs336sys.accounting.sharding import step as sharded
 from cs336sys.accounting.sharding.context import attention_sent_bytes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.selective_checkpointing import kept_memory, kept_step
-from cs336sys.accounting.sharding.step import (
-    MOMENTS,
-    RankMemory,
-    ShardedStep,
-    memory_of_state,
-    predicted_memory,
-    predicted_sent_bytes,
-)
 from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
 from cs336sys.results.model import Cell
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 
 
-def sharded_step(workload: ParallelWorkload) -> ShardedStep:
+def sharded_step(workload: ParallelWorkload) -> sharded.ShardedStep:
     """Describe a cell for ``accounting``."""
     training = workload.training
-    return ShardedStep(
+    return sharded.ShardedStep(
         workload.strategy,
         training.size,
         workload.world_size,
@@ -63,44 +56,46 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
         settings = training.precision, workload.checkpointing
         weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
         return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
-    return predicted_sent_bytes(sharded_step(workload))
+    return sharded.predicted_sent_bytes(sharded_step(workload))
 
 
-def predicted_rank_memory(workload: ParallelWorkload) -> list[RankMemory]:
+def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory]:
     if workload.strategy_record.shares_layers:
         return _memory_where_layers_are_shared(workload)
     if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
         state = fully_sharded_state(workload.training.size, 0, workload.world_size)
-        return memory_of_state(state, always_held_bytes(workload.share_size))
+        return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.writes_out_blocks:
         return kept_memory(kept_step(workload))
     step = sharded_step(workload)
     if kept_blocks(workload.checkpointing) is None:
-        return predicted_memory(step)
+        return sharded.predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.
     return [
         rank_memory
-        for rank_memory in predicted_memory(replace(step, checkpointing="none"))
+        for rank_memory in sharded.predicted_memory(replace(step, checkpointing="none"))
         if rank_memory.moment != "peak"
     ]
 
 
-def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
+def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.RankMemory]:
     """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
     step, size = _tensor_step(workload), workload.training.size
-    moments = memory_of_state(step.state, always_held_bytes(size))
+    moments = sharded.memory_of_state(step.state, always_held_bytes(size))
     if not workload.strategy_record.is_torchs and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
         other_bytes = peak.activations + 16 * (size.batch_size - workload.share) * size.context
-        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, other_bytes))
+        moments.append(
+            sharded.RankMemory(sharded.MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, other_bytes)
+        )
     return moments
 
 
-def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
+def memory_of(cell: Cell) -> dict[str, list[sharded.RankMemory]]:
     """Return what a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
-        "measured": [RankMemory(**memory) for memory in cell.derived["memory"]],
+        "measured": [sharded.RankMemory(**memory) for memory in cell.derived["memory"]],
         "predicted": predicted_rank_memory(workload) if workload.training.is_ours else [],
     }

@@ -118,7 +118,6 @@ class Rates:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
         values = json.loads(text)
         values["exposures"] = {name: Exposure(**exposure) for name, exposure in values["exposures"].items()}
         values["errors"] = [GroupError(**error) for error in values["errors"]]

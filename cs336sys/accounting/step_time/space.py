@@ -21,11 +21,8 @@ SETTINGS: Mapping[str, Collection[Any]] = {
 }
 # The same with several ranks: the strategy, and what buckets are sent in.
 STRATEGIES = (
-    ("bucketed", "fp32"),
-    ("bucketed", "bf16"),
-    ("optimizer", "fp32"),
-    ("optimizer-flat", "fp32"),
-    ("fsdp", "fp32"),
+    *(("bucketed", "fp32"), ("bucketed", "bf16")),
+    *((name, "fp32") for name in ("optimizer", "optimizer-flat", "fsdp")),
 )
 # Micro-batches that are tried: powers of two up to this.
 LARGEST_MICRO_BATCH = 64

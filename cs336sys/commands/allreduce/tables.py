@@ -27,10 +27,6 @@ class MessageSweep(NamedTuple):
     dtype: str
     collective: str
 
-    @property
-    def words(self) -> str:
-        return f"{self.backend} {self.collective} of {self.dtype}, {self.world_size} ranks"
-
 
 _GROUP_COLUMNS = by_key(*named_columns("backend", world_size="ranks", dtype="type", collective="collective"))
 _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))

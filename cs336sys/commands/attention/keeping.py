@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from cs336sys.commands.attention.measure import (
-    TOLERANCES,
-    attention_errors,
-    measure_own_attention,
-    random_inputs,
-)
+from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, measure_own_attention, random_inputs
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention, operators
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand, make_problem

@@ -30,7 +30,7 @@ from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.timing.checked import KernelTimer
 from cs336sys.timing.phases import time_calls, time_phases
-from cs336sys.timing.relative_error import RelativeError, judged, relative_errors
+from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.model import model_attention
 from cs336sys.training.user_models import load
 
@@ -221,9 +221,7 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
     return {"out": out, "dq": grad_query, "dk": grad_key, "dv": grad_value}
 
 
-def attention_errors(
-    attention: Attention, workload: AttentionWorkload, device: torch.device
-) -> dict[str, RelativeError]:
+def attention_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
     """The errors of the output and of each gradient of a second call.
 
     The first call compiles, and later ones may reach the kernels another way: a second call is what is timed.
@@ -241,14 +239,11 @@ def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def input_gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
-    """The gradients of query, key and value."""
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
-def errors_of_first_sequence(
-    attention: Attention, workload: AttentionWorkload, device: torch.device
-) -> dict[str, RelativeError]:
+def errors_of_first_sequence(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
     """As :func:`attention_errors` of one call, whose first sequence alone is looked at: in float64 all take long."""
     inputs = random_inputs(workload, device)
     results = {name: tensor[:1] for name, tensor in _results(attention, inputs).items()}
@@ -284,18 +279,15 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
 
-def _checked_attention(
-    attention: Attention, workload: AttentionWorkload, device: torch.device
-) -> dict[str, RelativeError]:
+def _checked_attention(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
     try:
         return attention_errors(attention, workload, device)
     except (NotImplementedError, AssertionError) as error:
         if workload.implementation not in FLASH_ATTENTION_4:
             raise
         # How the package says that it has no kernel for these shapes on this GPU, in either pass.
-        raise CapabilityError(
-            f"{workload.implementation} does not take this: {str(error) or 'it does not say why'}"
-        ) from error
+        reason = str(error) or "it does not say why"
+        raise CapabilityError(f"{workload.implementation} does not take this: {reason}") from error
     except RuntimeError as error:
         # How torch says that the chosen backend cannot serve a call; the second is the CPU's.
         if not any(text in str(error) for text in ("No available kernel", "No viable backend")):
@@ -469,9 +461,8 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     def time(timer: KernelTimer) -> dict[str, Samples]:
         problem: Any = timer.problem
         has_gradient = attention(*problem.inputs.differentiable).requires_grad
-        least_ms = {
-            part: _least_attention_ms(workload, device, part) for part in (PARTS if has_gradient else PARTS[:1])
-        }
+        parts = PARTS if has_gradient else PARTS[:1]
+        least_ms = {part: _least_attention_ms(workload, device, part) for part in parts}
         return time_parts(
             timer,
             workload,

@@ -1,6 +1,7 @@
 """The tables of ``flash`` and ``attn``, built from their cells; columns and formulas are in ``docs/columns.md``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.machine.system import Capacity
-from cs336sys.results.model import Cell, Run, Samples, configuration_key
+from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 from cs336sys.tables import titles
@@ -22,21 +23,16 @@ _PARTS = ("forward", "backward", "end_to_end")
 _KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
 
 
-def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``flash`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
-
-    TFLOP/s are of the medians of all samples, errors and peak the largest.
-    """
-    return titles.pool_cells(cells, _attention_of_rounds)
-
-
-def _attention_of_rounds(
-    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
-) -> dict[str, Any]:
+def _flash_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
+    """TFLOP/s are of the medians of all samples, errors and peak the largest."""
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
     derived: dict[str, Any] = {name: titles.largest_known(rounds, name) for name in names if name != "notes"}
     derived["notes"] = list(titles.found_in_user_code(rounds))
-    return derived | AttentionWorkload.from_configuration(configuration).tflops(samples) if samples else derived
+    workload = AttentionWorkload.from_configuration(pooled.configuration)
+    return derived | workload.tflops(pooled.samples) if pooled.samples else derived
+
+
+pool_flash_rounds = partial(titles.pool_cells, combine_derived=_flash_of_rounds)
 
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:

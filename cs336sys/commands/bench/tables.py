@@ -10,7 +10,7 @@ from typing import Any
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.machine.system import SLOWDOWNS
-from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
 from cs336sys.settings.choices import MODES
@@ -109,18 +109,9 @@ _PHASES = MODES["train"].phases
 _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
-def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``bench`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
-
-    Rates are of the mean of all steps, the peak is the largest, the GPU's busy time the median, the rest the first's.
-    """
-    return titles.pool_cells(cells, _bench_of_rounds)
-
-
-def _bench_of_rounds(
-    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
-) -> dict[str, Any]:
-    if not samples:
+def _bench_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
+    """Rates are of the mean of all steps, peaks the largest, the GPU's busy time the median, the rest the first's."""
+    if not pooled.samples:
         return {}
     first = rounds[0].derived
     # The GPU's peak is not saved, but what was made of it is.
@@ -135,9 +126,13 @@ def _bench_of_rounds(
         "gpu_readings": joined_readings(rounds),
         "step_energy_j": statistics.mean(energies_j) if energies_j else None,
     }
-    rates = Workload.from_configuration(configuration).rates(samples["step"], peak_tflops, first.get("flops"))
+    workload = Workload.from_configuration(pooled.configuration)
+    rates = workload.rates(pooled.samples["step"], peak_tflops, first.get("flops"))
     # Cells of a GPU have no resident memory.
     return first | rates | {name: value for name, value in joined.items() if name in first}
+
+
+pool_bench_rounds = partial(titles.pool_cells, combine_derived=_bench_of_rounds)
 
 
 def bench_tables(

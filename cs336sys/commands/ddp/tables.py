@@ -1,25 +1,15 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.commands.rank_training import tables as of_steps
 from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
-from cs336sys.commands.rank_training.tables import (
-    PARALLEL_SETTING_COLUMNS,
-    STEADIER,
-    exposed_times,
-    exposure,
-    parallel_phase_table,
-    parallel_plan,
-    parallel_step_table,
-    plot_timelines,
-    step_rows,
-)
-from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number, format_quantity
@@ -32,37 +22,31 @@ _ALWAYS_SHOWN = ("precision", "compile")
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "bucket_mb", "trace", "rounds")
 
-_STEADIER = f"--rounds 3, {STEADIER}"
+_STEADIER = f"--rounds 3, {of_steps.STEADIER}"
 
 
-def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
-
-    Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's.
-    """
-    return titles.pool_cells(cells, _ddp_of_rounds)
-
-
-def _ddp_of_rounds(
-    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
-) -> dict[str, Any]:
-    if not samples:
+def _ddp_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
+    """Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's."""
+    if not pooled.samples:
         return {}
-    training = ParallelWorkload.from_configuration(configuration).training
+    training = ParallelWorkload.from_configuration(pooled.configuration).training
     return (
         rounds[0].derived
-        | exposed_times(samples, rounds[0].derived)
-        | training.throughput(samples["step"])
+        | of_steps.exposed_times(pooled.samples, rounds[0].derived)
+        | training.throughput(pooled.samples["step"])
         | {"peak_gib": titles.largest_known(rounds, "peak_gib")}
     )
 
 
+pool_ddp_rounds = partial(titles.pool_cells, combine_derived=_ddp_of_rounds)
+
+
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they communicate, their phases, and a sweep of bucket sizes next to the model of its overhead."""
-    settings = PARALLEL_SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
+    settings = of_steps.PARALLEL_SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
     shown = titles.shown_settings(cells, settings, _ALWAYS_SHOWN)
     identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
-    rows = step_rows(cells, "naive", _COMPARED)
+    rows = of_steps.step_rows(cells, "naive", _COMPARED)
     heading = titles.title("ddp", cells, run, settings, shown)
     columns = (
         *identity,
@@ -75,8 +59,8 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("communicated_bytes", "communicated", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    tables = [parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
-    tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
+    tables = [of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
+    tables.append(of_steps.parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
     return [*tables, _bucket_table(cells, (Column("size", "size"), *shown.values()))]
 
 
@@ -121,7 +105,7 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
             if link.has_bandwidth:
                 overhead_s = communication.bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s
-            rows.append(row | {"exposed_ms": exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
+            rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         which = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
         notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
     columns = (
@@ -134,7 +118,7 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
         Column("step_ms", "step", "ms", spread="samples"),
     )
     heading = "bucket sizes and the model of their overhead"
-    return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), STEADIER)
+    return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
 
 
 def _optimum(sweep: Sequence[Cell]) -> str:
@@ -162,8 +146,8 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         state = training_state(workload.training.size, workload.training.precision)
         return {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
 
-    return parallel_plan(
-        "ddp: cells and the memory of their state", workloads, PARALLEL_SETTING_COLUMNS, columns, memory
+    return of_steps.parallel_plan(
+        "ddp: cells and the memory of their state", workloads, of_steps.PARALLEL_SETTING_COLUMNS, columns, memory
     )
 
 
@@ -176,7 +160,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
     sweeps = bucket_sweeps(cells)
     count = max(1, len(sweeps))
     figure, axes = new_axes(0.5 + 4.2 * count, 4, 1, count)
-    settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    settings = titles.shown_settings(cells, of_steps.PARALLEL_SETTING_COLUMNS)
     for drawing, sweep in zip(axes.flat, sweeps, strict=False):
         total, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
         sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
@@ -204,8 +188,9 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
 
 
 def _ddp_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
-    timelines = any(cell.derived["timeline"] is not None for cell in measured_cells(cells))
-    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
+    pictures: dict[str, Callable[[Path], None]] = {}
+    if any(cell.derived["timeline"] is not None for cell in measured_cells(cells)):
+        pictures["timelines"] = partial(of_steps.plot_timelines, cells)
     if bucket_sweeps(cells):
         pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
     return {**pictures, **scaling_picture(cells)}

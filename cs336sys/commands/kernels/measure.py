@@ -21,7 +21,7 @@ from cs336sys.settings.operations import KernelWorkload
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.timing.checked import KernelTimer
 from cs336sys.timing.phases import time_queued_calls
-from cs336sys.timing.relative_error import RelativeError, judged, relative_errors
+from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
@@ -36,9 +36,7 @@ _OPERATIONS = "cs336sys.commands.kernels.operations.OPERATIONS"
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
-def kernel_errors(
-    function: Function, operation: Operation, workload: KernelWorkload, device: torch.device
-) -> dict[str, RelativeError]:
+def kernel_errors(function: Function, operation: Operation, workload: KernelWorkload, device: torch.device) -> Errors:
     """The errors of each output and each gradient, by name."""
     return relative_errors(operation.results(function, workload, device), operation.expected(workload, device))
 

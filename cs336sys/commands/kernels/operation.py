@@ -13,6 +13,7 @@ from cs336sys.settings.operations import KernelWorkload
 Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.
 Implementations = Mapping[str, Callable[[KernelWorkload], Function]]
+TimedCalls = dict[str, Callable[[], object]]
 # Takes a shape and perhaps a dtype, which is otherwise the workload's.
 Random = Callable[..., Tensor]
 
@@ -29,9 +30,7 @@ class Operation(Protocol):
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         """The same in float64."""
 
-    def calls(
-        self, function: Function, workload: KernelWorkload, device: torch.device
-    ) -> dict[str, Callable[[], object]]:
+    def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
         """Return the timed calls by part; ``end_to_end`` is among them."""
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
@@ -78,9 +77,7 @@ class DifferentiatedFunction:
         }
         return self._results(self.reference(workload), exact, workload)
 
-    def calls(
-        self, function: Function, workload: KernelWorkload, device: torch.device
-    ) -> dict[str, Callable[[], object]]:
+    def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
         inputs = self.random_inputs(workload, device)
         leaves = _tensors_with_gradient(inputs)
         outputs = as_tuple(function(**inputs))

@@ -18,6 +18,7 @@ from cs336sys.commands.kernels.operation import (
     Implementations,
     Operation,
     Random,
+    TimedCalls,
     random_tensors,
 )
 from cs336sys.errors import CapabilityError
@@ -91,9 +92,7 @@ class OptimizerStep:
         results = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "parameter": exact}
         return results | ({"copy": exact} if copies else {})
 
-    def calls(
-        self, function: Function, workload: KernelWorkload, device: torch.device
-    ) -> dict[str, Callable[[], object]]:
+    def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
         parameters, copies, random = self._tensors(workload, device)
         _, step = function(parameters, copies)
         self._set_gradients(parameters, random)
@@ -129,18 +128,14 @@ EPS = 1e-5
 CHUNK = 4096
 
 
-def _plain_function(ours: Function, reference: Function, **others: Callable[[], Function]) -> Implementations:
-    """Implementations that are the same for all workloads."""
-    makers: dict[str, Callable[[], Function]] = {
-        "ours": lambda: ours,
-        "eager": lambda: reference,
-        "compiled": lambda: torch.compile(reference, dynamic=False),
+def _plain_function(ours: Function, reference: Function, **others: Callable[[Any], Function]) -> Implementations:
+    """Implementations of which the first three are the same for all workloads."""
+    return {
+        "ours": lambda workload: ours,
+        "eager": lambda workload: reference,
+        "compiled": lambda workload: torch.compile(reference, dynamic=False),
+        **others,
     }
-    return {name: _for_any_workload(make) for name, make in (makers | others).items()}
-
-
-def _for_any_workload(make: Callable[[], Function]) -> Callable[[KernelWorkload], Function]:
-    return lambda workload: make()
 
 
 def _installed(module: str, distribution: str) -> Any:
@@ -150,17 +145,17 @@ def _installed(module: str, distribution: str) -> Any:
     return importlib.import_module(module)
 
 
-def _quack_rms_norm(**settings: Any) -> Function:
+def _quack_rms_norm(workload: KernelWorkload, **settings: Any) -> Function:
     return functools.partial(_installed("quack.rmsnorm", "quack-kernels").rmsnorm, eps=EPS, **settings)
 
 
-def _liger_rms_norm() -> Function:
+def _liger_rms_norm(workload: KernelWorkload) -> Function:
     function = _installed("liger_kernel.ops.rms_norm", "liger-kernel").LigerRMSNormFunction
     # Not in place: the gradient that comes in is used by every repetition.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 
-def _liger_swiglu() -> Function:
+def _liger_swiglu(workload: KernelWorkload) -> Function:
     function = _installed("liger_kernel.ops.swiglu", "liger-kernel").LigerSiLUMulFunction
     return lambda gate, up: function.apply(gate, up)
 
@@ -219,7 +214,7 @@ def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> T
     return torch.stack(losses).sum() / targets.numel()
 
 
-def _liger_cross_entropy() -> Function:
+def _liger_cross_entropy(workload: KernelWorkload) -> Function:
     module = _installed("liger_kernel.ops.fused_linear_cross_entropy", "liger-kernel")
     return lambda hidden, weight, targets: module.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
 
@@ -272,7 +267,7 @@ OPERATIONS: dict[str, Operation] = {
         _classifier_inputs,
         lambda workload: _chunked_cross_entropy,
         _plain_function(
-            linear_cross_entropy, _cross_entropy, chunked=lambda: _chunked_cross_entropy, liger=_liger_cross_entropy
+            linear_cross_entropy, _cross_entropy, chunked=lambda _: _chunked_cross_entropy, liger=_liger_cross_entropy
         ),
         # Logits, and the gradients of both inputs.
         products=lambda workload: 3 * 2 * workload.elements * (workload.vocab_size or 0),

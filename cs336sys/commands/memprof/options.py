@@ -45,13 +45,8 @@ class SnapshotOptions:
         Raises:
             UsageError: a file is no snapshot, or several are compared with several.
         """
+        from cs336sys.commands.memprof import snapshots
         from cs336sys.commands.memprof.page import check_directory
-        from cs336sys.commands.memprof.snapshots import (
-            snapshot_difference_tables,
-            snapshot_page,
-            snapshot_tables,
-            write_snapshot_files,
-        )
         from cs336sys.tables.outputs import write_file
         from cs336sys.tables.page import check_page
 
@@ -63,13 +58,13 @@ class SnapshotOptions:
             before = _diagnoses(self.against)
             if len(before) > 1 and len(diagnoses) > 1:
                 raise UsageError(f"--against {len(before)}, --from {len(diagnoses)} snapshots: one of them must be one")
-            tables = snapshot_difference_tables(before, diagnoses, top)
+            tables = snapshots.snapshot_difference_tables(before, diagnoses, top)
         else:
-            tables = snapshot_tables(diagnoses, top)
+            tables = snapshots.snapshot_tables(diagnoses, top)
         if self.html is not None:
-            write_file(self.html, snapshot_page(diagnoses, tables).encode(), "--html")
+            write_file(self.html, snapshots.snapshot_page(diagnoses, tables).encode(), "--html")
         if snapshot is not None:
-            write_snapshot_files(diagnoses, top, snapshot)
+            snapshots.write_snapshot_files(diagnoses, top, snapshot)
         output.emit(tables)
 
 
@@ -168,11 +163,8 @@ def _predict(
         if workload.predicted_gib is not None:
             peak = workload.peak
             say(f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows")
-    measure, timeout = (
-        "cs336sys.training.memory_prediction:predict_memory",
-        SweepOptions(cell_timeout=sweeping.cell_timeout),
-    )
-    sweep = run_sweep("memprof", measure, configurations, timeout)
+    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
+    sweep = run_sweep("memprof", "cs336sys.training.memory_prediction:predict_memory", configurations, timeout)
     sweep.report(lambda cells, _: plan_tables(cells, recording.top), output)
 
 

@@ -91,10 +91,8 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     scale = peak / totals[highest] if totals[highest] else 1.0
     shown = {name: [scale * size for size in timeline[name]] for name in categories if any(timeline[name])}
     if shown:
-        for area, category in zip(
-            axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0), shown, strict=True
-        ):
-            style = CATEGORY_STYLES[category]
+        areas = axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0)
+        for area, style in zip(areas, map(CATEGORY_STYLES.__getitem__, shown), strict=True):
             area.set(facecolor=style.color, hatch=2 * style.hatch, edgecolor=style.ink + "70")
     axes.set_ylim(0, 1.12 * peak or 1)
     last = max(positions[-1], 1)

@@ -154,8 +154,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             "warm-up 0 measures the first step, in which the optimizer creates its state; the prediction and the "
             "trace describe a later step"
         )
-    has_cpu_half = any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows)
-    if has_cpu_half:
+    if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
         notes.append(
             "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
         )

@@ -10,34 +10,20 @@ from cs336sys.capture.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.capture.reading import Read
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
-from cs336sys.commands.trace.kernel_tables import (
-    MeasuredProfile,
-    kernel_table,
-    plot_shares,
-    share_table,
-    top_kernel_table,
-)
+from cs336sys.commands.trace import kernel_tables
 from cs336sys.commands.trace.tables import part_table, verdict_table
 from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
+from cs336sys.tables import titles
 from cs336sys.tables.saved import SavedCommand, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
-from cs336sys.tables.titles import (
-    LAUNCH_BOUND_IDLE_PERCENT,
-    SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    columns_of,
-    method_notes,
-    shown_settings,
-    title,
-)
 
 _OTHER = "other"
 
 
-def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
+def attention_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Time, FLOPs and bytes of both, where a profile shows the parts of attention."""
     with_parts = [m for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
     rows = [{**m.labels, **_attention_row(m)} for m in with_parts]
@@ -57,7 +43,7 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 
 
-def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
+def _attention_row(measured: kernel_tables.MeasuredProfile) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     for kernel in measured.profile.part_kernels:
         is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
@@ -85,7 +71,7 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
 
 
 def phase_table(
-    measured: Sequence[MeasuredProfile],
+    measured: Sequence[kernel_tables.MeasuredProfile],
     failed: Sequence[dict[str, Any]],
     labels: Sequence[Column],
     title: str,
@@ -115,7 +101,7 @@ def phase_table(
     return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_profile_notes(measured)))
 
 
-def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
+def _phase_row(measured: kernel_tables.MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     unprofiled = measured.unprofiled(row.name)
     wall_ms, busy_ms = row.wall_ns / row.count / 1e6, row.busy_ns / row.count / 1e6
     # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
@@ -124,7 +110,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms)) if measured.profile.is_idle_known else None
     verdict = None
     if idle_percent is not None and measured.profile.is_gpu:
-        verdict = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
+        verdict = "yes" if idle_percent > titles.LAUNCH_BOUND_IDLE_PERCENT else "no"
     return {
         "phase": row.name,
         "gpu": row.gpu,
@@ -140,7 +126,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     }
 
 
-def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
+def _profile_notes(measured: Sequence[kernel_tables.MeasuredProfile]) -> list[str]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
@@ -177,14 +163,14 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     return notes
 
 
-def _workload_prefix(measured: MeasuredProfile) -> str:
+def _workload_prefix(measured: kernel_tables.MeasuredProfile) -> str:
     parts = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
     return f"{' '.join(parts)}: " if parts else ""
 
 
-def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
+def precision_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Each phase and each part of attention in fp32 and in bf16, all else equal."""
-    pairs: dict[str, dict[str, MeasuredProfile]] = {}
+    pairs: dict[str, dict[str, kernel_tables.MeasuredProfile]] = {}
     for m in measured:
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
@@ -210,7 +196,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 
 # Beside the number of kernels that a phase launched.
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model", usual=("reference",))
-_SETTINGS = columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
+_SETTINGS = titles.columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
 
 
@@ -221,14 +207,13 @@ def profile_tables(
 
     ``top`` kernels of each phase are shown, with ``full_names`` by their whole names.
     """
-    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     measured = _measured_profiles(cells)
     failed = [_profile_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
-    notes = [*method_notes(cells), *_profilers(cells)]
-    phases = phase_table(
-        measured, failed, (*SIZE_COLUMNS, *shown.values()), title("nsys", cells, run, _SETTINGS, shown), notes
-    )
-    labels = (SIZE_COLUMNS[0], *shown.values())
+    notes = [*titles.method_notes(cells), *_profilers(cells)]
+    heading = titles.title("nsys", cells, run, _SETTINGS, shown)
+    phases = phase_table(measured, failed, (*titles.SIZE_COLUMNS, *shown.values()), heading, notes)
+    labels = (titles.SIZE_COLUMNS[0], *shown.values())
     tables = [phases, *_kernel_tables(measured, labels, top, full_names)]
     if compare_precision:
         tables.append(precision_table(measured, [label for label in labels if label.key != "precision"]))
@@ -236,9 +221,8 @@ def profile_tables(
 
 
 def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
-    """The picture of a sweep (:func:`plot_shares`)."""
-    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    plot_shares(_measured_profiles(cells), (SIZE_COLUMNS[0], *shown.values()), path)
+    shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    kernel_tables.plot_shares(_measured_profiles(cells), (titles.SIZE_COLUMNS[0], *shown.values()), path)
 
 
 def report_tables(read: Read, profile: Profile, *, top: int, full_names: bool) -> list[Table]:
@@ -252,25 +236,26 @@ def report_tables(read: Read, profile: Profile, *, top: int, full_names: bool) -
 
 
 def plot_report(profile: Profile, path: Path) -> None:
-    """The picture of one report (:func:`plot_shares`)."""
-    plot_shares(*_of_report(profile), path)
+    kernel_tables.plot_shares(*_of_report(profile), path)
 
 
-def _of_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Column, ...]]:
+def _of_report(profile: Profile) -> tuple[list[kernel_tables.MeasuredProfile], tuple[Column, ...]]:
     """The profile, and the columns that say what was run, where the report knows it."""
     values: dict[str, Any] = {}
     labels: tuple[Column, ...] = ()
     if profile.configuration:
         workload = Workload.from_configuration(profile.configuration)
         values = profile.configuration | {"parameters": workload.parameters}
-        labels = (SIZE_COLUMNS[0], *(SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")))
-    return [MeasuredProfile(values, profile)], labels
+        settings = [titles.SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")]
+        labels = (titles.SIZE_COLUMNS[0], *settings)
+    return [kernel_tables.MeasuredProfile(values, profile)], labels
 
 
-def _measured_profiles(cells: Sequence[Cell]) -> list[MeasuredProfile]:
+def _measured_profiles(cells: Sequence[Cell]) -> list[kernel_tables.MeasuredProfile]:
     profiled = [cell for cell in cells if cell.status == "ok"]
     return [
-        MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell) for cell in profiled
+        kernel_tables.MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        for cell in profiled
     ]
 
 
@@ -287,13 +272,13 @@ def _profilers(cells: Sequence[Cell]) -> list[str]:
 
 
 def _kernel_tables(
-    measured: Sequence[MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
+    measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
 ) -> list[Table]:
     return [
-        top_kernel_table(measured, labels),
-        kernel_table(measured, labels, top, full_names),
-        kernel_table(measured, labels, top, full_names, without_matmul=True),
-        share_table(measured, labels),
+        kernel_tables.top_kernel_table(measured, labels),
+        kernel_tables.kernel_table(measured, labels, top, full_names),
+        kernel_tables.kernel_table(measured, labels, top, full_names, without_matmul=True),
+        kernel_tables.share_table(measured, labels),
         attention_table(measured, labels),
     ]
 

@@ -5,15 +5,15 @@ Source: handout, problems mixed_precision_accumulation and benchmarking_mixed_pr
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cs336sys.errors import CapabilityError
 from cs336sys.machine.device import DTYPES
-from cs336sys.results.model import Cell, Status
+from cs336sys.results.model import Cell
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -21,37 +21,21 @@ TERM = 0.01
 TERMS = 1000
 
 
-@dataclass(frozen=True)
-class Accumulation:
-    """The sum of :data:`TERMS` times :data:`TERM` (exactly 10) in one choice of dtypes."""
-
-    name: str
-    total: float
-
-    @property
-    def absolute_error(self) -> float:
-        return abs(self.total - TERMS * TERM)
-
-    @property
-    def relative_error(self) -> float:
-        return self.absolute_error / (TERMS * TERM)
-
-
-def accumulate(device: torch.device) -> list[Accumulation]:
-    """The handout's four sums, computed one addition after another on ``device``."""
+def accumulate(device: torch.device) -> dict[str, float]:
+    """Add :data:`TERMS` times :data:`TERM`, exactly 10, one addition after another, in the handout's four ways."""
     cases = (
         ("fp32 += fp32", torch.float32, torch.float32, False),
         ("fp16 += fp16", torch.float16, torch.float16, False),
         ("fp32 += fp16", torch.float32, torch.float16, False),
         ("fp32 += fp16 upcast to fp32 first", torch.float32, torch.float16, True),
     )
-    sums = []
+    sums = {}
     for name, sum_dtype, term_dtype, upcast in cases:
         total = torch.tensor(0, dtype=sum_dtype, device=device)
         for _ in range(TERMS):
             term = torch.tensor(TERM, dtype=term_dtype, device=device)
             total += term.type(sum_dtype) if upcast else term
-        sums.append(Accumulation(name, total.item()))
+        sums[name] = total.item()
     return sums
 
 
@@ -76,43 +60,29 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross-entropy": F.cros
 _BATCH, _IN_FEATURES, _OUT_FEATURES = 4, 20, 5
 
 
-@dataclass(frozen=True)
-class AutocastDtypes:
-    """Dtypes (``fp32``, ``fp16``, ``bf16``) of a :class:`ToyModel`'s parts in one training step under autocast.
+def autocast_dtypes(precision: str, loss_function: str, device: torch.device) -> dict[str, str]:
+    """Run one training step of the toy model under autocast and see which dtype each part has.
 
-    Attributes:
-        precision: what autocast was asked for.
+    Args:
+        precision: what autocast casts to: ``fp16`` or ``bf16``.
         loss_function: a name of :data:`LOSSES`.
-        status: ``unsupported``, with the ``reason`` and nothing else, where this device or torch cannot run it.
-        parameters: as seen inside the autocast context.
-        rms_norm: output of ``nn.RMSNorm`` in the layer norm's place; all the rest is of the model with layer norm.
-        loss_outside: the same loss computed from the same logits after the autocast context was left.
+
+    Returns:
+        ``fp32``, ``fp16`` or ``bf16`` of: ``parameters``, as seen inside the autocast context; ``fc1``;
+        ``layer_norm``; ``rms_norm``, in the layer norm's place, all the rest being of the model with layer norm;
+        ``logits``; ``loss``; ``loss_outside``, the same loss of the same logits after the context was left;
+        ``gradients``.
+
+    Raises:
+        CapabilityError: this device or torch cannot run it.
     """
-
-    precision: str
-    loss_function: str
-    status: Status = "ok"
-    reason: str | None = None
-    parameters: str | None = None
-    fc1: str | None = None
-    layer_norm: str | None = None
-    rms_norm: str | None = None
-    logits: str | None = None
-    loss: str | None = None
-    loss_outside: str | None = None
-    gradients: str | None = None
-
-
-def autocast_dtypes(precision: str, loss_function: str, device: torch.device) -> AutocastDtypes:
-    """Run one training step of the toy model under autocast and see which dtype each part has."""
     try:
         with_layer_norm = _train_step(nn.LayerNorm, DTYPES[precision], loss_function, device)
         with_rms_norm = _train_step(nn.RMSNorm, DTYPES[precision], loss_function, device)
     except RuntimeError as error:
         # How torch says that a device lacks a dtype differs by device and operation; RuntimeError is their common base.
-        return AutocastDtypes(precision, loss_function, "unsupported", str(error).splitlines()[0])
-    norms = {"layer_norm": with_layer_norm.pop("ln"), "rms_norm": with_rms_norm["ln"]}
-    return AutocastDtypes(precision, loss_function, "ok", None, **norms, **with_layer_norm)
+        raise CapabilityError(str(error).splitlines()[0]) from error
+    return with_layer_norm | {"layer_norm": with_layer_norm.pop("ln"), "rms_norm": with_rms_norm["ln"]}
 
 
 def _train_step(
@@ -155,13 +125,16 @@ def precision_cells(precisions: list[str], device: torch.device, run_id: str) ->
     """Return a cell for each way to add, and for each precision and loss."""
     where = {"device": device.type}
     cells = []
-    for sum in accumulate(device):
-        errors = {"absolute_error": sum.absolute_error, "relative_error_percent": 100 * sum.relative_error}
-        configuration = {"accumulation": sum.name} | where
-        cells.append(Cell("precision", configuration, "ok", derived={"sum": sum.total} | errors, run_id=run_id))
+    for name, total in accumulate(device).items():
+        error = abs(total - TERMS * TERM)
+        errors = {"absolute_error": error, "relative_error_percent": 100 * error / (TERMS * TERM)}
+        configuration = {"accumulation": name} | where
+        cells.append(Cell("precision", configuration, "ok", derived={"sum": total} | errors, run_id=run_id))
     for precision, loss in product(precisions, LOSSES):
-        columns = asdict(autocast_dtypes(precision, loss, device))
-        configuration = {name: columns.pop(name) for name in ("precision", "loss_function")} | where
-        status, reason = columns.pop("status"), columns.pop("reason")
-        cells.append(Cell("precision", configuration, status, derived=columns, reason=reason, run_id=run_id))
+        configuration = {"precision": precision, "loss_function": loss} | where
+        try:
+            dtypes = autocast_dtypes(precision, loss, device)
+            cells.append(Cell("precision", configuration, "ok", derived=dtypes, run_id=run_id))
+        except CapabilityError as error:
+            cells.append(Cell("precision", configuration, "unsupported", reason=str(error), run_id=run_id))
     return cells

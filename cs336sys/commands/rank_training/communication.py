@@ -58,9 +58,7 @@ class Communication:
 
     @property
     def is_flags(self) -> bool:
-        """Return whether ranks tell each other facts (see ``parallel.collectives.AnyRank``) or digests, and no
-        numbers.
-        """
+        """Return whether ranks tell each other facts (``parallel.collectives.AnyRank``) or digests, and no numbers."""
         # Fully sharded models gather weights as bytes.
         are_facts = self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
         return are_facts or (self.dtype == "int64" and "allgather" in self.name)
@@ -248,11 +246,7 @@ class StepShares:
 
 
 def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepShares | None:
-    """Run one step as :func:`profile_step` does, and share out its time by kind of kernel.
-
-    Returns:
-        The kernels that took most time are named; None when the profiler saw nothing.
-    """
+    """Run a step as :func:`profile_step` does, and share out its time by kind of kernel; None if nothing was seen."""
     kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
@@ -268,9 +262,8 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
-    products_ms, attention_ms, other_ms, communication_ms, idle_ms = (
-        (after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])
-    )
+    shares_ms = ((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns]))
+    products_ms, attention_ms, other_ms, communication_ms, idle_ms = shares_ms
     kernels_ms = [(name, sum(each) / 1e6, len(each)) for name, each in longest]
     return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
 

@@ -18,18 +18,9 @@ from torch import Tensor
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
 from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
 from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
+from cs336sys.commands.rank_training import rank as on_rank
 from cs336sys.commands.rank_training.communication import StepShares, profile_shares
 from cs336sys.commands.rank_training.gradient_check import gradients_outcome
-from cs336sys.commands.rank_training.rank import (
-    RankMeasurement,
-    frees_memory,
-    has_room_alone,
-    measure_on_rank,
-    run_profiled,
-    time_all_reduces,
-    verify_on_rank,
-    write_step_trace,
-)
 from cs336sys.machine.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import STEPS
@@ -44,7 +35,7 @@ from cs336sys.training.user_models import hidden_warnings, why_built_whole
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them, in each
 # round.
-_unsynchronized: dict[str, list[RankMeasurement]] = {}
+_unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
 
 # What the check found right in the first of several rounds, by configuration.
 _found_right: dict[str, dict[str, Any]] = {}
@@ -76,11 +67,11 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
 
     has_baseline = workload.has_unsynchronized
     key = configuration_key(workload.unsynchronized.configuration() | {"round": number}) if has_baseline else ""
-    if has_baseline and key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
+    if has_baseline and key not in _unsynchronized and all(ranks.run(on_rank.has_room_alone, workload)):
         progress("timing steps without communication")
-        _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
+        _unsynchronized[key] = ranks.run(on_rank.measure_on_rank, workload.unsynchronized)
     progress(f"timing {workload.strategy}")
-    measured = ranks.run(measure_on_rank, workload, trace_path(configuration))
+    measured = ranks.run(on_rank.measure_on_rank, workload, trace_path(configuration))
     samples = slowest(measured)
     if has_baseline and key in _unsynchronized:
         samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
@@ -95,7 +86,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
 
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
     """Compare weights after some steps; a ``wrong`` outcome where rounding is no reason."""
-    differences = ranks.run(verify_on_rank, workload)
+    differences = ranks.run(on_rank.verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
     notes = list(dict.fromkeys(note for rank_difference in differences for note in rank_difference.notes))
@@ -125,14 +116,14 @@ def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:
     """Latency and bandwidth of the slowest rank's all-reduces."""
     key = (workload.world_size, _backend(workload), workload.high_priority)
     if key not in _links:
-        times_s = ranks.run(time_all_reduces, workload)
+        times_s = ranks.run(on_rank.time_all_reduces, workload)
         slowest = {size: max(of_rank[size] for of_rank in times_s) for size in times_s[0]}
         _links[key] = fit_alpha_beta(list(slowest), list(slowest.values()))
     return _links[key]
 
 
 def _derived(
-    workload: ParallelWorkload, measured: Sequence[RankMeasurement], samples: dict[str, Samples]
+    workload: ParallelWorkload, measured: Sequence[on_rank.RankMeasurement], samples: dict[str, Samples]
 ) -> dict[str, Any]:
     first = measured[0]
     peaks_gib = [rank.peak_gib for rank in measured if rank.peak_gib is not None]
@@ -172,7 +163,7 @@ def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
     return {"parameters": count.parameters, "notes": notes}
 
 
-def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
+def _sharding(measured: Sequence[on_rank.RankMeasurement]) -> dict[str, Any]:
     """Return the columns of ``shard``: memory of each moment on the fullest rank, bytes sent, gathers."""
     timeline = measured[0].timeline
     # A rank whose history was too short has recorded none.
@@ -194,7 +185,7 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     }
 
 
-def slowest(measured: "Sequence[RankMeasurement] | Sequence[BoardMeasurement]") -> dict[str, Samples]:
+def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasurement]") -> dict[str, Samples]:
     """Return the longest step of all ranks, step by step, with the phases of the same rank, whose sum it is.
 
     Of the other series, the time of the rank that took longest.
@@ -315,7 +306,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived) if impossible is None else Outcome("error", reason=impossible)
 
 
-@frees_memory
+@on_rank.frees_memory
 def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
     """Train, and time it; rank 0 writes a Chrome ``trace`` of one step. All ranks call it together."""
     device = rank_device(workload)
@@ -342,9 +333,9 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     samples = time_steps(step, step.phases)
     peak_gib = peak_memory_gib(device)
     values = torch.stack(losses).tolist()
-    shares = run_profiled(step, lambda: profile_shares(step.phases, device))
+    shares = on_rank.run_profiled(step, lambda: profile_shares(step.phases, device))
     if trace is not None:
-        write_step_trace(step, device, trace)
+        on_rank.write_step_trace(step, device, trace)
     return BoardMeasurement(
         samples,
         ready_s,

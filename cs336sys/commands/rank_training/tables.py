@@ -16,15 +16,12 @@ from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.table import Column, Table, named_columns
 
 STEADIER = "more --steps, fewer ranks than cores"
-
-
 _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def exposed_times(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
-    return communication.exposed_communication(
-        {name: series.median for name, series in samples.items()}, running_ms(derived)
-    )
+    medians = {name: series.median for name, series in samples.items()}
+    return communication.exposed_communication(medians, running_ms(derived))
 
 
 def running_ms(derived: Mapping[str, Any]) -> float | None:
@@ -151,13 +148,8 @@ def parallel_plan(
 
 PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
 
-
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
-
-
 _PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
-
-
 # Phases shorter than this part of the step are shaded without their name.
 _NARROWEST_LABEL = 0.1
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, joined_selection
+from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, Settings, joined_selection
 from cs336sys.commands.report.problem import Handout
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
@@ -21,7 +21,6 @@ from cs336sys.tables.table import Table, named_columns
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-Settings = Mapping[str, Collection[Any]]
 OfHandout = Callable[[Handout], Settings]
 Rows = Sequence[Mapping[str, Any]]
 

@@ -7,19 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cs336sys.commands.registry import (
-    Invocation,
-    can_be_shown,
-    invocations,
-    saved_pictures,
-    saved_tables,
-    shown_cells,
-)
+from cs336sys.commands.registry import Invocation, can_be_shown, invocations, saved_pictures, saved_tables, shown_cells
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 from cs336sys.tables.saved import Pictures, Presentation
 from cs336sys.tables.table import Table, select_columns
+
+Settings = Mapping[str, Collection[Any]]
 
 # How often something was measured, where its files went: no part of what was measured.
 _OF_MEASURING = (
@@ -28,7 +23,7 @@ _OF_MEASURING = (
 )
 
 # Settings of a training step as the handouts have it. Later versions name more; cells without them had these values.
-PLAIN_OF_ANY_MODE: Mapping[str, Collection[Any]] = {
+PLAIN_OF_ANY_MODE: Settings = {
     "compile": ("off",),
     "attention": ("reference",),
     "optimizer": ("course",),
@@ -117,9 +112,7 @@ class Evidence:
     shown: list[tuple[Invocation, list[Cell]]] = field(default_factory=list)
     tests: Mapping[str, str] = field(default_factory=dict)
 
-    def find(
-        self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
-    ) -> list[Selection]:
+    def find(self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]) -> list[Selection]:
         """The command's cells with the ``required`` values of settings, the invocation that has most of them first.
 
         What was measured in several invocations is taken from the first of them. Of a ``preferred`` setting only cells
@@ -133,7 +126,7 @@ class Evidence:
         return [group for group in groups if group.cells]
 
     def find_each(
-        self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
+        self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]
     ) -> list[Selection]:
         """As :meth:`find`, with what several invocations measured in each of them, for what is compared within one."""
         # A board's cells have columns of their own: whoever wants them says so.
@@ -149,7 +142,7 @@ class Evidence:
         return sorted(groups, key=count_and_time, reverse=True)
 
 
-def _narrowed(groups: Sequence[Selection], settings: Mapping[str, Collection[Any]]) -> list[Selection]:
+def _narrowed(groups: Sequence[Selection], settings: Settings) -> list[Selection]:
     """The groups with those cells that have one of the values of each setting, without groups that have none."""
     chosen = [
         group.only(lambda c: all(c.configuration.get(key) in settings[key] for key in settings)) for group in groups
@@ -170,9 +163,7 @@ def machine_name(run: Run | None) -> str:
 
 
 def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[list[Evidence], list[str]]:
-    """Sort the files' cells by machine, the one with most first, and return a sentence for each invocation that
-    cannot be shown.
-    """
+    """Sort the files' cells by machine, the one with most first; with a sentence on each invocation not to be shown."""
     machines: dict[str, Evidence] = {}
     faults = []
     for invocation in invocations(files):

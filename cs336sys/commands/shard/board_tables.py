@@ -20,7 +20,6 @@ from cs336sys.tables.titles import SIZE_COLUMNS, method_notes, shown_settings, t
 _SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | by_key(*STRATEGY_COLUMNS)
 _ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")
 
-
 _SHARES = {
     "products": "products",
     "attention": "attention",

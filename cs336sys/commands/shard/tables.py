@@ -7,17 +7,8 @@ from typing import Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory, sharding_sent_bytes
-from cs336sys.accounting.sharding.step import (
-    MOMENTS,
-    RankMemory,
-)
-from cs336sys.commands.rank_training.tables import (
-    STEADIER,
-    parallel_phase_table,
-    parallel_plan,
-    parallel_step_table,
-    step_rows,
-)
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.commands.rank_training import tables as of_steps
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload
@@ -68,9 +59,9 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         "communication not overlapped: time of one profiled step of rank 0 in which only communication ran",
     )
     step_notes = notes if measured else ()
-    tables = [parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, STEADIER)]
+    tables = [of_steps.parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, of_steps.STEADIER)]
     identity = (Column("size", "size"), *setting_columns)
-    tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
+    tables.append(of_steps.parallel_phase_table(rows, identity, "torch's strategies do"))
     return [*tables, _memory_table(measured, identity), _gather_table(measured, identity)]
 
 
@@ -85,7 +76,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         for cell in cells
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
     }
-    rows = step_rows(cells, "none", _COMPARED)
+    rows = of_steps.step_rows(cells, "none", _COMPARED)
     for row, cell in zip(rows, cells, strict=True):
         if cell.status != "ok":
             continue
@@ -160,7 +151,8 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
             moments[rank_memory.moment].key: rank_memory.total_gib for rank_memory in predicted_rank_memory(workload)
         }
 
-    return parallel_plan("shard: cells and the memory of a rank", workloads, SHARDING_SETTING_COLUMNS, columns, predict)
+    heading = "shard: cells and the memory of a rank"
+    return of_steps.parallel_plan(heading, workloads, SHARDING_SETTING_COLUMNS, columns, predict)
 
 
 _COLORS = {"parameters": "#1f4e96", "gradients": "#c23b22", "optimizer_state": "#7fb2e5", "rest": "#00a35c"}

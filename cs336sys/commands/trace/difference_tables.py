@@ -24,7 +24,6 @@ _NAMED = 3
 
 
 def difference_sentences(difference: CaptureDifference) -> list[str]:
-    """Say in two or three sentences what changed."""
     subject = "the kernels of a step take" if difference.of_kernels else "a step takes"
     way = "longer" if difference.delta_ms >= 0 else "less"
     before, after = format_quantity(difference.before_ms, "ms"), format_quantity(difference.after_ms, "ms")
@@ -58,7 +57,6 @@ def change_name(change: TimeChange) -> str:
 
 
 def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
-    """The changes, the largest first."""
     # The largest, and of those that are no noise some more.
     listed = [
         change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant

@@ -44,7 +44,6 @@ class MeasuredProfile:
         return self.profile.of_gpus or (*self.profile.phases, *step)
 
     def unprofiled(self, name: str) -> Samples | None:
-        """Times of a phase or the step without profiler."""
         return self.cell.samples.get(name) if self.cell else None
 
     def kernels(self, *phases: str) -> list[KernelTime]:
@@ -186,29 +185,8 @@ def unclassified_note(times: Iterable[tuple[str, float]]) -> list[str]:
 
 
 def share_key(category: str) -> str:
-    """The column of a kind of kernel."""
     return f"{category.replace('/', '_')}_percent"
 
-
-# What matrix products take stands out from what moves memory.
-CATEGORY_COLORS: dict[str, str] = {
-    Category.MATMUL: "#1f4e96",
-    Category.CONVOLUTION: "#1f9e89",
-    Category.ATTENTION_SOFTMAX: "#c23b22",
-    Category.ELEMENTWISE: "#f2c14e",
-    Category.REDUCTION: "#9c8a3c",
-    Category.NORMALIZATION: "#8172b3",
-    Category.POOLING: "#5e8c31",
-    Category.EMBEDDING_BAG: "#b5651d",
-    Category.SORTING: "#a3467f",
-    Category.QUANTIZATION: "#c8a2c8",
-    Category.LAYOUT: "#b0a990",
-    Category.OPTIMIZER: "#00a35c",
-    Category.COPY: "#5a3d28",
-    Category.COMMUNICATION: "#da8bc3",
-    Category.DISPATCH: "#64b5cd",
-    Category.UNCLASSIFIED: "#8c8c8c",
-}
 
 _INCHES_PER_BAR = 0.23
 # The title, and the distance to the next size.
@@ -255,8 +233,8 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
         drawings[0].set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
         drawings[0].set_ylabel(size, fontsize=10, fontweight="bold")
     shown = [
-        Patch(color=color, label=category)
-        for category, color in CATEGORY_COLORS.items()
+        Patch(color=category.color, label=category)
+        for category in Category
         if any(row.get(share_key(category)) for row in rows)
     ]
     if shown:
@@ -266,11 +244,11 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
 
 def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
     left = 0.0
-    for category, color in CATEGORY_COLORS.items():
+    for category in Category:
         share = shares.get(share_key(category))
         if not share:
             continue
-        drawing.barh(height, share, 0.8, left, color=color)
+        drawing.barh(height, share, 0.8, left, color=category.color)
         if share >= _LEAST_LABELLED_PERCENT:
             middle = left + share / 2
             drawing.text(middle, height, f"{share:.0f}", fontsize=6.5, color="white", ha="center", va="center")

@@ -11,7 +11,6 @@ from cs336sys.capture.reading import Read
 from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.capture.timeline import Timeline
 from cs336sys.commands.trace.difference_tables import change_name
-from cs336sys.commands.trace.kernel_tables import CATEGORY_COLORS
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.page import html_page, html_table
 from cs336sys.tables.table import Table
@@ -36,12 +35,7 @@ def trace_page(tables: Sequence[Table], reads: Sequence[Read]) -> str:
     verdict, *rest = tables
     headings = ("One step, before", "One step, after") if len(reads) > 1 else ("One step",)
     templates = Environment(loader=PackageLoader("cs336sys.commands.trace", "."), autoescape=True)
-    values = {
-        "verdict": verdict,
-        "steps": list(map(_step, reads, headings)),
-        "colors": CATEGORY_COLORS,
-        "width": _WIDTH,
-    }
+    values = {"verdict": verdict, "steps": list(map(_step, reads, headings)), "width": _WIDTH}
     if len(reads) > 1:
         values |= _waterfall(compare_captures(*(read.analyses[0] for read in reads)))
     body, style, script = (templates.get_template(f"page.{kind}").render(values) for kind in ("jinja", "css", "js"))

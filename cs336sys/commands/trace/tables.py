@@ -23,15 +23,7 @@ _MUCH_LAUNCHING = 0.03
 
 @dataclass(frozen=True)
 class DisplayOptions:
-    """Display options of a capture's tables.
-
-    Attributes:
-        top: rows of kernels, operators and modules.
-        full_names: kernels by their whole names.
-        roofline: compare FLOPs and bytes of operators with the GPU's peaks.
-        ceilings: these peaks, where they were measured.
-        bandwidths: of collectives alone, where they were measured.
-    """
+    """Display options of a capture's tables; ``ceilings`` and ``bandwidths`` are what was measured on such GPUs."""
 
     top: int = 10
     full_names: bool = False
@@ -79,24 +71,17 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
     return Table("parts", "trace: where the step goes", columns, rows, notes=notes)
 
 
-def step_table(analyses: Sequence[Analysis]) -> Table:
-    """Each step by itself."""
-    keys = {part: f"{part.replace(' ', '_')}_ms" for analysis in analyses for part in analysis.parts}
-    columns = (_GPU, Column("step", "step", "count"), *named_columns(step_ms="step"))
-    columns += named_columns(**{key: part for part, key in keys.items()})
-    rows = [
-        {
-            **_gpu(analysis),
-            "step": analysis.step_numbers[place] if analysis.step_numbers else place,
-            "step_ms": analysis.step_ms[place],
-            **{keys[part]: values[place] for part, values in analysis.parts.items()},
-        }
-        for analysis in analyses
-        if analysis.has_steps
-        for place in range(min(len(analysis.step_ms), _MOST_STEPS))
-    ]
-    longest = max((len(analysis.step_ms) for analysis in analyses), default=0)
-    notes = [f"the first {_MOST_STEPS} of {longest} steps"] if longest > _MOST_STEPS else []
+def step_table(analysis: Analysis) -> Table | None:
+    """Each step by itself; None where the capture as a whole replaces steps."""
+    if not analysis.has_steps:
+        return None
+    parts = {f"{part.replace(' ', '_')}_ms": part for part in analysis.parts}
+    columns = (_GPU, Column("step", "step", "count"), *named_columns(step_ms="step", **parts))
+    count = len(analysis.step_ms)
+    steps = zip(analysis.step_numbers or range(count), analysis.step_ms, *analysis.parts.values(), strict=True)
+    keys = [column.key for column in columns]
+    rows = [dict(zip(keys, (analysis.label or None, *step), strict=True)) for step in list(steps)[:_MOST_STEPS]]
+    notes = [f"the first {_MOST_STEPS} of {count} steps"] if count > _MOST_STEPS else []
     return Table("steps", "trace: each step", columns, rows, notes=notes)
 
 
@@ -121,61 +106,52 @@ def _group_kernels(
     return sorted(rows, key=lambda row: -row[2]["ms"])
 
 
-def kind_table(analyses: Sequence[Analysis]) -> Table:
-    """Kernels by kind."""
-    rows = [
-        times | {"category": kind}
-        for analysis in analyses
-        for kind, _, times in _group_kernels(analysis, lambda kernel: kernel.kind)
-    ]
+def kind_table(analysis: Analysis) -> Table:
+    rows = [times | {"category": kind} for kind, _, times in _group_kernels(analysis, lambda kernel: kernel.kind)]
     notes = ["kernel time counts kernels that run side by side twice; of the step, each instant once"]
-    notes += unclassified_note((kernel.name, sum(kernel.ms)) for a in analyses for kernel in a.kernels)
+    notes += unclassified_note((kernel.name, sum(kernel.ms)) for kernel in analysis.kernels)
     return Table("kinds", "trace: kernels by kind", (_GPU, Column("category", "kind"), *_TIMES), rows, notes=notes)
 
 
-def module_table(analyses: Sequence[Analysis], top: int) -> Table:
-    """Kernels by the module, or the range, that launched them."""
-    rows = [
-        times | {"module": module or "(none)"}
-        for analysis in analyses
-        if any(kernel.module for kernel in analysis.kernels)
-        for module, _, times in _group_kernels(analysis, lambda kernel: kernel.module)[:top]
-    ]
+def module_table(analysis: Analysis, top: int) -> Table | None:
+    """Kernels by the module, or the range, that launched them; None where no kernel has any."""
+    groups = _group_kernels(analysis, lambda kernel: kernel.module)[:top]
+    if not any(kernel.module for kernel in analysis.kernels):
+        return None
+    rows = [times | {"module": module or "(none)"} for module, _, times in groups]
     notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
 
 
-def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
+def kernel_rows(analysis: Analysis, shown: DisplayOptions) -> Table:
     """The kernels that take most time, by name."""
     rows = []
-    for analysis in analyses:
-        groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
-        names = shown_names([name for name, _, _ in groups], shown.full_names)
-        for name, (_, kernels, times) in zip(names, groups, strict=True):
-            mean_us = 1e3 * times["ms"] / times["count"] if times["count"] else None
-            rows.append(times | {"mean_us": mean_us, "category": kernels[0].kind, "kernel": name})
+    groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
+    names = shown_names([name for name, _, _ in groups], shown.full_names)
+    for name, (_, kernels, times) in zip(names, groups, strict=True):
+        mean_us = 1e3 * times["ms"] / times["count"] if times["count"] else None
+        rows.append(times | {"mean_us": mean_us, "category": kernels[0].kind, "kernel": name})
     columns = (_GPU, *_TIMES, *named_columns("mean_us", category="kind", kernel="kernel"))
     return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
 
 
-def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
+def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
     """The operators that take most time by the shapes of their inputs, with their FLOPs and what the GPU could do."""
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
-    for analysis in analyses:
-        groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
-        for key, kernels, times in [group for group in groups if group[0]][: shown.top]:
-            operator, _, shape = key.partition("\0")
-            values = times | {"operator": operator, "shapes": shape_words(shape)}
-            work = operator_work(operator, shape)
-            if work is not None and times["ms"]:
-                seconds = times["ms"] / 1e3 / _calls(kernels)
-                values |= {"tflops": work.flops / seconds / 1e12 or None, "gbps": work.bytes / seconds / 1e9}
-                if shown.roofline:
-                    line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
-                    values |= {"peak_percent": line.percent, "bound": line.bound}
-                    sources[line.source] = None
-            rows.append(values)
+    groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
+    for key, kernels, times in [group for group in groups if group[0]][: shown.top]:
+        operator, _, shape = key.partition("\0")
+        values = times | {"operator": operator, "shapes": shape_words(shape)}
+        work = operator_work(operator, shape)
+        if work is not None and times["ms"]:
+            seconds = times["ms"] / 1e3 / _calls(kernels)
+            values |= {"tflops": work.flops / seconds / 1e12 or None, "gbps": work.bytes / seconds / 1e9}
+            if shown.roofline:
+                line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
+                values |= {"peak_percent": line.percent, "bound": line.bound}
+                sources[line.source] = None
+        rows.append(values)
     columns = (
         _GPU,
         *_TIMES,
@@ -213,35 +189,23 @@ def shape_words(shape: str) -> str:
     return text if len(text) <= _SHAPE_CHARACTERS else text[: _SHAPE_CHARACTERS - 3] + "..."
 
 
-def copy_table(analyses: Sequence[Analysis]) -> Table:
-    """Copies and fills by kind, with their bandwidth."""
-    rows = [
-        {
-            **_gpu(analysis),
-            "copy": row.name,
-            "count": row.count / len(analysis.step_ms),
-            "bytes": row.bytes / len(analysis.step_ms) if row.bytes >= 0 else None,
-            "ms": row.ms / len(analysis.step_ms),
-            "gbps": row.bytes / row.ms / 1e6 if row.bytes > 0 and row.ms else None,
-        }
-        for analysis in analyses
-        for row in analysis.copies
-    ]
+def copy_table(analysis: Analysis) -> Table:
+    steps = len(analysis.step_ms)
     columns = (
-        _GPU,
-        *named_columns("copy", count="times a step"),
-        Column("bytes", "bytes a step", "decimal_bytes"),
-        *named_columns(ms="a step", gbps="bandwidth"),
+        replace(_GPU, value=lambda copy: analysis.label or None),
+        Column("copy", "copy", value=lambda copy: copy.name),
+        Column("count", "times a step", value=lambda copy: copy.count / steps),
+        Column("bytes", "bytes a step", "decimal_bytes", lambda copy: copy.bytes / steps if copy.bytes >= 0 else None),
+        Column("ms", "a step", "ms", lambda copy: copy.ms / steps),
+        Column("gbps", "bandwidth", "gbps", lambda c: c.bytes / c.ms / 1e6 if c.bytes > 0 and c.ms else None),
     )
-    return Table("copies", "trace: copies", columns, rows)
+    return Table("copies", "trace: copies", columns, [fill_row(columns, copy) for copy in analysis.copies])
 
 
-def wait_table(analyses: Sequence[Analysis]) -> Table:
-    """Calls of the CPU that wait for the GPU."""
+def wait_table(analysis: Analysis) -> Table:
+    steps = len(analysis.step_ms)
     rows = [
         _gpu(analysis) | {"call": name, "count": count / steps, "ms": ms / steps}
-        for analysis in analyses
-        for steps in [len(analysis.step_ms)]
         for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])
     ]
     columns = (_GPU, *named_columns("call", count="times a step", ms="a step"))
@@ -343,13 +307,13 @@ def _waiting_ms(analysis: Analysis) -> float | None:
 
 def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:
     """All tables; with several ranks, those of kernels are of the first alone."""
-    first = analyses[:1]
+    first = analyses[0]
     profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [
         verdict_table(verdict(analyses, ranks), f"trace: {file_words(analyses)}, by {profilers}"),
         *with_rows(
             rank_table(analyses, ranks) if len(analyses) > 1 else None,
-            part_table(first),
+            part_table(analyses[:1]),
             step_table(first),
             kind_table(first),
             kernel_rows(first, shown),

@@ -57,7 +57,6 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def capital(text: str) -> str:
-    """Return the text with its first letter as a capital."""
     return text[:1].upper() + text[1:]
 
 

@@ -81,9 +81,8 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     tokens = size.batch_size * size.context
     dtype = DTYPES[workload.precision]
     progress("measuring products, copies, attention and optimizers")
-    product = _seconds(
-        torch.mm, torch.randn(tokens, size.d_model, dtype=dtype), torch.randn(size.d_model, size.d_ff, dtype=dtype)
-    )
+    shapes = (tokens, size.d_model), (size.d_model, size.d_ff)
+    product = _seconds(torch.mm, *(torch.randn(shape, dtype=dtype) for shape in shapes))
     # Most bytes of a small model are those of logits, whose memory is often returned and mapped again.
     wide = torch.randn(tokens, size.vocab_size)
     per_byte = _seconds(torch.mul, wide, wide) / (12 * wide.numel())

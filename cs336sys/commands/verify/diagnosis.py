@@ -159,9 +159,8 @@ def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
     norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]
     expected = first.expected.item()
     if len(set(norms)) > 1:
-        fits = (
-            ", and their squares add up to its square" if abs(math.hypot(*norms) - expected) < 1e-3 * expected else ""
-        )
+        add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected
+        fits = ", and their squares add up to its square" if add_up else ""
         meaning = f"each rank clips by the norm of what it has ({', '.join(f'{norm:.3g}' for norm in norms)}){fits}"
         return case.conclude("clipping", meaning)
     meaning = (

@@ -14,17 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.commands.verify.cases import (
-    OVERFLOWN_STEP,
-    PROGRAMS,
-    Program,
-    Share,
-    Subject,
-    batch_of,
-    build_subject,
-    loss_of,
-    shares_of,
-)
+from cs336sys.commands.verify import cases
 from cs336sys.commands.verify.record import OptimizerSpec, Record, captured_outputs, clone, default_optimizer
 from cs336sys.commands.verify.wraps import Wrapped
 from cs336sys.errors import UserCodeError
@@ -55,7 +45,7 @@ class ProgramRun:
         copies_dtype: of copies of weights and inputs that the model is called with; None calls it as it is.
     """
 
-    subject: Subject
+    subject: cases.Subject
     wrapped: Wrapped
     optimizer: Any
     named: Mapping[str, nn.Parameter]
@@ -63,11 +53,11 @@ class ProgramRun:
     names: Mapping[int, str]
     shapes: Mapping[str, torch.Size]
 
-    def __init__(self, training: "Training", program: Program):
+    def __init__(self, training: "Training", program: cases.Program):
         self.training, self.program, self.record = training, program, Record()
         self.workload, self.device, self.dtype = training.workload, training.device, training.dtype
         self.data: int | None = None
-        self.step_shares: Sequence[Share] = ()
+        self.step_shares: Sequence[cases.Share] = ()
         self.loss_factor = 1.0
         self.outputs: AbstractContextManager[Any] | None = None
         self.watcher = CollectiveWatcher(None, is_late=False)
@@ -80,7 +70,7 @@ class ProgramRun:
 
     def prepare(self) -> None:
         """Build the model and the optimizer, and record the weights."""
-        self.subject = build_subject(self.workload, self.program, self.device, self.dtype)
+        self.subject = cases.build_subject(self.workload, self.program, self.device, self.dtype)
         model = self.subject.model
         self.wrapped = Wrapped(None, model)
         self.named, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -92,8 +82,8 @@ class ProgramRun:
             self.optimizer = self.training.optimizer.build(self.named)
         self.record.moments["start", 0] = self.weights()
 
-    def shares(self, micro: int) -> list[Share]:
-        shares = shares_of(self.workload, self.program, micro)
+    def shares(self, micro: int) -> list[cases.Share]:
+        shares = cases.shares_of(self.workload, self.program, micro)
         return [share for share in shares if self.data in (None, share.data)]
 
     def train(self, first: int = 0) -> None:
@@ -123,7 +113,7 @@ class ProgramRun:
 
     def one_step(self, step: int) -> None:
         watcher, record = self.watcher, self.record
-        batch = batch_of(self.workload, self.device, self.dtype, step)
+        batch = cases.batch_of(self.workload, self.device, self.dtype, step)
         self.optimizer.zero_grad()
         total = 0.0
         for number, share in enumerate(self.step_shares):
@@ -146,7 +136,7 @@ class ProgramRun:
         watcher.phase = "optimizer"
         self.update(step)
 
-    def choose_layers(self, share: Share) -> None:
+    def choose_layers(self, share: cases.Share) -> None:
         """Turn a layer off, or on, as the program says of the share."""
         self.subject.is_off = self.program.unused and share.data == self.workload.data_ranks - 1
 
@@ -172,19 +162,19 @@ class ProgramRun:
         output = self.call(inputs)
         if self.wrapped.loss is not None:
             return self.wrapped.loss(output, targets)
-        return loss_of(self.workload, output, targets)
+        return cases.loss_of(self.workload, output, targets)
 
     def evaluate(self) -> float:
         """The loss of the evaluation's batch, of the shares that are trained on here."""
         module = self.wrapped.module
         module.eval()
-        batch = batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
+        batch = cases.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
         with torch.no_grad():
             losses = [self.loss(*self.part_of(share, batch)).item() * share.weight for share in self.shares(1)]
         module.train()
         return sum(losses)
 
-    def part_of(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def part_of(self, share: cases.Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         return share.of(batch)
 
     def around_share(self, number: int) -> AbstractContextManager[Any]:
@@ -202,7 +192,7 @@ class ProgramRun:
 
     def update(self, step: int) -> None:
         # Of this step one rank's loss is infinite.
-        if not (self.program.scale and step + 1 == OVERFLOWN_STEP):
+        if not (self.program.scale and step + 1 == cases.OVERFLOWN_STEP):
             self.optimizer.step()
 
     def ends_after(self, step: int) -> bool:
@@ -290,13 +280,14 @@ class Training:
         if key not in _choices:
             process = cls(workload, device, torch.float64)
             try:
-                process.train(Program(steps=1))
+                process.train(cases.Program(steps=1))
             except UserCodeError:
                 raise
             except (RuntimeError, TypeError, NotImplementedError):
                 process = replace(process, dtype=torch.float32)
             for rate in LEARNING_RATES:
-                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"], keeps=False).numbers("loss")):
+                run = replace(process, learning_rate=rate).train(cases.PROGRAMS["run"], keeps=False)
+                if stay_near(run.numbers("loss")):
                     break
             _choices[key] = process.dtype, rate
         chosen, rate = _choices[key]
@@ -304,13 +295,13 @@ class Training:
 
     def clipping(self) -> "Training":
         """Return the same with ``max_norm`` at half the norm of the first step's gradients."""
-        norms = replace(self, learning_rate=0.0).train(Program(steps=1, clip=True)).numbers("norm")
+        norms = replace(self, learning_rate=0.0).train(cases.Program(steps=1, clip=True)).numbers("norm")
         return replace(self, max_norm=0.5 * norms[0])
 
     def train(
         self,
-        program: Program,
-        shares: Sequence[Share] = (),
+        program: cases.Program,
+        shares: Sequence[cases.Share] = (),
         *,
         outputs: bool = False,
         keeps: bool = True,
@@ -338,7 +329,7 @@ class Training:
         return run.record
 
     def gradients_of_shares(
-        self, program: Program, step: int, weights: Mapping[str, Tensor]
+        self, program: cases.Program, step: int, weights: Mapping[str, Tensor]
     ) -> dict[tuple[int, int], dict[str, Tensor]]:
         """The part of a step's gradients that each micro-batch of each data rank adds to those of the whole batch.
 
@@ -348,7 +339,7 @@ class Training:
         run, gradients = ProgramRun(replace(self, optimizer=None), program.trained_alone), {}
         with user_models.nothing_dropped():
             run.prepare()
-            for share in shares_of(self.workload, program, program.micro):
+            for share in cases.shares_of(self.workload, program, program.micro):
                 with torch.no_grad():
                     for name, value in weights.items():
                         run.named[name].copy_(value)
@@ -357,11 +348,11 @@ class Training:
                 gradients[share.data, share.micro] = run.record.at("gradient", step)
         return gradients
 
-    def _whole_batch(self, program: Program) -> list[Share]:
+    def _whole_batch(self, program: cases.Program) -> list[cases.Share]:
         size = self.workload.training.size.batch_size
-        return [Share(0, 0, 1.0, slice(0, size - 1 if program.uneven else size))]
+        return [cases.Share(0, 0, 1.0, slice(0, size - 1 if program.uneven else size))]
 
-    def reference(self, program: Program) -> Reference:
+    def reference(self, program: cases.Program) -> Reference:
         """Train the program in several orders; kept for other cases of the same training."""
         program, workload = program.trained_alone, self.workload
         described = self.optimizer and (self.optimizer.optimizer_class, repr(self.optimizer.settings))
@@ -372,7 +363,7 @@ class Training:
             return _references[key]
         if len(_references) > 8:
             _references.clear()
-        by_rank, in_micros = shares_of(workload, program, 1), shares_of(workload, program, 2)
+        by_rank, in_micros = cases.shares_of(workload, program, 1), cases.shares_of(workload, program, 2)
         orders = [by_rank, in_micros, list(reversed(in_micros))]
         # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
         whole = by_rank if program.unused else self._whole_batch(program)
@@ -387,11 +378,12 @@ class Training:
         _references[key] = reference
         return reference
 
-    def in_half_precision(self, reference: Reference, program: Program, half: torch.dtype) -> Reference:
+    def in_half_precision(self, reference: Reference, program: cases.Program, half: torch.dtype) -> Reference:
         """The same reference, with one process that computes in ``half``, in parts or everything, as other orders."""
         one_process = program.trained_alone
         # autocast leaves float64 alone.
-        train = partial(replace(self, dtype=torch.float32).train, one_process, shares_of(self.workload, one_process, 1))
+        shares = cases.shares_of(self.workload, one_process, 1)
+        train = partial(replace(self, dtype=torch.float32).train, one_process, shares)
         if half == torch.float32:
             return replace(reference, others=[*reference.others, train()], half=half)
         others = [train(half=half)]

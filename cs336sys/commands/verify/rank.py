@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.commands.verify.cases import (
-    LOSS_SCALE,
-    OVERFLOWN_STEP,
-    SAVED_AFTER,
-    Program,
-    Share,
-    batch_of,
-    build_subject,
-)
+from cs336sys.commands.verify import cases
 from cs336sys.commands.verify.program import ProgramRun, Training
 from cs336sys.commands.verify.record import OptimizerSpec, Record, Together, captured_outputs, default_optimizer
 from cs336sys.commands.verify.wraps import innermost, wrap
@@ -109,7 +101,7 @@ def is_sound(expected: int) -> bool:
     return bool((numbers == expected * (expected - 1) / 2).all())
 
 
-def train_on_rank(training: Training, program: Program, settings: RankSettings) -> RankReport:
+def train_on_rank(training: Training, program: cases.Program, settings: RankSettings) -> RankReport:
     """Run the program on this rank, on its device. Whatever is raised comes back as a failure."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     run = _RankRun(replace(training, device=device), program, settings)
@@ -148,7 +140,7 @@ def _is_timeout(error: BaseException | None) -> bool:
 class _RankRun(ProgramRun):
     """A program on this rank, its present model and optimizer."""
 
-    def __init__(self, training: Training, program: Program, settings: RankSettings):
+    def __init__(self, training: Training, program: cases.Program, settings: RankSettings):
         super().__init__(training, program)
         self.settings, self.report = settings, RankReport(self.record)
         workload, ranks = self.workload, self.workload.dimensions
@@ -167,7 +159,7 @@ class _RankRun(ProgramRun):
     def prepare(self, seed_shift: int = 0) -> None:
         workload, learning_rate = self.workload, self.training.learning_rate
         self.watcher.phase = "wrap"
-        self.subject = build_subject(workload, self.program, self.device, self.dtype, seed_shift)
+        self.subject = cases.build_subject(workload, self.program, self.device, self.dtype, seed_shift)
         model = self.subject.model
         # They live until the wrapped ones are named: an identity is unique among living objects.
         plain_parameters = dict(model.named_parameters())
@@ -273,13 +265,13 @@ class _RankRun(ProgramRun):
             self._look_at_masks()
             return
         self.scaler = self.wrapped.scaler_class(
-            self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6, enabled=program.scale
+            self.device.type, init_scale=cases.LOSS_SCALE, growth_interval=10**6, enabled=program.scale
         )
-        self.train(SAVED_AFTER if saved_ranks else 0)
+        self.train(cases.SAVED_AFTER if saved_ranks else 0)
 
     def ends_after(self, step: int) -> bool:
         resume = self.program.resume
-        if resume is None or self.settings.saved_ranks or step + 1 != SAVED_AFTER:
+        if resume is None or self.settings.saved_ranks or step + 1 != cases.SAVED_AFTER:
             return False
         self.watcher.phase = "save"
         # The first rank's, on every rank: those that torchrun started each have made one.
@@ -302,7 +294,7 @@ class _RankRun(ProgramRun):
             self._load_state_dicts(state)
         return False
 
-    def part_of(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def part_of(self, share: cases.Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """This rank's part of a share: of its sequences, or of each of them."""
         part = share.of(batch)
         ranks = self.workload.dimensions.get("context", 1)
@@ -325,7 +317,7 @@ class _RankRun(ProgramRun):
 
     def backward(self, loss: Tensor, step: int) -> None:
         handles = self.watcher.expect(dict(self.named)) if self.settings.watch else []
-        if self.program.scale and step + 1 == OVERFLOWN_STEP and self.rank == 0:
+        if self.program.scale and step + 1 == cases.OVERFLOWN_STEP and self.rank == 0:
             loss = loss * float("inf")
         loss = self.scaler.scale(loss)
         self.wrapped.backward(loss) if self.wrapped.backward is not None else loss.backward()
@@ -354,7 +346,7 @@ class _RankRun(ProgramRun):
         (share,) = self.step_shares
         assert self.wrapped.step is not None
         self.choose_layers(share)
-        loss = self.wrapped.step(self.part_of(share, batch_of(self.workload, self.device, self.dtype, step)))
+        loss = self.wrapped.step(self.part_of(share, cases.batch_of(self.workload, self.device, self.dtype, step)))
         self.record_step(step, float(loss) * share.weight)
 
     def weights(self) -> dict[str, Tensor]:
@@ -367,7 +359,7 @@ class _RankRun(ProgramRun):
 
     def _look_at_masks(self) -> None:
         model, outputs = self.subject.model, dict[str, Tensor]()
-        batch = batch_of(self.workload, self.device, self.dtype, 0)
+        batch = cases.batch_of(self.workload, self.device, self.dtype, 0)
         with captured_outputs(model, outputs):
             self.loss(*self.part_of(self.shares(1)[0], batch))
         layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}

@@ -16,14 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cs336sys.commands.verify import record as recording
 from cs336sys.commands.verify.cases import loss_of
-from cs336sys.commands.verify.record import (
-    ADAMW_SETTINGS,
-    GROUP_NAMES,
-    Together,
-    added_to_environment,
-    default_optimizer,
-)
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.parallel import ddp
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
@@ -113,7 +107,7 @@ def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh)
     with contextlib.suppress(ValueError):
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    values: dict[str, Any] = dict.fromkeys(GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
+    values: dict[str, Any] = dict.fromkeys(recording.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
     for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
@@ -166,7 +160,7 @@ def innermost(optimizer: Any) -> Any:
         return optimizer
     lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
     several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
-    return Together(map(innermost, several)) if len(several) > 1 else optimizer
+    return recording.Together(map(innermost, several)) if len(several) > 1 else optimizer
 
 
 @dataclass(frozen=True)
@@ -184,7 +178,7 @@ class WrapCall:
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
-        return {"lr": self.learning_rate, **ADAMW_SETTINGS}
+        return {"lr": self.learning_rate, **recording.ADAMW_SETTINGS}
 
 
 def _ddp(call: WrapCall) -> nn.Module:
@@ -274,7 +268,7 @@ def _as_torchrun() -> AbstractContextManager[None]:
     """Set what torchrun sets, which some libraries look at though the ranks have met already."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    return added_to_environment(met)
+    return recording.added_to_environment(met)
 
 
 def _optional(package: str) -> Any:
@@ -289,7 +283,7 @@ def _accelerate(call: WrapCall) -> Wrapped:
     model, package = call.model, _optional("accelerate")
     with _as_torchrun():
         accelerator = package.Accelerator(cpu=next(model.parameters()).device.type == "cpu")
-    module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), call.learning_rate))
+    module, optimizer = accelerator.prepare(model, recording.default_optimizer(model.parameters(), call.learning_rate))
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
 
 
@@ -305,7 +299,7 @@ def _deepspeed(call: WrapCall) -> Wrapped:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    optimizer = default_optimizer(call.model.parameters(), call.learning_rate)
+    optimizer = recording.default_optimizer(call.model.parameters(), call.learning_rate)
     with _as_torchrun():
         engine, optimizer, _, _ = deepspeed.initialize(
             model=call.model, optimizer=optimizer, dist_init_required=False, config=settings

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import torch
 
-from cs336sys.machine.diagnosis.software import Check, probe_triton
+from cs336sys.machine.diagnosis.software import Check, probe_triton, warning_if
 from cs336sys.machine.environment import nccl_version
 from cs336sys.machine.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
 
@@ -56,10 +56,8 @@ def check_driver(gpus: list[GpuState]) -> Check:
     if match is None or torch.version.cuda is None:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
     state = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
-    if int(match[1]) < int(torch.version.cuda.partition(".")[0]):
-        fix = f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch."
-        return Check("driver", state, "warn", fix)
-    return Check("driver", state)
+    fix = f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch."
+    return warning_if(int(match[1]) < int(torch.version.cuda.partition(".")[0]), "driver", state, fix)
 
 
 def check_architecture() -> Check:
@@ -98,9 +96,9 @@ def check_memory(gpus: list[GpuState]) -> Check:
     ]
     state = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in memory_of_gpus)
     # The driver keeps a few per cent for itself; with less free, another program holds memory.
-    if any(free < 0.9 * total for _, free, total in memory_of_gpus):
-        return Check("GPU memory", state, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
-    return Check("GPU memory", state or "unknown")
+    is_held = any(free < 0.9 * total for _, free, total in memory_of_gpus)
+    fix = "See what holds it, and stop that or use another GPU: `nvidia-smi`."
+    return warning_if(is_held, "GPU memory", state or "unknown", fix)
 
 
 def check_processes() -> Check:
@@ -124,13 +122,11 @@ def check_clocks(gpus: list[GpuState]) -> Check:
         f"limited by {', '.join(gpu.clock_limits) or 'nothing'}"
         for gpu in gpus
     )
-    if any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus):
-        fix = (
-            "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
-            "`nvidia-smi -q -d PERFORMANCE`."
-        )
-        return Check("GPU clocks", state, "warn", fix)
-    return Check("GPU clocks", state)
+    fix = (
+        "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
+        "`nvidia-smi -q -d PERFORMANCE`."
+    )
+    return warning_if(any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus), "GPU clocks", state, fix)
 
 
 def check_readings() -> Check:
@@ -173,9 +169,7 @@ def check_multicast() -> Check:
 
 
 def check_peer_to_peer() -> Check:
-    """Return whether the GPUs of each pair reach each other's memory directly, and over which links (nvidia-smi's
-    numbers).
-    """
+    """Return whether the GPUs of a pair reach each other's memory directly, over which links (nvidia-smi's numbers)."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     blocked = [
         f"{a}-{b}"

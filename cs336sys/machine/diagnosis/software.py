@@ -36,6 +36,11 @@ class Check:
     fix: str | None = None
 
 
+def warning_if(is_met: bool, name: str, state: str, fix: str) -> Check:
+    """Return a check with the verdict ``warn`` and how to fix that where a condition is met, or else ``ok``."""
+    return Check(name, state, "warn", fix) if is_met else Check(name, state)
+
+
 # The interpreter answers in 1.6 s on two cores; on a GPU Triton first compiles its C launcher and the kernel.
 PROBE_TIMEOUT_S = 60.0
 
@@ -206,26 +211,21 @@ def check_ram() -> Check:
     if total is None or available is None:
         return Check("RAM", "unknown")
     state = f"{available:.1f} of {total:.1f} GiB available"
-    if available < ENOUGH_RAM_GIB:
-        return Check("RAM", state, "warn", "End other programs: `ps aux --sort -rss | head` shows the largest.")
-    return Check("RAM", state)
+    fix = "End other programs: `ps aux --sort -rss | head` shows the largest."
+    return warning_if(available < ENOUGH_RAM_GIB, "RAM", state, fix)
 
 
 def check_shared_memory() -> Check:
     usage = shutil.disk_usage(SHARED_MEMORY)
     state = f"{usage.free / 2**30:.2f} of {usage.total / 2**30:.2f} GiB free"
-    if usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB:
-        return Check("/dev/shm", state, "warn", "Several ranks need more: start the container with `--shm-size=8g`.")
-    return Check("/dev/shm", state)
+    fix = "Several ranks need more: start the container with `--shm-size=8g`."
+    return warning_if(usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB, "/dev/shm", state, fix)
 
 
 def check_disk(folder: str) -> Check:
     name = "disk, this folder" if folder == "." else "disk, temporary files"
     free_gib = shutil.disk_usage(folder).free / 2**30
-    state = f"{free_gib:.1f} GiB free"
-    if free_gib < ENOUGH_DISK_GIB:
-        fix = "Free some; this lists the largest folders: `du -xh --max-depth 2 . | sort -h | tail`."
-        if folder != ".":
-            fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
-        return Check(name, state, "warn", fix)
-    return Check(name, state)
+    fix = "Free some; this lists the largest folders: `du -xh --max-depth 2 . | sort -h | tail`."
+    if folder != ".":
+        fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
+    return warning_if(free_gib < ENOUGH_DISK_GIB, name, f"{free_gib:.1f} GiB free", fix)

@@ -163,4 +163,4 @@ def test_unclassified_kernels_are_named_by_the_time_of_all_their_groups():
 
     kernels = (group("first_odd", "a", 3.0), group("second_odd", "a", 2.0), group("first_odd", "b", 1.0))
     analysis = Analysis("f", "", "torch.profiler", True, "", 0, "", True, (6.0,), {}, kernels, (), (), {}, {})
-    assert kind_table([analysis]).notes[-1] == "unclassified: first_odd, second_odd"
+    assert kind_table(analysis).notes[-1] == "unclassified: first_odd, second_odd"

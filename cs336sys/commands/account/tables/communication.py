@@ -113,9 +113,8 @@ def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
     row: dict[str, Value] = {"strategy": strategy, "devices": devices}
     for which in PASSES:
         computing_s = number_of(parallelism.layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s)
-        seconds = number_of(
-            parallelism.communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False)
-        )
+        sent_s = parallelism.communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False)
+        seconds = number_of(sent_s)
         row |= {
             f"{which}_computing_ms": computing_s * 1e3,
             f"{which}_communication_ms": seconds * 1e3,

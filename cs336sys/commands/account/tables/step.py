@@ -40,7 +40,6 @@ _STEP_COLUMNS = (
     *PREDICTED_COLUMNS,
 )
 
-
 # What a sweep may vary: a column then, or else named in the title.
 _SWEPT_COLUMNS = (Column("size", "size"), Column("context", "context"), Column("precision", "precision"))
 

@@ -48,7 +48,6 @@ whole_step = _profiled(
     keep=lambda rows: [row for row in rows if row["phase"] in ("forward", "backward", "step")],
 )
 
-
 _ATTENTION = ("scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio", "bytes_ratio")
 softmax = _profiled("nsys.softmax", {"attention": (*_ATTENTION, "matmul_tflops", "softmax_gbps")})
 

@@ -64,7 +64,6 @@ def _grid(target: Target) -> list[Command]:
 _SMALL_GRID = "--backend gloo --world-size 2 --message 10KB,100KB,1MB --steps 5"
 all_reduce_commands = sized(_grid, measurement(f"allreduce {_SMALL_GRID}", 15))
 
-
 _STEP_COLUMNS = ("strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms", "running_ms", "calls")
 
 _OPTIONAL: dict[str, Any] = {"timeline": None, "exposed_ms": None, "synchronize_ms": None}
