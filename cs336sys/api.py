@@ -215,7 +215,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def account(question: str, /, **settings: Any) -> Tables:
-    """Answer on paper, as ``cs336sys account QUESTION``.
+    """Return the tables of ``cs336sys account QUESTION``: predictions, for which nothing is measured.
 
     Args:
         question: ``"memory"``, ``"flops"``, ``"parallel"``, ...

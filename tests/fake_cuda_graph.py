@@ -27,7 +27,7 @@ class OperatorRecorder:
     def __init__(self, *_):
         pass
 
-    def aside(self):
+    def on_launch_stream(self):
         return contextlib.nullcontext()
 
     def record(self, run):

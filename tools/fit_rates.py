@@ -25,7 +25,7 @@ from cs336sys.accounting.step_time.prediction import (
     StepTime,
     kind_of,
     predict_step,
-    quantities,
+    ranged_quantities,
 )
 from cs336sys.accounting.step_time.rates import Exposure, GroupError, Rates
 from cs336sys.accounting.step_time.work import TERMS, Amounts, attention_square, optimizer_work, step_work
@@ -281,7 +281,7 @@ def calibrate(results: Results, files: Sequence[str] = ()) -> Calibration:
     rates = replace(first, seconds=fit(observations), launch_s=launch_s, usual_launch_s=usual_s)
     profiled = [ProfileWorkload.from_configuration(cell.configuration).training for cell in _profiled(results.cells)]
     seen = [step.configuration for step in steps] + [StepConfiguration(training) for training in profiled]
-    bands = [quantities(configuration) for configuration in seen]
+    bands = [ranged_quantities(configuration) for configuration in seen]
     kinds = {kind_of(configuration) for configuration in seen}
     kinds |= {"keep"} if any(one.checkpointing.startswith("keep") for one in seen) else set()
     rates = replace(

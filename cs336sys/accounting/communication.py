@@ -316,7 +316,7 @@ class BusBandwidths:
                 sizes[size] = max(rate, sizes.get(size, 0.0))
         return cls({key: tuple(sorted(sizes.items())) for key, sizes in rates_by_size.items()})
 
-    def of(self, kind: str, ranks: int, size: int) -> float | None:
+    def gbps_at(self, kind: str, ranks: int, size: int) -> float | None:
         """Return the bus bandwidth of a collective, GB/s, between the next smaller and larger size in logarithms.
 
         Beyond the largest size it is that size's; None below the smallest, and where none was measured.

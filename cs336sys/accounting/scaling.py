@@ -99,7 +99,7 @@ class SimulatedStep:
         return self.memory / GIB
 
     @property
-    def limit(self) -> str:
+    def longest_part(self) -> str:
         """The longest part."""
         return max(self.parts, key=lambda name: self.parts[name])
 
@@ -151,11 +151,11 @@ class Simulation:
 
         # Independent of the batch: with batch 1, the cache has one entry for all.
         gather_s, scatter_s, unhidden_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
-        overlapped = cluster.slowdown.seconds
-        backward_with_fsdp_s = overlapped(backward_s, gather_s + scatter_s)
+        overlapped_s = cluster.slowdown.seconds
+        backward_with_fsdp_s = overlapped_s(backward_s, gather_s + scatter_s)
         # ddp sends with the last part only.
-        last_backward_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
-        exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + backward_with_fsdp_s - backward_s + unhidden_s
+        last_backward_s = overlapped_s(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
+        exposed_fsdp_s = overlapped_s(forward_s, gather_s) - forward_s + backward_with_fsdp_s - backward_s + unhidden_s
         return SimulatedStep(
             mesh=mesh,
             batch_size=size.batch_size,
@@ -168,7 +168,7 @@ class Simulation:
             memory=_mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
         )
 
-    def in_fewest_parts(self, mesh: Mesh) -> SimulatedStep:
+    def with_least_accumulation(self, mesh: Mesh) -> SimulatedStep:
         """The step with the least gradient accumulation that fits; that of single sequences if none does.
 
         Raises:
@@ -199,14 +199,14 @@ class Simulation:
         Args:
             dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
         """
-        steps = [self.in_fewest_parts(mesh) for mesh in self.meshes(devices, dimension)]
+        steps = [self.with_least_accumulation(mesh) for mesh in self.meshes(devices, dimension)]
         if not steps:
             return None
-        anyway = min((self.step(step.mesh) for step in steps), key=lambda step: step.step_s)
+        fastest_at_once = min((self.step(step.mesh) for step in steps), key=lambda step: step.step_s)
         fitting = [step for step in steps if step.memory <= self.cluster.memory_bytes]
         if not fitting:
-            return min(steps, key=lambda step: step.memory), anyway
-        return min(fitting, key=lambda step: step.step_s), anyway
+            return min(steps, key=lambda step: step.memory), fastest_at_once
+        return min(fitting, key=lambda step: step.step_s), fastest_at_once
 
     def flops_per_s(self, step: SimulatedStep) -> float:
         """Model FLOPs (nothing computed again) that a device computes a second."""
@@ -215,32 +215,32 @@ class Simulation:
 
 @cache
 def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of one pass's all-gathers, of the reduce-scatters, and of what has no computing alongside it."""
+    """Return the seconds of a pass's all-gathers, of reduce-scatters, and of what is not hidden: a unit of each."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
     communication = step_communication(size, ELEMENT_BYTES[precision], mesh.fsdp)
     bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
-    ring = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
+    seconds_per_byte = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
     units = len(sharded_units(size))
     calls_s = units * cluster.call_s
-    # Each unit once a pass, but the last, which is kept between.
-    gather_s = communication.all_gather / 2 * ring + calls_s
-    scatter_s = communication.reduce_scatter * ring + calls_s
+    # all_gather counts both passes, and the unit kept between them once: a pass gathers half.
+    gather_s = communication.all_gather / 2 * seconds_per_byte + calls_s
+    scatter_s = communication.reduce_scatter * seconds_per_byte + calls_s
     return gather_s, scatter_s, (gather_s + scatter_s) / units
 
 
 def _ddp_s(size: ModelSize, gradients: str, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of the all-reduce of gradients in this dtype, in buckets of blocks."""
+    """Return the seconds of the all-reduce of gradients in this dtype, in buckets of blocks."""
     if mesh.ddp == 1:
         return 0.0
     group_ranks = mesh.fsdp * mesh.tp
     gradient_bytes = ELEMENT_BYTES[gradients] * count_parameters(size) / group_ranks
-    ring = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, group_ranks)
-    return gradient_bytes * ring + size.num_layers * cluster.call_s
+    seconds_per_byte = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, group_ranks)
+    return gradient_bytes * seconds_per_byte + size.num_layers * cluster.call_s
 
 
 def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, checkpointing: str) -> float:
-    """Seconds of the sums over ranks that share layers: four a block, and the loss."""
+    """Return the seconds of the sums over ranks that share layers: four a block, and the loss."""
     if mesh.tp == 1:
         return 0.0
     step = TensorStep("fsdp+tensor-sequence", size, mesh.tp, mesh.ddp * mesh.fsdp, precision, checkpointing)
@@ -257,9 +257,9 @@ def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing:
     step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)
     if mesh.fsdp > 1:
         return rank_peak(step).total / mesh.tp
-    gradients, moments = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
+    gradient_share, moment_share = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
     of_moments = (
-        moment.total - (1 - gradients) * moment.gradients - (1 - moments) * moment.optimizer_state
+        moment.total - (1 - gradient_share) * moment.gradients - (1 - moment_share) * moment.optimizer_state
         for moment in rank_moments(step)
     )
     return max(of_moments) / mesh.tp

@@ -54,7 +54,7 @@ class TpuMesh:
 def memory_answers(
     stack: FeedForwardStack, tokens: int, gpu_bytes: float, device_bytes: float, *, weight_copies: bool = False
 ) -> list[Derived]:
-    """Parts (a) and (b): bytes of states and saved activations, how many GPUs hold them, how far to shard.
+    """Answer (a) and (b) of ``communication_accounting``: bytes of states and activations, GPUs, how far to shard.
 
     Saved for backward, in bf16 and without checkpointing, is the input of each linear layer: its weight gradient needs
     that and nothing else. A block has one input of width D and one of width F.
@@ -71,17 +71,19 @@ def memory_answers(
     _require_positive(tokens=tokens, gpu_bytes=gpu_bytes, device_bytes=device_bytes, **vars(stack))
     d, f, blocks = symbol("D", stack.d_model), symbol("F", stack.d_ff), symbol("L", stack.num_blocks)
     t, gpu = symbol("T", tokens), symbol("M_GPU", gpu_bytes)
-    parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", "P", "A block is (D, F) and (F, D).")
+    reason = "A block is (D, F) and (F, D)."
+    parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", name="P", reason=reason)
     p = parameters.as_symbol()
-    reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
+    states_reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
     label = "master weights, accumulated gradients, optimizer state"
-    states = _answer("(a)", label, 16 * p, "decimal_bytes", "S", reason)
+    states = _answer("(a)", label, 16 * p, "decimal_bytes", name="S", reason=states_reason)
     copies = 2 * p if weight_copies else 0
-    reason = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
-    reason = "bf16: the inputs of both linear layers of each block" + reason
-    saved = _answer("(a)", "saved for backward", 2 * t * blocks * (d + f) + copies, "decimal_bytes", "A", reason)
+    ending = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
+    saved_reason = "bf16: the inputs of both linear layers of each block" + ending
+    saved_bytes = 2 * t * blocks * (d + f) + copies
+    saved = _answer("(a)", "saved for backward", saved_bytes, "decimal_bytes", name="A", reason=saved_reason)
     s, a = states.as_symbol(), saved.as_symbol()
-    total = _answer("(a)", "all of it", s + a, "decimal_bytes", "M")
+    total = _answer("(a)", "all of it", s + a, "decimal_bytes", name="M")
     return [
         parameters,
         states,

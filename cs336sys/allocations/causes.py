@@ -393,39 +393,37 @@ def _round_up(size: int) -> int:
 
 
 def _half_logits(moment: Moment) -> MemoryCause | None:
-    """Find what a loss function, or a conversion just before it, made twice as large as the product before it."""
+    """Find fp32 copies of half-precision logits that a loss, or a conversion before it, makes: twice as large."""
     products = [block for block in moment.record.blocks if block.start and moment.role(block) in _COMPUTED]
-    failure, last = moment.failure, moment.position + 1
+    failure, failed_at = moment.failure, moment.position + 1
     if failure is not None and moment.role(failure) in _COMPUTED:
-        products = [block for block in products if block.start < last]
-        products.append(Block(0, failure.size, last, last, failure.stack, 0, DEFAULT_POOL, failure.size))
+        products = [block for block in products if block.start < failed_at]
+        products.append(Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, failure.size))
     # Masks and scalars lie between logits and their copies.
-    products = sorted(
-        (block for block in products if block.size >= _LEAST_LEAK * moment.size), key=lambda block: block.start
-    )
-    copies: dict[int, bool] = {}
+    products = [block for block in products if block.size >= _LEAST_LEAK * moment.size]
+    products.sort(key=lambda block: block.start)
+    # By the stack of a copy: whether nothing but its being fp32 logits explains it.
+    is_proved: dict[int, bool] = {}
     for index, (half, copy) in enumerate(pairwise(products)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
-        if is_loss and copy.size == half.size and half.stack in copies:
-            copies[copy.stack] = copies[half.stack]
+        if is_loss and copy.size == half.size and half.stack in is_proved:
+            is_proved[copy.stack] = is_proved[half.stack]
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
             continue
         if is_loss and line is not None and not infer.is_own(line):
-            copies[copy.stack] = True
+            is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
             is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
             following = products[index + 2 : index + 5]
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
-                copies[copy.stack] = True
+                is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
-                copies.setdefault(copy.stack, False)
-    blocks = [
-        block for block in products if block.stack in copies and (block.start == last or block.end > moment.position)
-    ]
-    size = sum(block.size for block in blocks if block.start <= last)
+                is_proved.setdefault(copy.stack, False)
+    blocks = [b for b in products if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
+    size = sum(block.size for block in blocks if block.start <= failed_at)
     if not blocks or size < _LEAST_SHARE * moment.size:
         return None
-    return MemoryCause("fp32 logits", size, moment.line(blocks[0].stack)[0], all(copies[b.stack] for b in blocks))
+    return MemoryCause("fp32 logits", size, moment.line(blocks[0].stack)[0], all(is_proved[b.stack] for b in blocks))
 
 
 # What to mend first comes first.

@@ -195,6 +195,7 @@ class _Parser:
         self._trace = trace
         self._annotations = annotations if isinstance(annotations, list) else []
         # Lists of frames and frames are shared: they are read once. Both are alive as long as the snapshot is.
+        self._trace_has_pools = False
         self._by_identity: dict[int, int] = {}
         self._frames: dict[int, Frame] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {(): 0}
@@ -214,7 +215,7 @@ class _Parser:
         return record
 
     def _read_segments(self) -> Iterator[Block]:
-        self._trace_has_pools = False
+        """Note all segments, and yield the blocks in them that are allocated at the end."""
         for segment in self._segments:
             address = _integer_field(segment, "address", "a segment")
             size = _integer_field(segment, "total_size", "a segment")
@@ -227,13 +228,15 @@ class _Parser:
                 raise _NoSnapshotError("a segment's blocks are no list")
             for block in blocks:
                 block_size = _integer_field(block, "size", "a block")
-                where = _integer_field(block, "address", "a block", address)
-                address = where + block_size
+                start = _integer_field(block, "address", "a block", address)
+                # Where the next block begins, if it does not say.
+                address = start + block_size
                 if block.get("state") != "inactive":
                     requested = _integer_field(block, "requested_size", "a block", block_size)
-                    yield Block(where, block_size, 0, 0, self._stack(block.get("frames")), stream, pool, requested)
+                    yield Block(start, block_size, 0, 0, self._stack(block.get("frames")), stream, pool, requested)
 
     def _read_trace(self) -> dict[int, Block]:
+        """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
         record, live = self._record, {}
         blocks = record.blocks
         completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self._trace)
@@ -294,6 +297,7 @@ class _Parser:
         return segment.pool if index and address < segment.end else DEFAULT_POOL
 
     def _stack(self, frames: Any) -> int:
+        """Return the number of a stack of frames, noted at first sight; 0 without frames."""
         if not frames or id(frames) in self._by_identity:
             return self._by_identity.get(id(frames), 0)
         if not isinstance(frames, list):

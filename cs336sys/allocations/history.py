@@ -229,6 +229,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         return dense_storage(tensor)._cdata
 
     def _follow(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Note a tensor's memory as allocated if it is new, and as freed when its storage is gone."""
         storage = dense_storage(tensor)
         address, size = storage._cdata, storage.nbytes()
         if address in self._live or not size:

@@ -183,6 +183,7 @@ class Inference:
         return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
 
     def _category(self, block: Block) -> str:
+        """Infer what a block holds from what made it and how long it lived."""
         if block.pool != DEFAULT_POOL:
             return "graph pools"
         part = self.roles[block.stack]

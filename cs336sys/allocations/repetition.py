@@ -46,7 +46,8 @@ def repeated(
     if insertions is None:
         return None
 
-    def extended(times: int) -> tuple[list[tuple[int, Allocation]], Counter[Allocation], list[Region]]:
+    def with_more_blocks(times: int) -> tuple[list[tuple[int, Allocation]], Counter[Allocation], list[Region]]:
+        """Add the second step's further blocks to the first so often: its events, earlier allocations and phases."""
         events = []
         end = 0
         for position, inserted in insertions:
@@ -61,9 +62,9 @@ def repeated(
         ]
         return events + first.events[end:], Counter(grown), phases
 
-    if extended(2) != (third.events, third.before, third.phases):
+    if with_more_blocks(2) != (third.events, third.before, third.phases):
         return None
-    events, before, phases = extended(times)
+    events, before, phases = with_more_blocks(times)
     # Which of several allocations of a kind is freed makes no difference to what is held.
     starts: dict[Allocation, list[int]] = defaultdict(list, {kind: [0] * count for kind, count in before.items()})
     allocations = []

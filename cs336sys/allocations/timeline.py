@@ -201,6 +201,7 @@ def _categorized(
     optimizer_state: set[int],
     length: int,
 ) -> Iterable[Allocation]:
+    """Yield the allocations with their categories, by gradients, optimizer state, and how long they live."""
     by_address: dict[int, list[Gradient]] = {}
     for gradient in sorted(gradients, key=lambda gradient: gradient.position):
         by_address.setdefault(gradient.address, []).append(gradient)

@@ -36,7 +36,7 @@ _MOST_ALGORITHMS = 12
 # down to what the algorithm's own power allows, or the thirstiest would be chosen. After the first round only those go
 # on that are within this factor of its best, and the heuristic's own. 11 products of a block take 18 s.
 _FIRST_ROUND_MS = 25.0
-_WITHIN = 1.04
+_FINALIST_FACTOR = 1.04
 _ROUNDS = 3
 _ROUND_MS = 50.0
 
@@ -109,7 +109,7 @@ def product(a: Tensor, b: Tensor, add: Tensor | None = None, *, in_place: bool =
     Returns:
         (M, N), contiguous; ``add`` if ``in_place``.
     """
-    run = _chosen(a, b, add)
+    run = _algorithm_for(a, b, add)
     if run is None:
         return add.addmm_(a, b) if add is not None and in_place else _with_torch(a, b, add)
     result = add if add is not None and in_place else a.new_empty(a.shape[0], b.shape[1])
@@ -127,7 +127,7 @@ _Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 _runs: dict[ProductShape, _Run | None] = {}
 
 
-def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
+def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
     """Return the algorithm for this product; None if torch computes it."""
     if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
         return None
@@ -150,7 +150,7 @@ def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
 
 def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
     """The fastest of the algorithms whose result is torch's but for rounding; None if there is none."""
-    library = _library(shape.device)
+    library = _loaded_cublaslt(shape.device)
     if library is None:
         return None
     expected = _with_torch(a, b, add)
@@ -166,13 +166,12 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
     # Of a cold GPU.
     time_ms(0, _FIRST_ROUND_MS)
     first_ms = [time_ms(number, _FIRST_ROUND_MS) for number in range(len(runs))]
-    left = [
-        number for number, duration_ms in enumerate(first_ms) if number == 0 or duration_ms <= _WITHIN * min(first_ms)
-    ]
-    rounds = [[time_ms(number, _ROUND_MS) for number in left] for _ in range(_ROUNDS)]
+    limit_ms = _FINALIST_FACTOR * min(first_ms)
+    finalists = [number for number, duration_ms in enumerate(first_ms) if number == 0 or duration_ms <= limit_ms]
+    rounds = [[time_ms(number, _ROUND_MS) for number in finalists] for _ in range(_ROUNDS)]
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     best = min(medians)
-    return runs[left[medians.index(best)] if best < (1 - _LEAST_GAIN) * medians[0] else 0]
+    return runs[finalists[medians.index(best)] if best < (1 - _LEAST_GAIN) * medians[0] else 0]
 
 
 def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tensor, expected: Tensor) -> bool:
@@ -292,7 +291,7 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _library(device: int) -> _CublasLt | None:
+def _loaded_cublaslt(device: int) -> _CublasLt | None:
     """Return cuBLASLt for products on this GPU; None where torch has no cuBLASLt, or one that cannot be called."""
     maps = Path("/proc/self/maps")
     if not maps.exists():

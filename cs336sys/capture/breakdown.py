@@ -101,6 +101,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
 
 
 def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
+    """Add each step's idle time to the parts that say what the GPU waited for."""
     waits = Cover(timeline.waits.start, timeline.waits.stop)
     loading = Cover(timeline.loading.start, timeline.loading.stop)
     last_to_stop = np.argsort(timeline.stop, kind="stable")

@@ -71,7 +71,7 @@ def load_trace(path: Path) -> Capture:
     """
     _check_expansion(path)
     loader = _Loader()
-    with _opened(path) as binary:
+    with _open_decompressed(path) as binary:
         buffered = io.BufferedReader(binary)
         encoding = "utf-16" if buffered.peek(2)[:2] in UTF16_MARKS else "utf-8-sig"
         events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
@@ -92,8 +92,8 @@ def load_trace(path: Path) -> Capture:
     )
 
 
-def _opened(path: Path) -> Any:
-    """Open the bytes of the trace.
+def _open_decompressed(path: Path) -> Any:
+    """Open the trace's bytes: those of a plain file, of a gzip stream, or of the one file in a zip archive.
 
     Raises:
         UsageError: a zip archive holds not just one file.
@@ -120,7 +120,7 @@ def _check_expansion(path: Path) -> None:
     size = path.stat().st_size
     limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _EXPANSION * size))
     expanded = 0
-    with _opened(path) as stream:
+    with _open_decompressed(path) as stream:
         is_compressed = not isinstance(stream, io.FileIO)
         while is_compressed and (part := stream.read(_CHUNK_CHARACTERS)):
             expanded += len(part)
@@ -368,10 +368,9 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
 
 
 def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[DeviceWork, Calls]:
-    """Return the CPU's operations as work, each as long as it ran without those that it calls, and their launches.
+    """Return the operations of a trace without a GPU as if they were its work, so that it is analysed like others.
 
-    What an operation and those within it ran by themselves is laid end to end from the outermost one's start, so that
-    all of it together covers just the time of the outermost.
+    Each is as long as it ran itself, without those it called, and has a launch where it began.
     """
     nested = Nested(operations.start, operations.stop, operations.thread)
     is_inner = nested.parent >= 0
@@ -379,15 +378,21 @@ def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[Devic
     np.subtract.at(exclusive_ns, nested.parent[is_inner], (operations.stop - operations.start)[is_inner])
     chosen, is_outermost = operations.select(nested.order), ~is_inner[nested.order]
     exclusive_ns = np.maximum(exclusive_ns, 0)[nested.order]
+    # End to end, in order of start; then each outermost one, with those inside it, is moved to where it began.
     ends = np.cumsum(exclusive_ns)
     begins = ends - exclusive_ns
     shift = (chosen.start - begins)[is_outermost][np.cumsum(is_outermost) - 1]
     count = len(chosen)
-    none, process, gpu = np.full(count, -1), np.full(count, _PROCESS), np.zeros(count, np.int64)
-    numbers = np.arange(count)
-    times = begins + shift, ends + shift
-    work = DeviceWork(*times, process, numbers, chosen.name, gpu, chosen.thread, none, chosen.number, none)
-    launches = Calls(process, numbers, chosen.start, chosen.start, chosen.thread, none)
+    unknown, process, gpu = np.full(count, -1), np.full(count, _PROCESS), np.zeros(count, np.int64)
+    launch_numbers = np.arange(count)
+    work = DeviceWork(
+        start=begins + shift, stop=ends + shift, process=process, correlation=launch_numbers, name=chosen.name, gpu=gpu,
+        stream=chosen.thread, bytes=unknown, operation=chosen.number, collective=unknown,
+    )  # fmt: skip
+    launches = Calls(
+        process=process, correlation=launch_numbers, start=chosen.start, stop=chosen.start, thread=chosen.thread,
+        name=unknown,
+    )  # fmt: skip
     return DeviceWork.joined(work, gloo), launches
 
 
@@ -401,7 +406,7 @@ class _Events:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._around = ""
+        self._outside_events = ""
         self._deadline = time.process_time() + READING_S
         self.unreadable = 0
         self.is_cut = self._is_array = False
@@ -411,7 +416,7 @@ class _Events:
         decode = json.JSONDecoder(strict=False).raw_decode
         skip = re.compile(r"[ \t\r\n,]*").match
         text, position = self._find_list()
-        self._around = text[:position]
+        self._outside_events = text[:position]
         count = 0
         while True:
             position = skip(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
@@ -442,12 +447,12 @@ class _Events:
             if isinstance(event, dict):
                 yield event
         # What follows the events is a few lines.
-        self._around += text[position:] + self._stream.read(1 << 22)
+        self._outside_events += text[position:] + self._stream.read(1 << 22)
 
     def _mend(
         self, text: str, position: int, decode: Callable[[str, int], tuple[Any, int]]
     ) -> tuple[dict[str, Any] | None, int]:
-        """Return an event with its wrong escapes corrected, and where it ends; None where it is beyond that."""
+        """Return an event with its wrong escapes corrected, and where it ends; None where that does not help."""
         for end in itertools.islice(_EVENT_END.finditer(text, position), 4):
             try:
                 event, _ = decode(_WRONG_ESCAPE.sub(r"\\\\", text[position : end.start() + 1]), 0)
@@ -470,9 +475,9 @@ class _Events:
 
         Read when all events are.
         """
-        match = re.search(rf'"{key}"\s*:\s*', self._around)
+        match = re.search(rf'"{key}"\s*:\s*', self._outside_events)
         try:
-            value = json.JSONDecoder().raw_decode(self._around, match.end())[0] if match else default
+            value = json.JSONDecoder().raw_decode(self._outside_events, match.end())[0] if match else default
         except json.JSONDecodeError:
             return default
         return value if isinstance(value, type(default)) else default

@@ -75,7 +75,7 @@ def check_capture(capture: Capture) -> Capture:
 def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture:
     """Leave out events at 0, and those so far from most that they are of another session."""
     times = np.concatenate([rows.start for rows in (capture.work, capture.calls, capture.ranges)])
-    first, last = _session(np.unique(times))
+    first, last = _longest_session(np.unique(times))
     left_out = int(((times < first) | (times > last)).sum())
     remaining = {}
     for name in ("work", "calls", "ranges", "operations", "modules"):
@@ -100,8 +100,8 @@ def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
     return replace(capture, work=work.select(np.delete(np.arange(len(work)), repeated)))
 
 
-def _session(times: Times) -> tuple[int, int]:
-    """The first and the last of some distinct times that are of one session, in order."""
+def _longest_session(times: Times) -> tuple[int, int]:
+    """Return the first and last of the session with most times; ``times`` are distinct, in order."""
     if len(times) > 1 and times[0] == 0 and times[1] > 10**9:
         times = times[1:]
     while len(times) > 1:

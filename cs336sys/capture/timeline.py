@@ -138,6 +138,7 @@ def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
 
 
 def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
+    """Join a GPU's chosen work with its launches, operators, modules, waits and steps."""
     chosen = chosen[np.lexsort((capture.work.stop[chosen], capture.work.start[chosen]))]
     work = capture.work.select(chosen)
     calls, operations = capture.calls, capture.operations

@@ -82,6 +82,7 @@ class RequestParser:
         return options, [], []
 
     def _text(self, name: str, value: Any) -> str:
+        """Write a Python value as the command line has it: functions as FILE.py:NAME."""
         if isinstance(value, str | numbers.Real | Path) and not isinstance(value, bool):
             return str(value)
         module = sys.modules.get(str(getattr(value, "__module__", None)))

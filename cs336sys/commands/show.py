@@ -63,10 +63,10 @@ def show(
     """
     from cs336sys.commands.registry import Shown, marked, saved_page, saved_pictures
     from cs336sys.tables.outputs import write_file
-    from cs336sys.tables.page import check_page
+    from cs336sys.tables.page import check_page_writable
 
     output.check(plot=plot)
-    check_page(html)
+    check_page_writable(html)
     presentation = saved_presentations(ctx.parent)
     sound, faults = _sound_cells(presentation, _chosen_invocations(files, command), status)
     names = Counter(invocation.command for invocation, _, _ in sound)

@@ -344,6 +344,7 @@ class Fused:
             weight.data = copy
 
     def _stack(self, dtype: torch.dtype, *, are_separate: bool) -> WeightCopies:
+        """Copy weights in this dtype, those of layers with one input below each other, and keep the copies fresh."""
         if self._lacks:
             raise UsageError(f"copies of weights need all fused kernels: {', '.join(self._lacks)} is left out")
         self.copies = WeightCopies(are_separate=are_separate)
@@ -416,7 +417,7 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
 
 
 def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
-    """Lets a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
+    """Let a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
     Modules are known by the names of their classes and attributes where the model has those of ``cs336_basics.model``,
     and are left alone where they compute something else under these names:

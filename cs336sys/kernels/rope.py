@@ -220,9 +220,9 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
 
 
 def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, theta: float, backward: bool) -> None:
-    """Writes query, key and value (..., H, S, D) from qkv (..., S, all heads x D), or qkv from their gradients.
+    """Rotate qkv (..., S, all heads x D) into ``parts``: query, key, value (..., H, S, D); backward, those into qkv.
 
-    ``positions`` broadcast to (..., S). What is written is a view of four dimensions whatever its strides are.
+    ``positions`` broadcast to (..., S). What is written to is not copied when it is reshaped, whatever its strides.
     """
     if qkv.numel() == 0:
         return
@@ -241,10 +241,10 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
     tensors = qkv, *flat, positions, _frequencies(dim, theta, backward, qkv.device)
     part_strides = [part.stride() for part in flat]
     strides = (batch_stride, head_stride, row_stride, column_stride), *part_strides, positions.stride()
-    numbers = *heads[:2], num_groups, num_rows, dim // 2
+    sizes = *heads[:2], num_groups, num_rows, dim // 2
     with torch.cuda.device_of(qkv):
         rope_qkv_kernel[(num_programs, len(parts))](
-            *tensors, *strides, *numbers, BACKWARD=backward, CONFIG=config, num_warps=NUM_WARPS
+            *tensors, *strides, *sizes, BACKWARD=backward, CONFIG=config, num_warps=NUM_WARPS
         )
 
 

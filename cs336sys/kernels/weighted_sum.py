@@ -15,7 +15,7 @@ ROW_TILE = 16
 COLUMN_TILE = 128
 # Of the backward pass, which adds up columns: wide tiles, of 32 elements in each thread, and at least so many rows to a
 # program, so that the partial sums are 1/128 of x or less.
-BACKWARD_TILE = 4096
+BACKWARD_TILE_ELEMENTS = 4096
 MAX_BACKWARD_COLUMNS = 1024
 BACKWARD_ROWS = 128
 # Tiles that a program loads ahead, and the one it computes.
@@ -96,7 +96,7 @@ def _backward(x: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, T
     grad_output = grad_output.reshape(len(rows))
     grad_rows = torch.empty_like(rows)
     column_tile = min(triton.next_power_of_2(max(1, num_columns)), MAX_BACKWARD_COLUMNS)
-    row_tile = BACKWARD_TILE // column_tile
+    row_tile = BACKWARD_TILE_ELEMENTS // column_tile
     strip_rows = max(row_tile, BACKWARD_ROWS)
     num_strips = triton.cdiv(len(rows), strip_rows)
     num_column_tiles = triton.cdiv(num_columns, column_tile)
@@ -128,7 +128,7 @@ class WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Sums the last dimension of ``x`` with ``weight``: f(x, w)[...] = sum_d w[d] x[..., d].
+    """Sum the last dimension of ``x`` with ``weight``: f(x, w)[...] = sum_d w[d] x[..., d].
 
     Sums are in float32, forward and backward. Differentiable once, in ``x`` and ``weight``.
 

@@ -119,9 +119,9 @@ def source_revision() -> tuple[str | None, bool | None]:
 
 
 def source_digest() -> str:
-    """The sources of cs336sys and of the model as 16 hexadecimal digits, which change with any file's name or content.
+    """Return 16 hexadecimal digits that change with the name or content of any source of cs336sys and of the model.
 
-    Known where there is no git, and another after an edit that is not committed.
+    They need no git, and change with edits that are not committed.
     """
     digest = hashlib.sha256()
     # By name alone: importing the model is for those who build it.

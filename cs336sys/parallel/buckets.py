@@ -368,9 +368,7 @@ def divide_into_buckets(
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether the elements are in the order of ``strides``; the stride of a dimension of size 1 does not
-    matter.
-    """
+    """Return whether elements are in the order of ``strides``; the stride of a dimension of size 1 does not matter."""
     return gradient.stride() == strides or all(
         size == 1 or gradient_stride == stride
         for size, gradient_stride, stride in zip(gradient.shape, gradient.stride(), strides, strict=True)

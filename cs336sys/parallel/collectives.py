@@ -367,9 +367,7 @@ def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 
 def through_host(tensor: Tensor) -> bool:
-    """Return whether this tensor must be copied to the CPU first: for CUDA tensors Gloo has only broadcast and
-    all-reduce.
-    """
+    """Return whether this tensor must be copied to the CPU first: Gloo has only broadcast and all-reduce for CUDA."""
     return tensor.is_cuda and "nccl" not in dist.get_backend()
 
 
@@ -394,9 +392,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do
-    not.
-    """
+    """Return whether the elements fill a range of memory, each once, in any order; not expanded tensors or columns."""
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 

@@ -101,6 +101,7 @@ def check_training(
 
 
 def _checked_step(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
+    """Check launched steps against plain ones, and replays against launched steps; the outcome says what is wrong."""
     if workload.cuda_graph == "on":
         import_module(CUDA_GRAPHS_MODULE).require_graphs(device)
     launched = replace(workload, cuda_graph="off")

@@ -23,7 +23,7 @@ class RankIdentity:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports: started alone, or rank 0 of those that torchrun or Slurm started."""
+    """Return whether this process reports: it was started alone, or is rank 0 of torchrun's or Slurm's processes."""
     identity = started_outside()
     return identity is None or identity.rank == 0
 
@@ -32,7 +32,7 @@ def started_outside() -> RankIdentity | None:
     """Return the identity of a rank that torchrun or Slurm started; None if this process is none.
 
     Raises:
-        UsageError: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` name no rank.
+        UsageError: ``RANK``, ``WORLD_SIZE`` or ``LOCAL_RANK`` is no number, or the rank is not below the world size.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None

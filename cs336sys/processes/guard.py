@@ -66,6 +66,7 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
 
 
 def _become(command: list[str], pipe: int, guard: int) -> None:
+    """Run the command in place of this child of the guard; it is killed when the guard ends."""
     try:
         os.close(pipe)
         os.setpgid(0, 0)

@@ -67,13 +67,13 @@ class Side:
         return tuple(cell for run in self.runs for cell in run)
 
     @property
-    def shown(self) -> Cell:
-        """The cell whose status is that of all: the first that is not ok."""
+    def representative(self) -> Cell:
+        """The cell whose status is that of all: the first that is not ok, else the last."""
         return next((cell for cell in self.cells if cell.status != "ok"), self.cells[-1])
 
     @property
     def status(self) -> Status:
-        return self.shown.status
+        return self.representative.status
 
     def series(self) -> dict[str, Measured]:
         """The measured series that all cells have, by name and unit (``step_ms``)."""
@@ -132,7 +132,7 @@ def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
     Empty where no command has cells on both sides. Only the first 100 configurations of each side are compared.
     """
     settings_a, settings_b = (
-        [cell_settings(side.shown) for side in sides[:100]] for sides in (matched.only_a, matched.only_b)
+        [cell_settings(side.representative) for side in sides[:100]] for sides in (matched.only_a, matched.only_b)
     )
     differences = (
         {name: (a.get(name), b.get(name)) for name in a | b if a.get(name) != b.get(name)}
@@ -164,20 +164,21 @@ def _sides(results: Results) -> dict[tuple[str, str], Side]:
 
 
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
+    """Sort a configuration's cells that compare with the last into runs and their rounds."""
     last_id = cells[-1].run_id
     last = runs.get(last_id)
-    alike_ids = {last_id}
+    comparable_ids = {last_id}
     for run_id in {cell.run_id for cell in cells}:
         run = runs.get(run_id)
         if not model.differing_conditions(run, last) and model.same_code(run, last) is not False:
-            alike_ids.add(run_id)
-    alike = [cell for cell in cells if cell.run_id in alike_ids]
-    latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
+            comparable_ids.add(run_id)
+    comparable = [cell for cell in cells if cell.run_id in comparable_ids]
+    latest = {configuration_key(cell.configuration): number for number, cell in enumerate(comparable)}
     by_run: list[dict[int | None, Cell]] = []
     # The runs whose rounds have numbers, and how many of these have each: the first ones.
     numbered: list[dict[int | None, Cell]] = []
     run_count: Counter[int] = Counter()
-    for number, cell in enumerate(alike):
+    for number, cell in enumerate(comparable):
         if cell.status != "ok" and latest[configuration_key(cell.configuration)] > number:
             # It failed, and a resumed sweep measured it again.
             continue
@@ -191,10 +192,10 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
             by_run.append(numbered[-1])
         numbered[run_count[round_number]][round_number] = cell
         run_count[round_number] += 1
-    return Side(tuple(tuple(run.values()) for run in by_run), left_out=len(cells) - len(alike))
+    return Side(tuple(tuple(run.values()) for run in by_run), left_out=len(cells) - len(comparable))
 
 
-def shared_metrics(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
+def shared_series(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
     """The series to compare, which both sides must have: the ``requested`` ones, ``step`` meaning ``step_ms`` as well.
 
     Without any: ``step_ms``, or else every series that is a time.
@@ -315,7 +316,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
 def compare_pairs(
     pairs: Iterable[Pair], requested: Sequence[str] = (), *, confidence_percent: float = 95.0
 ) -> Compared:
-    """Compare every measured pair in its :func:`shared_metrics`.
+    """Compare every measured pair in its :func:`shared_series`.
 
     Raises:
         UsageError: there are measured pairs, but none of them has a series to compare or one that was asked for.
@@ -324,7 +325,7 @@ def compare_pairs(
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:
         of_a, of_b = pair.a.series(), pair.b.series()
-        for metric in shared_metrics(pair, requested):
+        for metric in shared_series(pair, requested):
             comparison = compare_samples(of_a[metric], of_b[metric], confidence_percent=confidence_percent)
             compared.setdefault(metric, []).append((pair, comparison))
     units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
@@ -347,6 +348,7 @@ def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[s
     """List differences between the two sides' machines, versions and settings, by field: the first pair's values."""
     differences: dict[str, tuple[Any, Any]] = {}
     for pair in pairs:
-        of_pair = model.differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))
+        runs = a.runs.get(pair.a.representative.run_id), b.runs.get(pair.b.representative.run_id)
+        of_pair = model.differing_conditions(*runs)
         differences = of_pair | differences
     return differences

@@ -107,8 +107,8 @@ def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) 
     numbers = (*measured, *warmup)
     if not set(map(type, numbers)) <= {int, float}:
         raise ValueError(f"a sample of {name} is no number")
-    if unit in TIME_UNITS and (none := next((value for value in numbers if value <= 0), None)) is not None:
-        raise ValueError(f"a sample of {name} is {none:g} {unit}, and a time is more than 0")
+    if unit in TIME_UNITS and (no_time := next((value for value in numbers if value <= 0), None)) is not None:
+        raise ValueError(f"a sample of {name} is {no_time:g} {unit}, and a time is more than 0")
     least = 1 / LARGEST
     if (tiny := next((value for value in numbers if -least < value < least and value), None)) is not None:
         raise ValueError(f"a sample of {name} is {tiny:g}, nearer to 0 than {least:g}")

@@ -73,6 +73,7 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
 
 
 def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
+    """Decompress the member that starts here, up to a limit of bytes or its first fault."""
     # zlib's window of 2^15 bytes, with gzip's header and trailer around.
     member = zlib.decompressobj(16 + zlib.MAX_WBITS)
     parts: list[bytes] = []

@@ -207,21 +207,21 @@ def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
 
 
 def command_line(workload: MemoryWorkload) -> str:
-    """The ``memprof`` that runs a workload."""
+    """Return the ``memprof`` command that measures a workload, without options at their defaults."""
     training, size = workload.training, workload.training.size
     arguments = ["cs336sys", "memprof"]
     for name, value in training.user.configuration().items():
         if name != "code_digest":
             arguments += [f"--{name}", value]
     # A size with other widths has no name of its own.
-    named = SIZES.get(size.name, SIZES["tiny"])
-    arguments += ["--size", named.name]
+    named_size = SIZES.get(size.name, SIZES["tiny"])
+    arguments += ["--size", named_size.name]
     for field in fields(size):
         value = getattr(size, field.name)
-        if field.name not in ("name", "precision") and value != getattr(named, field.name):
+        if field.name not in ("name", "precision") and value != getattr(named_size, field.name):
             arguments += [f"--{field.name.replace('_', '-')}", str(value)]
     for name, setting in Workload.direct_settings().items():
-        default = named.precision if setting.is_by_size else setting.default
+        default = named_size.precision if setting.is_by_size else setting.default
         # The first two decide how often a step is repeated, the others nothing about its memory.
         if name not in ("warmup", "steps", "tf32", "synchronize") and getattr(training, name) != default:
             arguments += [setting.flag, str(getattr(training, name))]

@@ -125,6 +125,7 @@ def _sources(file: Path) -> set[Path]:
 
 
 def _imported(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files that a file imports from a folder, or relative to itself."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

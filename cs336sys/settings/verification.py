@@ -55,26 +55,30 @@ WRAPS = {
 DIMENSIONS = ("data", "context", "tensor", "pipeline")
 
 
-def read_verified_mesh(text: str, world_size: int) -> dict[str, int]:
-    """Sizes of dimensions by name: ``data=2,tensor=2``; one dimension may be without its size.
+def parse_mesh(text: str, world_size: int) -> dict[str, int]:
+    """Return the sizes of dimensions by name, of ``data=2,tensor=2``; one dimension may be without its size.
 
     Raises:
-        UsageError: a dimension is unknown or repeated, or the sizes do not make the world size.
+        UsageError: a dimension is unknown or repeated, a size is 0, or the sizes do not make the world size.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, size = part.partition("=")
+        name, equals, size = part.partition("=")
         if name not in DIMENSIONS:
             raise UsageError(f"--mesh {text}: unknown dimension '{name}': {choose_from(name, DIMENSIONS)}")
-        if name in sizes or (size and not size.isdecimal()):
-            raise UsageError(f"--mesh {text}: write each dimension once, with its size: data=2,tensor=2")
-        sizes[name] = int(size) if size else 0
+        has_size = size.isdecimal() and int(size) > 0
+        if name in sizes or not (has_size if equals else 0 not in sizes.values()):
+            raise UsageError(
+                f"--mesh {text}: write each dimension once, with its size, at least 1 (one may be without): "
+                "data=2,tensor=2"
+            )
+        sizes[name] = int(size) if equals else 0
     sized_ranks = math.prod(size for size in sizes.values() if size)
-    open_ones = [name for name, size in sizes.items() if not size]
-    if len(open_ones) == 1 and world_size % sized_ranks == 0:
-        sizes[open_ones[0]] = world_size // sized_ranks
+    unsized = [name for name, size in sizes.items() if not size]
+    if len(unsized) == 1 and world_size % sized_ranks == 0:
+        sizes[unsized[0]] = world_size // sized_ranks
     if math.prod(sizes.values()) != world_size:
-        raise UsageError(f"--mesh {text}: its sizes multiply to {math.prod(sizes.values())}, not to {world_size} ranks")
+        raise UsageError(f"--mesh {text}: its sizes multiply to {sized_ranks}, not to {world_size} ranks")
     return sizes
 
 
@@ -85,7 +89,7 @@ class VerifiedWorkload(Configured):
     Attributes:
         training: its batch is that of all ranks together.
         wrap: one of :data:`WRAPS`, or a function of the user.
-        mesh: see :func:`read_verified_mesh`.
+        mesh: see :func:`parse_mesh`.
         finish: None: ``finish_gradient_synchronization`` where there is one.
         wrap_digest: of the files of the wrap.
     """
@@ -127,7 +131,7 @@ class VerifiedWorkload(Configured):
     @property
     def dimensions(self) -> dict[str, int]:
         """Sizes of the mesh by name."""
-        return read_verified_mesh(self.mesh, self.world_size)
+        return parse_mesh(self.mesh, self.world_size)
 
     @property
     def data_ranks(self) -> int:

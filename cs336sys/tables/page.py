@@ -83,7 +83,7 @@ def find_browser(option: str) -> str:
     """Return the Chromium that prints pages.
 
     Raises:
-        CapabilityError: there is none; it says how to print the page.
+        CapabilityError: none is installed; the message says how to print the page.
     """
     for path in filter(None, map(shutil.which, _BROWSERS)):
         return path
@@ -113,11 +113,11 @@ def print_page(text: str, browser: str) -> bytes:
             raise OutputError(f"{browser} has printed no PDF: {error}") from error
 
 
-def check_page(path: Path | None) -> None:
+def check_page_writable(path: Path | None) -> None:
     """Find out before anything is measured whether a page with pictures can be written.
 
     Raises:
-        UsageError: the file's ending is no page's, or its folder cannot be written.
+        UsageError: the file does not end in .html or .htm, or its folder cannot be written.
         CapabilityError: what draws the pictures is not installed.
     """
     if path is None:

@@ -136,13 +136,13 @@ class Grid:
     """A table as text for people: only the columns that have a value somewhere.
 
     Attributes:
-        keys: how many of the first columns say which row it is, and not what was found.
+        key_columns: how many of the first columns say which row it is, and not what was found.
     """
 
     headers: list[str]
     rows: list[list[str]]
     is_number: list[bool]
-    keys: int = 0
+    key_columns: int = 0
 
     @property
     def alignment(self) -> list[str]:
@@ -154,17 +154,19 @@ class Grid:
 
 
 def grid_of(table: Table) -> Grid:
-    values = {
+    """Format a table as text for people, without columns that have no value, each in the unit that suits its values."""
+    values_of_column = {
         column: [value for row in table.rows if central_value(value := row.get(column.key)) is not None]
         for column in table.shown_columns
     }
-    shown = [column for column in values if values[column] or not table.rows]
+    shown = {column: values for column, values in values_of_column.items() if values or not table.rows}
     is_number = [
-        bool(values[column]) and not any(isinstance(value, str | bool) for value in values[column]) for column in shown
+        bool(values) and not any(isinstance(value, str | bool) for value in values) for values in shown.values()
     ]
-    units = shown_units([(column.unit, values[column]) for column in shown])
+    units = shown_units([(column.unit, values) for column, values in shown.items()])
     columns = [replace(column, unit=unit) for column, unit in zip(shown, units, strict=True)]
     rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
+    # What stands before the first measured column names the row: settings, and a model's parameters.
     keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)
     return Grid([one_line(column.title) for column in columns], rows, is_number, sum(1 for _ in keys))
 
@@ -226,7 +228,7 @@ def _sorted(table: Table, order: str) -> Table:
     if not columns:
         return table
     column = columns[0]
-    ranked = [(_rank(row.get(column.exact or column.key)), row) for row in table.rows]
+    ranked = [(_sort_key(row.get(column.exact or column.key)), row) for row in table.rows]
     with_value = [(rank, row) for rank, row in ranked if rank is not None]
     with_value.sort(key=lambda pair: pair[0], reverse=order.startswith("-"))
     if (kind := column.kind) is not None:
@@ -235,7 +237,7 @@ def _sorted(table: Table, order: str) -> Table:
     return replace(table, rows=[row for _, row in with_value] + [row for rank, row in ranked if rank is None])
 
 
-def _rank(value: Value) -> tuple[bool, float, str] | None:
+def _sort_key(value: Value) -> tuple[bool, float, str] | None:
     """Numbers, also those written as text (``1.2e-05``), before text; None for what has no place in an order."""
     value = central_value(value)
     if value is None:

@@ -74,7 +74,7 @@ def _chosen_columns(grid: Grid, chosen: Sequence[int]) -> Grid:
         [grid.headers[index] for index in chosen],
         [[row[index] for index in chosen] for row in grid.rows],
         [grid.is_number[index] for index in chosen],
-        sum(index < grid.keys for index in chosen),
+        sum(index < grid.key_columns for index in chosen),
     )
 
 
@@ -83,7 +83,7 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
     common = [
         index
         for index in range(len(grid.headers))
-        if (index < grid.keys or (not grid.is_number[index] and len(grid.rows) > 1))
+        if (index < grid.key_columns or (not grid.is_number[index] and len(grid.rows) > 1))
         and len({row[index] for row in grid.rows}) == 1
     ]
     chosen = [index for index in range(len(grid.headers)) if index not in common]
@@ -103,7 +103,7 @@ def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
 
     After the first of them come those keys alone that it takes to tell the rows apart.
     """
-    keys, rest = list(range(grid.keys)), list(range(grid.keys, len(grid.headers)))
+    keys, rest = list(range(grid.key_columns)), list(range(grid.key_columns, len(grid.headers)))
     while rest:
         fitting = None
         for count in range(1, len(rest) + 1):
@@ -124,8 +124,8 @@ def _telling_apart(grid: Grid) -> list[int]:
     def kinds(keys: Sequence[int]) -> int:
         return len({tuple(row[index] for index in keys) for row in grid.rows})
 
-    keys = list(range(grid.keys))
-    for index in reversed(range(grid.keys)):
+    keys = list(range(grid.key_columns))
+    for index in reversed(range(grid.key_columns)):
         fewer_keys = [key for key in keys if key != index]
         if kinds(fewer_keys) == kinds(keys):
             keys = fewer_keys

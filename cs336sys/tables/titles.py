@@ -125,7 +125,7 @@ def title(
     shown: Mapping[str, Column],
     *extra: str,
 ) -> str:
-    """The command, ``words``, the settings that have no column, and the machine."""
+    """Return the command, ``extra``, the settings that have no column and not their usual value, and the machine."""
     if not cells:
         return f"{command}: nothing measured"
     constant = [
@@ -136,16 +136,16 @@ def title(
     return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 
 
-def hidden_wall(steps: Iterable[Samples]) -> tuple[str, ...]:
+def redundant_wall_column(steps: Iterable[Samples]) -> tuple[str, ...]:
     """Return the key of the column that says nothing new where the CPU's clock timed the step itself."""
     return (WALL_COLUMN.key,) if all(samples.method.startswith("cpu clock") for samples in steps) else ()
 
 
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Say how the steps were counted and timed, and the :func:`reasons`."""
+    """Say how the steps were counted and timed, and the :func:`failure_notes`."""
     methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
     method = (f"{steps_words(cells)}, by {' and '.join(sorted(methods))}",) if methods else ()
-    return (*method, *found_in_user_code(cells), *reasons(cells))
+    return (*method, *found_in_user_code(cells), *failure_notes(cells))
 
 
 # The settings under which kernels written in Triton run.
@@ -218,7 +218,7 @@ def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(note for cell in cells for note in cell.derived.get("notes", ())))
 
 
-def reasons(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
+def failure_notes(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
     """List why cells have no numbers, each reason once, with the value of the setting ``of``."""
     failed = [cell for cell in cells if cell.reason]
     names = ["" if of is None else f"{cell.configuration[of]} " for cell in failed]

@@ -55,11 +55,11 @@ class ChangingInputs(Protocol):
     def given(self) -> Sequence[Tensor]:
         """Inputs of the kernel, in the same memory at every call."""
 
-    def renew(self) -> Callable[[], None]:
+    def draw_new_inputs(self) -> Callable[[], None]:
         """Choose new values for a part, and return what puts them into ``given``, all of it as it should be."""
 
     def is_as_given(self) -> bool:
-        """Return whether ``given`` is as :meth:`renew` left it."""
+        """Return whether ``given`` is as :meth:`draw_new_inputs` left it."""
 
     def expected(self) -> Mapping[str, Tensor]:
         """Return every result for the present ``given``, in float64."""
@@ -128,12 +128,12 @@ class KernelTimer:
 
     def _call(self, prepare: Callable[[], Callable[[], Mapping[str, Tensor]]]) -> float:
         self._calls += 1
-        put = self.problem.renew()
+        write_to_given = self.problem.draw_new_inputs()
         expected = self.problem.expected()
         if self._on_gpu:
             _synchronize(self._device)
             torch.cuda._sleep(_WAIT_CYCLES)
-        put()
+        write_to_given()
         call = prepare()
         # Memory that an allocator gives out next: what is not written shows.
         poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]

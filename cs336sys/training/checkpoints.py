@@ -18,7 +18,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.training.model import blocks_of, build_model, keeping_input
 from cs336sys.training.step import TrainStep
-from cs336sys.training.user_models import first_part
+from cs336sys.training.user_models import first_tensor
 
 
 class MemoryStep(TrainStep):
@@ -161,7 +161,7 @@ class MemoryStep(TrainStep):
             args, kwargs = self._inputs_of(block)
         with self._precision():
             tensors = [*self.held()["parameters"], *block.buffers()]
-            return saved_tensors(lambda: first_part(block(*args, **kwargs)), tensors, names)
+            return saved_tensors(lambda: first_tensor(block(*args, **kwargs)), tensors, names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
         calls: list[tuple[Any, dict[str, Any]]] = []
@@ -171,7 +171,7 @@ class MemoryStep(TrainStep):
         hook.remove()
         if not calls:
             raise CapabilityError(f"block {type(block).__name__} is never called in a forward pass")
-        hidden = first_part(calls[0])
+        hidden = first_tensor(calls[0])
 
         def detached(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor is hidden and tensor.is_floating_point())

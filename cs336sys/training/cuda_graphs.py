@@ -52,7 +52,7 @@ _REASONS = {
 class Recorder(Protocol):
     """Record launches; :class:`CudaRecorder` is the one for GPUs."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def on_launch_stream(self) -> AbstractContextManager[None]:
         """Within this context, work is launched where it will be captured; the caller's stream waits for it."""
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
@@ -90,7 +90,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_launch_stream(self) -> Iterator[None]:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
@@ -239,7 +239,7 @@ class GraphedStep:
     ) -> None:
         settings: list[Any] = []
         device = self.inputs[0].device
-        with self.recorder.aside():
+        with self.recorder.on_launch_stream():
             for number in range(warmup):
                 settings = [_captured_settings(optimizer) for optimizer in optimizers]
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()

@@ -148,6 +148,7 @@ class AttentionCalls(TorchDispatchMode):
             yield
 
     def _attend(self, call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+        """Count the FLOPs of the pairs of tokens that an attention call sees, and call it."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         reason = user_models.why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
         self.calls[reason or ""] += 1

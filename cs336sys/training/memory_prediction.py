@@ -83,9 +83,10 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     """Return the changes of memory over one block, in the middle of the model, in bytes.
 
     Returns:
-        ``forward_growth`` and ``backward_change`` from the block's first allocation to the next block's, None in
-        compiled code, whose modules are not seen; ``gradients``, those of the block's parameters. None without a
-        backward pass or a second block.
+        ``forward_growth``: from the first allocation of the block before to the block's own; ``backward_change``: from
+        the block's own to that of the block before, both for one block, as blocks are alike, and None in compiled code,
+        whose modules are not seen; ``gradients``: of the block's parameters. None without a backward pass or a second
+        block.
     """
     block = len(block_names) // 2
     if block == 0:
@@ -96,7 +97,7 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
         return None
     totals = timeline.totals()
 
-    def held_at(index: int, phase: str) -> int | None:
+    def held_before_block(index: int, phase: str) -> int | None:
         starts = (
             allocation.start
             for allocation in timeline.allocations
@@ -108,13 +109,13 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     changes = {"forward_growth": ("forward", block - 1, block), "backward_change": ("backward", block, block - 1)}
     result: dict[str, int | None] = {"gradients": gradients}
     for name, (phase, start, end) in changes.items():
-        before, after = held_at(start, phase), held_at(end, phase)
+        before, after = held_before_block(start, phase), held_before_block(end, phase)
         result[name] = None if before is None or after is None else after - before
     return result
 
 
-# Sequences with which a step of real tensors is run.
-_FEW = 2
+# Sequences of the step on real tensors that shows what users' code decides by their values.
+_DECISION_SEQUENCES = 2
 
 
 @dataclass(frozen=True)
@@ -161,17 +162,18 @@ def traced_timeline(
         if workload.checkpointing in (*SUBLAYERS, "none", "nested")
         else group_sizes(workload.checkpointing, size.num_layers)[0]
     )
-    few = 2 * period + size.num_layers % period
-    if not workload.training.is_ours or workload.checkpointing == "nested" or size.num_layers <= 3 * (few + period):
+    fewest_blocks = 2 * period + size.num_layers % period
+    repeats = workload.training.is_ours and workload.checkpointing != "nested"
+    if not repeats or size.num_layers <= 3 * (fewest_blocks + period):
         progress(f"tracing {size.num_layers} blocks on fake tensors")
         return _traced_whole(workload, follow_operations)
     traced = []
-    for blocks in (few, few + period, few + 2 * period):
+    for blocks in (fewest_blocks, fewest_blocks + period, fewest_blocks + 2 * period):
         progress(f"tracing {blocks} of {size.num_layers} blocks on fake tensors")
         training = replace(workload.training, size=replace(size, num_layers=blocks))
         traced.append(_traced_whole(replace(workload, training=training), follow_operations))
     first, second, third = traced
-    times = (size.num_layers - few) // period
+    times = (size.num_layers - fewest_blocks) // period
     timeline = repeated((first.timeline, second.timeline, third.timeline), times)
     if timeline is None:
         return _traced_whole(workload, follow_operations)
@@ -255,7 +257,7 @@ def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool
     training = workload.training
     if training.is_ours:
         return {}
-    sequences = min(training.size.batch_size // workload.micro_batches, _FEW)
+    sequences = min(training.size.batch_size // workload.micro_batches, _DECISION_SEQUENCES)
     for size in user_models.tiny_sizes(training.size):
         tiny = replace(training, size=replace(size, batch_size=sequences), device=device.type)
         try:

@@ -163,13 +163,13 @@ def build_model(
     attention: CausalAttention | None = None,
     compile_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The workload's model on ``device``: initialized from its seed, compiled as it says.
+    """Build the workload's model on ``device``: initialized from its seed, compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
 
     Args:
         attention: in place of the workload's, of our model.
-        compile_options: what torch.compile is told about blocks.
+        compile_options: options of torch.compile for blocks.
 
     Raises:
         UserCodeError: the user's function does not give a model.

@@ -106,17 +106,17 @@ def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
 
 
 def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Count a user's model: runs in the worker process.
+    """Count operations and memory of a user's model with one sequence and with two: runs in the worker process.
 
     Derived columns: the fields of :class:`~cs336sys.accounting.step_time.work.CountedModel`.
     """
     workload = Workload.from_configuration(configuration)
     sized = [replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused") for batch in (1, 2)]
-    passes: list[dict[str, OperationCount]] = []
+    counts_of_batches: list[dict[str, OperationCount]] = []
     for batch_workload in sized:
         progress(f"counting a step of {batch_workload.size.batch_size}")
-        parameters, calls, counts = _count_step(batch_workload)
-        passes.append(counts)
+        parameters, attention_calls, counts = _count_step(batch_workload)
+        counts_of_batches.append(counts)
     peaks: dict[str, list[int]] = {}
     for checkpointing in ("none", "block"):
         progress(f"tracing memory, checkpoint {checkpointing}")
@@ -127,12 +127,12 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     columns: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "tensors": len(parameters),
-        # Those of the last batch, of two sequences.
-        "attention": [(heads // 2, queries, dimension) for heads, queries, dimension in calls],
+        # They are of the last batch, whose two sequences have twice the heads of one.
+        "attention": [(heads // 2, queries, dimension) for heads, queries, dimension in attention_calls],
         "peaks": peaks,
     }
     for name in ("forward", "backward"):
-        first, second = (counts[name] for counts in passes)
+        first, second = (counts[name] for counts in counts_of_batches)
         if len(first.products) != len(second.products):
             raise CapabilityError(
                 f"{workload.user.model}: does other products with another batch, so it is not predicted"

@@ -48,7 +48,7 @@ def test_slow_links_expose_all_that_is_sent():
     step = TensorStep("fsdp+tensor-sequence", SIZE, 4, 1, "bf16")
     assert tensor.tensor_s == pytest.approx(step.sent_for_layers / 1e6)
     assert tensor.computing_s == pytest.approx(sequences / 4)
-    assert (fsdp.limit, ddp.limit, tensor.limit) == ("fsdp", "ddp", "tp")
+    assert (fsdp.longest_part, ddp.longest_part, tensor.longest_part) == ("fsdp", "ddp", "tp")
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
@@ -73,7 +73,7 @@ def test_batch_that_does_not_fit_is_passed_in_parts():
     mesh = Mesh(1, 8, 1)
     whole = simulate(size, BF16, mesh, CLUSTER, DEVICE)
     tight = replace(CLUSTER, memory_bytes=whole.memory * 0.6)
-    parts = Simulation(size, BF16, tight, DEVICE).in_fewest_parts(mesh)
+    parts = Simulation(size, BF16, tight, DEVICE).with_least_accumulation(mesh)
     assert whole.accumulation == 1
     assert parts.accumulation == 2
     assert parts.memory <= tight.memory_bytes < whole.memory

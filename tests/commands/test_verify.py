@@ -122,6 +122,10 @@ def test_the_same_wrap_is_right_where_gradients_are_to_be_summed(summed):
         (["--wrap", "gone.py:wrap"], "there is no file gone.py"),
         (["--wrap", "ddp", "--mesh", "rows"], "unknown dimension 'rows'"),
         (["--wrap", "ddp", "--mesh", "data=3"], "its sizes multiply to 3, not to 2 ranks"),
+        (["--wrap", "ddp", "--mesh", "data,tensor=3"], "its sizes multiply to 3, not to 2 ranks"),
+        (["--wrap", "ddp", "--mesh", "data=0,tensor=2"], "--mesh data=0,tensor=2: write each dimension once, with its"),
+        (["--wrap", "ddp", "--mesh", "data=,tensor=2"], "--mesh data=,tensor=2: write each dimension once, with its"),
+        (["--wrap", "ddp", "--mesh", "data,tensor"], "at least 1 (one may be without): data=2,tensor=2"),
         (["--wrap", "ddp", "--batch-size", "6"], "--batch-size 6: must be at least 8"),
     ],
 )

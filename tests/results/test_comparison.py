@@ -13,7 +13,7 @@ from cs336sys.results.comparison import (
     compare_samples,
     machine_differences,
     match_cells,
-    shared_metrics,
+    shared_series,
     significance_level,
 )
 from cs336sys.results.model import Cell, Results, Run, Samples
@@ -184,7 +184,7 @@ def test_a_round_that_failed_and_was_measured_again_is_ok():
     other = cell(size="small", round=2)
     (pair,) = match_cells(results(failed, other, again), results(again, other, failed)).pairs
     assert (pair.a.status, pair.a.runs) == ("ok", ((other, again),))
-    assert (pair.b.status, pair.b.shown, pair.is_broken) == ("timeout", failed, True)
+    assert (pair.b.status, pair.b.representative, pair.is_broken) == ("timeout", failed, True)
 
 
 def test_cells_match_by_command_and_configuration():
@@ -216,11 +216,11 @@ def test_default_metric_is_the_step_or_else_every_time():
     step = {"forward": samples(1), "step": samples(3), "bus": samples(2, unit="gbps")}
     parts = {"forward": samples(1), "backward": samples(2), "bus": samples(2, unit="gbps")}
     rates = {"bus": samples(2, unit="gbps")}
-    assert shared_metrics(pair_of(cell(measured=step), cell(measured=step))) == ["step_ms"]
-    assert shared_metrics(pair_of(cell(measured=step), cell(measured=parts))) == ["forward_ms"]
-    assert shared_metrics(pair_of(cell(measured=parts), cell(measured=parts))) == ["forward_ms", "backward_ms"]
-    assert shared_metrics(pair_of(cell(measured=rates), cell(measured=rates))) == []
-    assert shared_metrics(pair_of(cell(measured=step), cell(measured=step)), ["bus", "forward_ms"]) == [
+    assert shared_series(pair_of(cell(measured=step), cell(measured=step))) == ["step_ms"]
+    assert shared_series(pair_of(cell(measured=step), cell(measured=parts))) == ["forward_ms"]
+    assert shared_series(pair_of(cell(measured=parts), cell(measured=parts))) == ["forward_ms", "backward_ms"]
+    assert shared_series(pair_of(cell(measured=rates), cell(measured=rates))) == []
+    assert shared_series(pair_of(cell(measured=step), cell(measured=step)), ["bus", "forward_ms"]) == [
         "forward_ms",
         "bus_gbps",
     ]
@@ -228,7 +228,7 @@ def test_default_metric_is_the_step_or_else_every_time():
 
 def test_series_in_different_units_are_not_shared():
     pair = pair_of(cell(measured={"step": samples(1)}), cell(measured={"step": samples(1, unit="us")}))
-    assert shared_metrics(pair) == []
+    assert shared_series(pair) == []
 
 
 def test_only_measured_pairs_are_compared():

@@ -9,7 +9,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Samples
 from cs336sys.tables import outputs
 from cs336sys.tables.outputs import check_plot
-from cs336sys.tables.page import check_page, html_page, html_picture, html_table
+from cs336sys.tables.page import check_page_writable, html_page, html_picture, html_table
 from cs336sys.tables.table import Column, Table
 
 TABLE = Table(
@@ -79,14 +79,14 @@ def test_a_page_loads_nothing():
 
 
 def test_a_page_needs_the_ending_of_one(tmp_path):
-    check_page(None)
-    check_page(tmp_path / "new" / "page.html")
+    check_page_writable(None)
+    check_page_writable(tmp_path / "new" / "page.html")
     with pytest.raises(UsageError, match=r"--html .*p.pdf: the file must end in .html"):
-        check_page(tmp_path / "p.pdf")
+        check_page_writable(tmp_path / "p.pdf")
 
 
 def test_pictures_need_what_draws_them(tmp_path, monkeypatch):
     monkeypatch.setattr(outputs.importlib.util, "find_spec", lambda name: None)
-    for check, name in ((check_plot, "p.png"), (check_page, "p.html")):
+    for check, name in ((check_plot, "p.png"), (check_page_writable, "p.html")):
         with pytest.raises(CapabilityError, match=rf"{name}: matplotlib is not installed: python -m pip install"):
             check(tmp_path / name)

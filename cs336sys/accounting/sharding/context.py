@@ -21,16 +21,16 @@ def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
     return SequenceSplit(size.context, world_size, is_zigzag=not STRATEGIES[strategy].trades_heads)
 
 
-def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
-    """The size with the longest slice of a sequence that a rank holds."""
+def size_of_longest_slice(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
+    """Return the size with the longest slice of a sequence that a rank holds."""
     return replace(size, context=max(split_of(strategy, size, world_size).lengths))
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:
     """Return what a rank sends for one attention layer of ring attention.
 
-    In ``W - 1`` hops it passes on the keys and values of rank ``r``, ``r - 1``, ..., in each forward pass and in the
-    backward pass; then in ``W - 1`` hops what it and others have of the gradients of rank ``r - 1``, ``r - 2``, ...
+    In ``W - 1`` hops of each pass it sends on the keys and values of ranks ``r``, ``r - 1``, ...; in ``W - 1`` more of
+    the backward pass the sums, so far, of the gradients of ranks ``r - 1``, ``r - 2``, ..., on their way to those.
     With equal slices of ``S / W`` tokens: ``(W - 1) S / W (passes token_bytes + gradient_token_bytes)``.
 
     Args:
@@ -39,9 +39,9 @@ def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token
         passes: in which keys and values travel: forward, backward, and again if checkpoints recompute attention.
     """
     owners = [(rank - hop) % split.world_size for hop in range(split.world_size)]
-    forwarded = sum(split.lengths[owner] for owner in owners[:-1])
-    gradients = sum(split.lengths[owner] for owner in owners[1:])
-    return passes * token_bytes * forwarded + gradient_token_bytes * gradients
+    key_value_tokens = sum(split.lengths[owner] for owner in owners[:-1])
+    gradient_tokens = sum(split.lengths[owner] for owner in owners[1:])
+    return passes * token_bytes * key_value_tokens + gradient_token_bytes * gradient_tokens
 
 
 def all_to_all_bytes(
@@ -68,9 +68,7 @@ def all_to_all_bytes(
 
 
 def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> float:
-    """Return what the busiest rank sends in a step of all layers: :func:`attention_sent_bytes`, and for the all-reduce
-    of fp32 gradients.
-    """
+    """Return what the busiest rank sends in a step of all layers: for attention, and to all-reduce fp32 gradients."""
     gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
     return attention_sent_bytes(strategy, size, world_size, precision, checkpointing) + gradients
 

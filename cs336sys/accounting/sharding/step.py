@@ -140,7 +140,7 @@ class ShardedStep(StepChoices, HasStrategy):
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
         if self.strategy_record.splits_sequences:
-            return context.share_of_context(self.strategy, self.size, self.world_size)
+            return context.size_of_longest_slice(self.strategy, self.size, self.world_size)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
 
     @property
@@ -190,7 +190,8 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
-    moments = memory_of_state(state, always, kept=state.gradients if step.strategy_record.uses_torch_ddp else 0)
+    kept_bytes = state.gradients if step.strategy_record.uses_torch_ddp else 0
+    moments = memory_of_state(state, always, kept_gradient_bytes=kept_bytes)
     keeps_scores = step.strategy_record.trades_heads and step.keeps_scores
     if step.strategy_record.has_known_peak and not keeps_scores:
         peak = rank_peak(step)
@@ -199,19 +200,19 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     return moments
 
 
-def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list[RankMemory]:
-    """All of :data:`MOMENTS` but the peak.
+def memory_of_state(state: TrainingState, always_held_bytes: int, *, kept_gradient_bytes: int = 0) -> list[RankMemory]:
+    """Return what a rank holds at all of :data:`MOMENTS` but the peak.
 
     Args:
-        always: bytes that are there besides the state.
-        kept: those of gradients that live from step to step.
+        always_held_bytes: what there is besides the state.
+        kept_gradient_bytes: of gradients that live from step to step.
     """
     return [
-        RankMemory(MOMENTS[0], state.parameters, 0, 0, always + kept),
-        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always),
-        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
-        RankMemory(MOMENTS[3], state.parameters, state.gradients, state.optimizer_state, always),
-        RankMemory(MOMENTS[4], state.parameters, kept, state.optimizer_state, always),
+        RankMemory(MOMENTS[0], state.parameters, 0, 0, always_held_bytes + kept_gradient_bytes),
+        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always_held_bytes),
+        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always_held_bytes),
+        RankMemory(MOMENTS[3], state.parameters, state.gradients, state.optimizer_state, always_held_bytes),
+        RankMemory(MOMENTS[4], state.parameters, kept_gradient_bytes, state.optimizer_state, always_held_bytes),
     ]
 
 

@@ -190,6 +190,7 @@ def _widths(step: TensorStep) -> dict[str, int]:
 
 
 def _saved(step: TensorStep, attention: str) -> _Part:
+    """Count the bytes that a rank saves for backward, by part of a block and outside of blocks."""
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks
     tokens = sequences * size.context

@@ -21,7 +21,7 @@ from cs336sys.settings.training import Configured, Workload
 PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_STRATEGIES)
 # What hooks and gathers of a block cost the CPU, in launches, forward and backward: from launched steps of fsdp, whose
 # blocks took 2.8 ms each on both models (docs/results/shard-2.7b, shard-xl).
-_STRATEGY_ENTRIES = {"fsdp": {"forward": 30.0, "backward": 25.0}}
+_HOOK_LAUNCHES_PER_BLOCK = {"fsdp": {"forward": 30.0, "backward": 25.0}}
 # What ``shard`` calls none is ``ddp``'s buckets of blocks.
 _ALIASES = {"none": "bucketed"}
 
@@ -155,14 +155,14 @@ def predict_step(
         launch_s: of the CPU for a launch; None: of the usual host.
         counted_model: the user's model instead of ours.
     """
-    training, times = configuration.training, configuration.accumulation
+    training, micro_batches = configuration.training, configuration.accumulation
     share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
     if counted_model is None:
         parameters = count_parameters(training.size)
         work = step_work(training, configuration.checkpointing, optimizer_share=share)
     else:
         parameters, work = counted_model.parameters, counted_model.work(training, configuration.checkpointing)
-    repeated = {"forward": times, "backward": times}
+    repeated = {"forward": micro_batches, "backward": micro_batches}
     terms_s = Amounts()
     phases_s = {}
     for phase, amounts in work.phases.items():
@@ -170,13 +170,13 @@ def predict_step(
         phases_s[phase] = sum(seconds.values())
         terms_s.add(seconds)
     # Gradients of each further micro-batch are added to those before: two reads and a write of fp32.
-    adding_s = (times - 1) * 12 * parameters * rates.seconds["fused_bytes"]
+    adding_s = (micro_batches - 1) * 12 * parameters * rates.seconds["fused_bytes"]
     phases_s["backward"] += adding_s
     terms_s["fused_bytes"] += adding_s
     launch_s = rates.usual_launch_s if launch_s is None else launch_s
     if training.cuda_graph == "on":
         launch_s = 0.0
-    hooks = _STRATEGY_ENTRIES.get(configuration.strategy or "", {})
+    hooks = _HOOK_LAUNCHES_PER_BLOCK.get(configuration.strategy or "", {})
     launches_s = {
         phase: repeated.get(phase, 1) * launch_s * (count + training.size.num_layers * hooks.get(phase, 0.0))
         for phase, count in work.launches.items()
@@ -184,7 +184,7 @@ def predict_step(
     sent = configuration.sent_bytes * parameters / count_parameters(training.size)
     communication_s, exposed_s, lacking = _communication_s(configuration, rates, sent)
     step_s = step_seconds(phases_s, launches_s) + exposed_s
-    unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted_model is None))
+    unknown = (*lacking, *_unmeasured_reasons(configuration, rates, is_ours=counted_model is None))
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
 
 
@@ -204,20 +204,21 @@ def step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> fl
 def _communication_s(
     configuration: StepConfiguration, rates: Rates, sent_bytes: float
 ) -> tuple[float, float, tuple[str, ...]]:
+    """Return the seconds of communication alone, those by which it makes the step longer, and what was not measured."""
     if configuration.strategy is None or configuration.world_size == 1:
         return 0.0, 0.0, ()
     exposure = rates.exposures.get(configuration.exposure_name)
     if exposure is None:
         return 0.0, 0.0, (f"communication of {configuration.exposure_name}",)
     alone_s = sent_bytes / exposure.bytes_per_s
-    exposed = exposure.exposed
+    exposed_share = exposure.exposed
     if not configuration.training.is_half and exposure.exposed_fp32 is not None:
-        exposed = exposure.exposed_fp32
-    return alone_s, exposed * alone_s, ()
+        exposed_share = exposure.exposed_fp32
+    return alone_s, exposed_share * alone_s, ()
 
 
-def quantities(configuration: StepConfiguration) -> dict[str, float]:
-    """Return what rates have ranges of."""
+def ranged_quantities(configuration: StepConfiguration) -> dict[str, float]:
+    """Return, by name, what rates were measured over ranges of."""
     size = configuration.training.size
     return {
         "d_model": size.d_model,
@@ -229,7 +230,7 @@ def quantities(configuration: StepConfiguration) -> dict[str, float]:
     }
 
 
-def _beyond(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) -> Sequence[str]:
+def _unmeasured_reasons(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) -> Sequence[str]:
     """Say in what a step is unlike all that was measured."""
     reasons = []
     if rates.kinds == UNMEASURED:
@@ -239,7 +240,7 @@ def _beyond(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) ->
         reasons.append(f"steps in {kind}")
     if kept_blocks(configuration.checkpointing) is not None and "keep" not in rates.kinds:
         reasons.append("--checkpoint keep=N")
-    for name, value in quantities(configuration).items():
+    for name, value in ranged_quantities(configuration).items():
         if not is_ours and name in _OF_OUR_MODEL:
             continue
         least, most = rates.ranges[name]

@@ -178,7 +178,7 @@ def tell_settings(ctx: Any) -> None:
     names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not names:
         return
-    # Of several ranks the first one speaks; what is wrong with their variables the command says.
+    # Only rank 0 speaks. Wrong variables of ranks are refused by the command.
     with contextlib.suppress(UsageError):
         identity = started_outside()
         if identity is not None and identity.rank > 0:

@@ -13,7 +13,7 @@ from cs336sys.tables.numbers import format_number, format_quantity
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
-from cs336sys.tables.titles import reasons, shown_settings, title
+from cs336sys.tables.titles import failure_notes, shown_settings, title
 
 # How calls were timed: the name in samples and derived columns, and in words.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
@@ -33,13 +33,13 @@ _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements
 
 
 def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
+    """Build the tables of calls back to back, of calls that are each waited for, and of the fit to both."""
     varying = shown_settings(cells, _GROUP_COLUMNS)
     shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
     message_columns = (*shown.values(), *_SIZE_COLUMNS)
     measured = [cell for cell in cells if cell.status == "ok"]
-    rounded = _less_than_asked([cell.configuration | cell.derived for cell in measured])
-    first = Table(
+    rounding_notes = _rounding_notes([cell.configuration | cell.derived for cell in measured])
+    back_to_back = Table(
         "allreduce",
         title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
         (
@@ -50,16 +50,16 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             Column("status", "status"),
         ),
         _collective_rows(cells, "back_to_back"),
-        notes=(*_collective_notes(cells), *reasons(cells), *rounded),
+        notes=(*_collective_notes(cells), *failure_notes(cells), *rounding_notes),
     )
-    second = Table(
+    synchronized = Table(
         "latency",
         "the same calls, each waited for",
         (*message_columns, *_time_columns("synchronized")),
         _collective_rows(measured, "synchronized"),
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
-    return [first, second, _fit_table(measured, varying)]
+    return [back_to_back, synchronized, _fit_table(measured, varying)]
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
@@ -114,12 +114,12 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
         *_SIZE_COLUMNS,
         *named_columns(tensors_bytes="tensors of a rank", all_ranks_bytes="of all ranks", reason="reason"),
     )
-    notes = tuple(_less_than_asked(rows))
+    notes = tuple(_rounding_notes(rows))
     return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows, notes)
 
 
-def _less_than_asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A note on messages that are no whole number of elements, or that ranks cannot share equally."""
+def _rounding_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Note messages that are no whole number of elements, or that ranks cannot share equally."""
     reduced_messages = {
         f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)": None
         for row in rows

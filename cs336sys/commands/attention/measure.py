@@ -222,15 +222,15 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
 
 
 def attention_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
-    """The errors of the output and of each gradient of a second call.
+    """Return the errors of the output and of each gradient of a second call.
 
     The first call compiles, and later ones may reach the kernels another way: a second call is what is timed.
     """
-    # The implementation decides neither inputs nor reference.
-    workload = replace(workload, implementation="")
     inputs = random_inputs(workload, device)
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
-    return relative_errors(_results(attention, inputs), reference_results(workload, device))
+    # Without a name, so that all implementations of a sweep share it: their inputs differ in strides alone.
+    expected = reference_results(replace(workload, implementation=""), device)
+    return relative_errors(_results(attention, inputs), expected)
 
 
 def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
@@ -345,10 +345,10 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         if failure is not None:
             return failure
         progress("building the inputs")
-        base = 0
+        base_bytes = 0
         if device.type == "cuda":
-            _differentiate_products(device)
-            base = torch.cuda.memory_allocated(device)
+            _settle_gpu_memory(device)
+            base_bytes = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)
         out: Tensor | None = None
 
@@ -367,14 +367,15 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         peak_gib = peak_memory_gib(device)
         derived |= {"held_gib": None, "peak_gib": None}
         if peak_gib is not None:
-            derived["peak_gib"] = peak_gib - base / GIB
-            _differentiate_products(device)
+            derived["peak_gib"] = peak_gib - base_bytes / GIB
+            _settle_gpu_memory(device)
+            # One more forward pass, to see what is held before its backward pass.
             forward()
-            derived["held_gib"] = (torch.cuda.memory_allocated(device) - base) / GIB
+            derived["held_gib"] = (torch.cuda.memory_allocated(device) - base_bytes) / GIB
     return Outcome("ok", samples, derived)
 
 
-def _differentiate_products(device: torch.device) -> None:
+def _settle_gpu_memory(device: torch.device) -> None:
     """Make the memory in use on a GPU that of the tensors that are alive.
 
     A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own, and so
@@ -406,7 +407,7 @@ class ChangingAttentionInputs:
 
         self.given = tuple(tensor.detach().clone() for tensor in self._master)
         self._group = workload.heads // workload.key_heads
-        self._one = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
+        self._head_workload = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
 
     @property
     def inputs(self) -> Inputs:
@@ -414,24 +415,25 @@ class ChangingAttentionInputs:
         query, key, value, grad_out = (tensor.detach() for tensor in self.given)
         return Inputs(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
 
-    def renew(self) -> Callable[[], None]:
+    def draw_new_inputs(self) -> Callable[[], None]:
+        """Draw one head anew, and return what copies the inputs to ``given``."""
         batch, head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
         queries = batch, slice(head * self._group, (head + 1) * self._group)
         keys = batch, slice(head, head + 1)
-        new = random_inputs(replace(self._one, seed=secrets.randbits(62)), self.given[0].device)
-        results = exact_results(new, self._one)
+        new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.given[0].device)
+        results = exact_results(new, self._head_workload)
         with torch.no_grad():
             for tensor, new_tensor, where in zip(self._master, new, (queries, keys, keys, queries), strict=True):
                 tensor[where] = new_tensor[0]
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self._expected[name][where] = results[name][0]
 
-        def put() -> None:
+        def write_to_given() -> None:
             with torch.no_grad():
                 for input_tensor, tensor in zip(self.given, self._master, strict=True):
                     input_tensor.copy_(tensor)
 
-        return put
+        return write_to_given
 
     def is_as_given(self) -> bool:
         return all(map(torch.equal, self.given, self._master))
@@ -500,6 +502,7 @@ def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: tor
     for context, is_strided in itertools.product(_ODD_CONTEXTS, (False, True)):
         window = None if workload.window is None else min(workload.window, context)
         odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
+        # random_inputs makes fa4's with tokens before heads in memory.
         odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
         inputs = random_inputs(odd, device)
         # Before the kernel can change them.

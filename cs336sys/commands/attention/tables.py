@@ -58,7 +58,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         *titles.interpreted_notes(cells, run),
         *([_KEPT_NOTE] if run is not None and "attention_settings" in run.environment else []),
         *titles.found_in_user_code(cells),
-        *titles.reasons(cells, "implementation"),
+        *titles.failure_notes(cells, "implementation"),
     ]
     notes += without_baseline
     heading = titles.title("flash", cells, run, _SHAPE_COLUMNS, varying)
@@ -114,7 +114,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = [_attn_row(cell) for cell in cells]
     notes = [f"{titles.steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
     heading = titles.title("attn", cells, run, _SHAPE_COLUMNS, varying)
-    times = Table("attn", heading, columns, rows, (*notes, *titles.reasons(cells, "implementation")), "more --steps")
+    notes += titles.failure_notes(cells, "implementation")
+    times = Table("attn", heading, columns, rows, notes, "more --steps")
     return [times, _worked_through([cell for cell in cells if cell.status == "oom"]), _growth(cells)]
 
 

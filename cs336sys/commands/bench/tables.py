@@ -173,7 +173,7 @@ def _time_table(
         *named_columns(repeated_difference_percent="launched again off", status="status"),
     ]
     hidden = [] if "warmup" in settings else ["first_measured_ms"]
-    hidden += titles.hidden_wall(cell.samples["step"] for cell in cells if cell.status == "ok")
+    hidden += titles.redundant_wall_column(cell.samples["step"] for cell in cells if cell.status == "ok")
     rows = [_bench_row(cell, percentiles) for cell in cells]
     notes = [
         *titles.method_notes(cells),

@@ -16,7 +16,7 @@ from cs336sys.results.comparison import (
     Side,
     cell_settings,
     machine_differences,
-    shared_metrics,
+    shared_series,
     significance_level,
 )
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
@@ -40,7 +40,7 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 
     Settings that tell the pairs apart are columns, those that all pairs share stand in a note of the first table.
     """
-    identifying = distinguishing_settings([cell_settings(pair.a.shown) for pair in pairs])
+    identifying = distinguishing_settings([cell_settings(pair.a.representative) for pair in pairs])
     identity = [Column(name, name.replace("_", " ")) for name in identifying]
     first, *others = [
         *(_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()),
@@ -53,17 +53,17 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callable[[Side], str]:
     """Name a side's configuration by the settings that tell it from the others."""
     sides = (*(pair.a for pair in pairs), *unpaired_sides)
-    identifying = distinguishing_settings([cell_settings(side.shown) for side in sides])
+    identifying = distinguishing_settings([cell_settings(side.representative) for side in sides])
 
     def name(side: Side) -> str:
-        values = cell_settings(side.shown)
+        values = cell_settings(side.representative)
         return ", ".join(f"{setting} {values.get(setting)}" for setting in identifying) or "the cell"
 
     return name
 
 
 def _shared_settings(pairs: Sequence[Pair]) -> str:
-    configurations = [cell_settings(pair.a.shown) for pair in pairs]
+    configurations = [cell_settings(pair.a.representative) for pair in pairs]
     shared = [
         f"{name} {value}"
         for name, value in configurations[0].items()
@@ -104,7 +104,7 @@ def _metric_table(
         metric,
         f"compare: {metric} of B against A",
         columns,
-        rows=[cell_settings(pair.a.shown) | fill_row(columns, comparison) for pair, comparison in rows],
+        rows=[cell_settings(pair.a.representative) | fill_row(columns, comparison) for pair, comparison in rows],
         notes=(legend, *(_COVERED[level] for level in levels), *_drift(comparisons)),
     )
 
@@ -148,9 +148,9 @@ def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> list[Tab
         *identity,
         Column("a_status", "A", value=lambda pair: pair.a.status),
         Column("b_status", "B", value=lambda pair: pair.b.status),
-        Column("reason", "reason", value=lambda pair: pair.b.shown.reason or pair.a.shown.reason),
+        Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
     )
-    rows = [cell_settings(pair.a.shown) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
+    rows = [cell_settings(pair.a.representative) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
     return [Table("not_compared", "compare: cells that are not ok in both files", columns, rows)] if rows else []
 
 
@@ -194,7 +194,7 @@ def comparison_warnings(
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
         yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
-    without = sum(pair.is_measured and not shared_metrics(pair, metrics) for pair in matched.pairs)
+    without = sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs)
     if without:
         yield f"not compared, because A or B lacks the series: {_count_of(without, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
@@ -232,7 +232,7 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
                 at_most = format_quantity(comparison.slower_percent_at_most, "percent")
                 yield f"{name(pair.a)}: {metric} may be slower by up to {at_most}: take more --steps or --rounds"
     for pair in matched.pairs:
-        if pair.is_measured and not shared_metrics(pair, metrics):
+        if pair.is_measured and not shared_series(pair, metrics):
             yield f"{name(pair.a)}: A or B lacks the series"
     for side in matched.only_a:
         if side.status == "ok":

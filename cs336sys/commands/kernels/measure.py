@@ -122,14 +122,14 @@ class ChangingFunctionInputs:
         like = tuple(output.to(dtype) for output, dtype in zip(outputs, dtypes, strict=True))
         self._new = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
 
-    def renew(self) -> Callable[[], None]:
+    def draw_new_inputs(self) -> Callable[[], None]:
         self._choose()
 
-        def put() -> None:
+        def write_to_given() -> None:
             for input_tensor, new in zip(self.given, self._new, strict=True):
                 input_tensor.copy_(new)
 
-        return put
+        return write_to_given
 
     def is_as_given(self) -> bool:
         return all(map(torch.equal, self.given, self._new))

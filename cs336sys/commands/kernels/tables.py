@@ -38,7 +38,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
     notes += titles.interpreted_notes(cells, run)
     heading = titles.title("kernels", cells, run, settings, varying)
-    notes += [*without_baseline, *titles.found_in_user_code(cells), *titles.reasons(cells, "implementation")]
+    notes += [*without_baseline, *titles.found_in_user_code(cells), *titles.failure_notes(cells, "implementation")]
     return [Table("kernels", heading, columns, rows, notes, "more --repetition-ms")]
 
 

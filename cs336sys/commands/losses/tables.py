@@ -19,7 +19,7 @@ _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 
 
 def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Build the tables of losses, and of their distance from the first way of training on the same batches."""
+    """Build the table of losses and of their distance from the first cell that was trained on the same batches."""
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     counts = [len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok"]
     averaged = min([_AVERAGED, *counts])
@@ -45,7 +45,7 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         notes.append(
             f"the mean of {averaged} comes later in rows of more steps; off compares the steps that both rows have"
         )
-    notes += [*titles.found_in_user_code(cells), *titles.reasons(cells)]
+    notes += [*titles.found_in_user_code(cells), *titles.failure_notes(cells)]
     return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 

@@ -48,10 +48,10 @@ class SnapshotOptions:
         from cs336sys.commands.memprof import snapshots
         from cs336sys.commands.memprof.page import check_directory
         from cs336sys.tables.outputs import write_file
-        from cs336sys.tables.page import check_page
+        from cs336sys.tables.page import check_page_writable
 
         output.check()
-        check_page(self.html)
+        check_page_writable(self.html)
         check_directory(snapshot, ["memory"])
         diagnoses = _diagnoses(self.source)
         if self.against:

@@ -344,7 +344,7 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
     notes = [
         f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
         *titles.found_in_user_code(cells),
-        *titles.reasons(cells),
+        *titles.failure_notes(cells),
         *titles.planned_package_notes(trainings),
     ]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)

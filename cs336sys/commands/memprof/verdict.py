@@ -12,7 +12,7 @@ from cs336sys.commands.memprof.tables import identity_columns
 from cs336sys.results.model import Cell
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
-from cs336sys.tables.titles import reasons
+from cs336sys.tables.titles import failure_notes
 
 _LISTED = 3
 
@@ -141,7 +141,7 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
         for cell in cells
     ]
     columns = (*identity, *named_columns("answer", "command", "status"))
-    notes = [*_plan_notes(planned), *reasons(cells)]
+    notes = [*_plan_notes(planned), *failure_notes(cells)]
     answer = Table("answer", "what would fit", columns, answers, notes=notes)
     steps = [cell.configuration | step for cell in planned for step in cell.derived["plan"] or ()]
     changes = [cell.configuration | change for cell in planned for change in cell.derived["changes"]]
@@ -159,6 +159,7 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def _plan_answer(derived: dict[str, Any]) -> str:
+    """Say which options make the step fit, or that none is needed or none does."""
     limit, base, plan = (derived[key] for key in ("limit_bytes", "base_bytes", "plan"))
     if plan is None:
         return (

@@ -203,7 +203,7 @@ _ALWAYS_SHOWN = ("context", "precision")
 def profile_tables(
     cells: Sequence[Cell], run: Run | None, *, top: int, full_names: bool, compare_precision: bool = False
 ) -> list[Table]:
-    """All tables of a sweep; ``compare_precision`` adds the table of fp32 against bf16.
+    """Build all tables of a sweep; ``compare_precision`` adds the table of fp32 against bf16.
 
     ``top`` kernels of each phase are shown, with ``full_names`` by their whole names.
     """

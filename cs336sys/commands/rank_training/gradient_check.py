@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.commands.rank_training.rank import frees_memory
+from cs336sys.commands.rank_training.rank import rank_job
 from cs336sys.commands.rank_training.verification import mean_gradients
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.collectives import gather_numbers
@@ -90,7 +90,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
     return derived, Outcome("wrong", derived=derived, reason=reason)
 
 
-@frees_memory
+@rank_job
 def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     """One forward and backward pass of a workload :func:`with_few_blocks`, of strategy ``fsdp`` or ``torch-fsdp``, and
     the same alone. All ranks call it together.

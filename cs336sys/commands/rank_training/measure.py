@@ -67,7 +67,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
 
     has_baseline = workload.has_unsynchronized
     key = configuration_key(workload.unsynchronized.configuration() | {"round": number}) if has_baseline else ""
-    if has_baseline and key not in _unsynchronized and all(ranks.run(on_rank.has_room_alone, workload)):
+    if has_baseline and key not in _unsynchronized and all(ranks.run(on_rank.fits_on_one_rank, workload)):
         progress("timing steps without communication")
         _unsynchronized[key] = ranks.run(on_rank.measure_on_rank, workload.unsynchronized)
     progress(f"timing {workload.strategy}")
@@ -306,7 +306,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived) if impossible is None else Outcome("error", reason=impossible)
 
 
-@on_rank.frees_memory
+@on_rank.rank_job
 def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
     """Train, and time it; rank 0 writes a Chrome ``trace`` of one step. All ranks call it together."""
     device = rank_device(workload)

@@ -42,47 +42,48 @@ T = TypeVar("T")
 def build_recorded(
     build: Callable[[], ParallelStep], device: torch.device
 ) -> tuple[ParallelStep, list[RankMemory], list[communication.Communication]]:
-    """Build a step and run it twice; all ranks call it together.
+    """Build a step, run it twice, and record what its memory holds; all ranks call it together.
 
     Returns:
-        the step; what its memory held: after it was built, before the first optimizer step and after it, gradients not
-        dropped yet, and in the second run (buffers of communication exist then) before the optimizer, after it and at
-        the peak. An empty list where the allocator's history was too short; and the collectives of the second run.
+        The step; its memory at each of ``MOMENTS``, or an empty list where the allocator's history was too short; the
+        collectives of the second run, in which the buffers of communication exist.
     """
     on_gpu = device.type == "cuda"
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
     history: AllocationHistory = CudaHistory(device) if on_gpu else CpuHistory()
     # The history of the CPU misses what Gloo's threads free; that of a GPU misses nothing.
-    finishing_each = nullcontext() if on_gpu else communication.communication_at_once()
-    with history, finishing_each, _OptimizerMemory(history) as optimizer_memory:
+    collectives_wait = nullcontext() if on_gpu else communication.communication_at_once()
+    with history, collectives_wait, _OptimizerMemory(history) as optimizer_memory:
         step = build()
         built = history.mark()
-        with step.aside():
-            first = _run_marked(step, history)
-            first_gradients, stepped = optimizer_memory.gradients, optimizer_memory.stepped
-            start = history.mark()
+        # On the stream on which the step may be captured later.
+        with step.on_launch_stream():
+            before_first_update = _run_marked(step, history)
+            first_gradient_addresses, after_first_update = optimizer_memory.gradients, optimizer_memory.after_step
+            second_start = history.mark()
             with communication.recorded_communication() as communications:
-                before = _run_marked(step, history)
+                before_second_update = _run_marked(step, history)
         end = history.mark()
         parameters = _addresses(history, step.model.parameters())
     if history.lost_events:
         return step, [], communications
     timeline = build_timeline(history.events, regions=(), held_size=held_before)
     totals = timeline.totals()
-    at_built, at_first, at_stepped, at_start, at_optimizer, at_end = (
-        history.position(mark) for mark in (built, first, stepped, start, before, end)
+    at_built, at_first_update, at_after_first_update, at_second_start, at_second_update, at_end = (
+        history.position(mark)
+        for mark in (built, before_first_update, after_first_update, second_start, before_second_update, end)
     )
-    at_peak = peak_position(totals, Region("step", at_start, at_end))
-    weights = _blocks_at(timeline, parameters, at_optimizer)
+    at_peak = peak_position(totals, Region("step", at_second_start, at_end))
+    weights = _blocks_at(timeline, parameters, at_second_update)
     state = _blocks_at(timeline, optimizer_memory.state, at_end)
-    gradients = _blocks_at(timeline, optimizer_memory.gradients, at_optimizer)
-    of_first = _blocks_at(timeline, first_gradients, at_first)
+    gradients = _blocks_at(timeline, optimizer_memory.gradients, at_second_update)
+    first_gradient_blocks = _blocks_at(timeline, first_gradient_addresses, at_first_update)
     moments = []
-    positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
+    positions = (at_built, at_first_update, at_after_first_update, at_second_update, at_end, at_peak)
     for moment, position in zip(MOMENTS, positions, strict=True):
         in_parameters, in_gradients, in_state = (
             sum(block.size for block in blocks if block.start <= position < block.end)
-            for blocks in (weights, of_first if position <= at_stepped else gradients, state)
+            for blocks in (weights, first_gradient_blocks if position <= at_after_first_update else gradients, state)
         )
         other = totals[position] - in_parameters - in_gradients - in_state
         moments.append(RankMemory(moment, in_parameters, in_gradients, in_state, other))
@@ -90,6 +91,7 @@ def build_recorded(
 
 
 def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:
+    """Run the phases, and return the history's mark before the optimizer's."""
     for name, run in step.phases.items():
         if name == "optimizer":
             before = history.mark()
@@ -102,13 +104,13 @@ class _OptimizerMemory:
 
     Attributes:
         gradients, state: addresses at the last step.
-        stepped: the mark after it, when gradients are not dropped yet.
+        after_step: the mark after it, when gradients are not dropped yet.
     """
 
     def __init__(self, history: AllocationHistory):
         self.gradients: set[int] = set()
         self.state: set[int] = set()
-        self.stepped = history.mark()
+        self.after_step = history.mark()
         self._history = history
         self._depth = 0
 
@@ -131,7 +133,7 @@ class _OptimizerMemory:
         self._depth -= 1
         values = (value for state in optimizer.state.values() for value in state.values())
         self.state |= _addresses(self._history, (value for value in values if isinstance(value, Tensor)))
-        self.stepped = self._history.mark()
+        self.after_step = self._history.mark()
 
 
 def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> set[int]:
@@ -190,7 +192,7 @@ class RankMeasurement:
     warnings: Sequence[str] = ()
 
 
-def has_room_alone(workload: ParallelWorkload) -> bool:
+def fits_on_one_rank(workload: ParallelWorkload) -> bool:
     """Return whether a rank's memory is predicted to hold the whole training state and its share of the batch."""
     device = rank_device(workload)
     if device.type == "cpu":
@@ -207,13 +209,13 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     return needed_bytes < 0.9 * torch.cuda.get_device_properties(device).total_memory
 
 
-def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
+def rank_job(run: Callable[..., T]) -> Callable[..., T]:
     """Decorate what ranks run on a workload: memory is free before and after, and errors of user code are told."""
 
     @functools.wraps(run)
     def on_rank(workload: ParallelWorkload, *arguments: Any) -> T:
         release_last_job(workload)
-        with telling_errors_of_rank(workload):
+        with explaining_errors_of_rank(workload):
             result = run(workload, *arguments)
         release_last_job(workload)
         return result
@@ -221,15 +223,15 @@ def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
     return on_rank
 
 
-@frees_memory
+@rank_job
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
     """:func:`~cs336sys.commands.rank_training.verification.verify_training`, with memory free before and after."""
     return verify_training(workload)
 
 
-@frees_memory
+@rank_job
 def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
-    """Time the steps of one strategy, of which rank 0 writes a Chrome ``trace``. All ranks call it together."""
+    """Time the steps of one strategy; rank 0 writes one more to a Chrome ``trace``. All ranks call it together."""
     device = rank_device(workload)
     memory: Sequence[RankMemory] = ()
     communications: list[communication.Communication] | None = None
@@ -240,7 +242,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     training = workload.training
     if training.cuda_graph == "on" and communications is None:
         # A replay hands nothing to torch's dispatcher.
-        with step.aside():
+        with step.on_launch_stream():
             # torch's DDP makes its buckets anew after the first step.
             step()
             communications = _recorded(step)
@@ -266,7 +268,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
         # Without sharing, collectives of a fully sharded model, or of long sequences, may need more than a GPU has.
-        shares = not workload.uses_autocast or workload.strategy_record.splits_sequences
+        shares = workload.strategy_record.shards_weights or workload.strategy_record.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
         launchers = [collective.launcher(tensors) for collective in communications]
         samples["communication"] = _time_alone(launchers, training.steps, device)
@@ -351,8 +353,11 @@ _LOST_CONNECTION = re.compile("Connection (reset|closed) by peer|Broken pipe")
 
 
 @contextlib.contextmanager
-def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
-    """As :func:`telling_user_errors`; its traceback, which stays on the rank, goes with it if it is asked for."""
+def explaining_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
+    """Tell errors of user code as :func:`telling_user_errors` does, and explain two of torch's.
+
+    With CS336SYS_DEBUG the rank's traceback is added, which otherwise is not sent.
+    """
     try:
         with telling_user_errors(workload.training):
             yield
@@ -362,7 +367,8 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
                 f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, and a step "
                 f"of this model used only some; choose another strategy"
             ) from error
-        if not workload.uses_autocast and _LOST_CONNECTION.search(str(error)):
+        # Where weights are sharded, every layer that runs has collectives of its own.
+        if workload.strategy_record.shards_weights and _LOST_CONNECTION.search(str(error)):
             raise CapabilityError(
                 f"strategy '{workload.strategy}': the ranks' collectives did not match, as where a model skips other "
                 "layers on each rank: all must run the same ones; choose another strategy, or skip none"

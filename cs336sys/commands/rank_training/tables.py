@@ -123,7 +123,7 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
         "step of rank 0",
     )
-    hidden = titles.hidden_wall(row["step_ms"] for row in measured)
+    hidden = titles.redundant_wall_column(row["step_ms"] for row in measured)
     return Table("phases", "phases of the step", columns, measured, notes, STEADIER, hidden)
 
 

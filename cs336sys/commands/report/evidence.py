@@ -163,7 +163,7 @@ def machine_name(run: Run | None) -> str:
 
 
 def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[list[Evidence], list[str]]:
-    """Sort the files' cells by machine, the one with most first; with a sentence on each invocation not to be shown."""
+    """Sort the files' cells by machine, most cells first; return a sentence on each invocation that cannot be shown."""
     machines: dict[str, Evidence] = {}
     faults = []
     for invocation in invocations(files):

@@ -40,7 +40,7 @@ _CHECKPOINTING = {"fsdp": "auto", "torch-fsdp": "keep=0"}
 _BOARD_STEPS = {"warmup": [2], "steps": 7}
 
 # How much of a GPU's memory tensors may be predicted to fill: an H200 of 140.4 GiB had 5.5 left when they took 129.9.
-_FILLED = 0.925
+_USABLE_SHARE = 0.925
 # Where there is no GPU: of an H200.
 _LIMIT_BYTES = 130 * GIB
 
@@ -152,7 +152,7 @@ def _require_for_board(workload: Workload) -> None:
 def room_for_tensors(device: str) -> float:
     """Bytes of the GPU of ``--device`` that tensors may be predicted to fill."""
     gpu = gpu_capacity(device)
-    return _LIMIT_BYTES if gpu is None else _FILLED * gpu.memory_gib * GIB
+    return _LIMIT_BYTES if gpu is None else _USABLE_SHARE * gpu.memory_gib * GIB
 
 
 def chosen_by_memory(

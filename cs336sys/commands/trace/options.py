@@ -82,10 +82,10 @@ def trace(
     from cs336sys.commands.trace.page import trace_page
     from cs336sys.results.file import check_appendable
     from cs336sys.tables.outputs import write_file
-    from cs336sys.tables.page import check_page
+    from cs336sys.tables.page import check_page_writable
 
     output.check()
-    check_page(html)
+    check_page_writable(html)
     if reading.allreduce is not None and reading.against:
         raise UsageError("--allreduce: --against compares no collectives' bandwidths; choose one of the two")
     measured = None if reading.ceilings is None else read_ceilings(reading.ceilings)
@@ -107,7 +107,7 @@ def trace(
     peaks = {name: None if peak is None else peak.to_json() for name, peak in measurements.items()}
     cells = [cell for side, read in reads.items() for cell in capture_cells(side, read, roofline, peaks, run_id)]
     tables = saved_trace_tables(cells, reading.top, reading.full_names)
-    _keep(save, run_id, before, cells)
+    _record_and_save(save, run_id, before, cells)
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
@@ -135,11 +135,12 @@ def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
     return measured
 
 
-def _keep(path: Path | None, run_id: str, read: "Read", cells: list[Cell]) -> None:
-    """Append the cells. The run is of the machine that the capture was made on, of which its file says the GPU."""
+def _record_and_save(path: Path | None, run_id: str, captures: "Read", cells: list[Cell]) -> None:
+    """Record the cells for a caller in Python, and append them to the file of --save if there is one."""
     from cs336sys.results.file import ResultsFile
 
-    first = read.analyses[0]
+    first = captures.analyses[0]
+    # Of the machine that made the capture, not this one: its file names the GPU alone.
     machine = {"gpu": first.gpu_name or None, "profiler": first.profiler}
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     run = Run(run_id, now, command_line(), machine, {"cs336sys": __version__})

@@ -225,7 +225,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
         busbw = alone = None
         if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH and row.bytes > 0 and transfer_ms > 0:
             busbw = bus_factor(row.kind, row.ranks) * row.bytes * row.count / transfer_ms / 1e6
-            alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None else None
+            alone = bandwidths.gbps_at(row.kind, row.ranks, row.bytes) if bandwidths is not None else None
         rows.append(
             {
                 **_gpu(analysis),

@@ -61,6 +61,7 @@ def capital(text: str) -> str:
 
 
 def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
+    """Say what the time of one rank goes to, the ``most`` largest parts first."""
     if not analysis.is_idle_known:
         return []
     about = _ABOUT if analysis.is_gpu else _ABOUT | {StepPart.LAUNCHING: _LAUNCHING_ON_CPU}

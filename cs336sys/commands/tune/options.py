@@ -12,7 +12,7 @@ import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
+from cs336sys.accounting.step_time.prediction import StepConfiguration, ranged_quantities
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
 from cs336sys.command_line.faults import say
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cs336sys.tables.table import Table
 
 # Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
-_FILLED = 0.95
+_USABLE_SHARE = 0.95
 
 # What a rank on a CPU is assumed to send: Gloo's all-reduce of large messages between two processes of one machine
 # (docs/results/allreduce-gloo-h200).
@@ -109,15 +109,15 @@ class SearchOptions:
             return read_memory_limit(self.memory, "--memory")
         if device == "cpu":
             device_capacity = capacity(device)
-            return _FILLED * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
+            return _USABLE_SHARE * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
         local_gpu = gpu_capacity(device) if self.gpu is None else None
         if local_gpu is not None:
-            return _FILLED * local_gpu.memory_gib * GIB
+            return _USABLE_SHARE * local_gpu.memory_gib * GIB
         name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)
         sheet = datasheet(GPUS.get(name.lower(), name))
         if sheet is None:
             raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
-        return _FILLED * sheet.memory_bytes
+        return _USABLE_SHARE * sheet.memory_bytes
 
     def fixed_settings(
         self, ctx: typer.Context, implementation: options.ImplementationOptions, *, on_cpu: bool
@@ -150,7 +150,7 @@ class SearchOptions:
                 raise UsageError(f"--gradient-dtype {dtype}: buckets alone have the choice; choose bucketed")
         return fixed
 
-    def gpu_rates(self, device: str, plain: Workload, *, on_cpu: bool) -> "Rates":
+    def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> "Rates":
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
         from cs336sys.accounting.hardware import datasheet
         from cs336sys.accounting.step_time.rates import rates_of, read_rates
@@ -158,7 +158,7 @@ class SearchOptions:
 
         measured = None if self.rates is None else read_rates(self.rates)
         if on_cpu:
-            return measured or _cpu_rates(plain)
+            return measured or _cpu_rates(base_workload)
         if self.gpu is not None:
             return rates_of(self.gpu, measured)
         local_gpu = gpu_capacity(device)
@@ -178,7 +178,7 @@ def tune(
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Find the fastest configuration that fits: predict thousands, and measure the best few. What you give stays.
+    """Find the fastest configuration that fits: predict thousands, and measure the best few. Options you give are kept.
 
     cs336sys tune --size xl --bf16 --memory 80GiB
 
@@ -188,33 +188,33 @@ def tune(
     """
     from cs336sys.commands.tune.tables import choice_tables, plot_front
 
-    plain = _plain_workload(training)
+    base_workload = _base_workload(training)
     output.check(plot=plot)
     if sweeping.save is not None and not search.measure:
         raise UsageError(f"--save {sweeping.save}: nothing is measured; add --measure")
     on_cpu = search.is_on_cpu(training.device)
     if on_cpu:
-        plain = replace(plain, device="cpu")
-    limit = search.limit_bytes(training.device)
-    fixed = search.fixed_settings(ctx, training, on_cpu=on_cpu)
+        base_workload = replace(base_workload, device="cpu")
+    limit_bytes = search.limit_bytes(training.device)
+    fixed_settings = search.fixed_settings(ctx, training, on_cpu=on_cpu)
     tokens_per_step = search.tokens_per_step
     if training.batch_size and not search.micro_batch:
         # The batch of a step of all ranks, as in other commands.
-        tokens_per_step = tokens_per_step or training.batch_size[0] * plain.size.context
-    if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
+        tokens_per_step = tokens_per_step or training.batch_size[0] * base_workload.size.context
+    if not base_workload.is_ours and fixed_settings.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
-    counted_model = None if plain.is_ours else _counted_model(plain)
+    counted_model = None if base_workload.is_ours else _counted_model(base_workload)
     if counted_model is not None:
-        fixed = _fixed_for_user_model(fixed, counted_model, search.world_size)
-    space = Space(plain, search.world_size, fixed, tokens_per_step)
-    rates = search.gpu_rates(training.device, plain, on_cpu=on_cpu)
+        fixed_settings = _fixed_for_user_model(fixed_settings, counted_model, search.world_size)
+    space = Space(base_workload, search.world_size, fixed_settings, tokens_per_step)
+    rates = search.gpu_rates(training.device, base_workload, on_cpu=on_cpu)
     launch_s = None if search.launch_us is None else search.launch_us / 1e6
-    predictor = _Predictor(space, rates, limit, launch_s, counted_model)
+    predictor = _Predictor(space, rates, limit_bytes, launch_s, counted_model)
     choices = predictor.choose(space)
     if not choices.fitting:
         raise UsageError(_nothing_fits(choices))
     with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
-    predicted = choice_tables(choices, rates, with_one_more_gpu, search.lines, is_ours=plain.is_ours)
+    predicted = choice_tables(choices, rates, with_one_more_gpu, search.lines, is_ours=base_workload.is_ours)
     if plot is not None:
         plot_front(choices, plot)
     if not search.measure:
@@ -227,19 +227,20 @@ def tune(
     race.run(predicted, sweeping, output)
 
 
-def _plain_workload(training: options.TrainingOptions) -> Workload:
+def _base_workload(training: options.TrainingOptions) -> Workload:
+    """Return the one model and batch to choose for, with default implementations."""
     workloads = replace(training, **asdict(options.ImplementationOptions())).workloads()
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
     return workloads[0]
 
 
-def _counted_model(plain: Workload) -> "CountedModel":
+def _counted_model(base_workload: Workload) -> "CountedModel":
     from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.run.cells import Worker
 
     with contextlib.closing(Worker("cs336sys.training.operation_counting:count_model", ())) as worker:
-        outcome = worker.measure(plain.configuration(), timeout_s=None, progress=lambda stage: None)
+        outcome = worker.measure(base_workload.configuration(), timeout_s=None, progress=lambda stage: None)
     if outcome.status != "ok":
         raise CapabilityError(str(outcome.reason))
     return CountedModel.from_columns(outcome.derived)
@@ -263,16 +264,16 @@ def _fixed_for_user_model(
     return chosen
 
 
-def _cpu_rates(plain: Workload) -> "Rates":
+def _cpu_rates(base_workload: Workload) -> "Rates":
     from cs336sys.accounting.step_time.rates import UNMEASURED, Exposure, Rates
     from cs336sys.machine.system import cpu_model
     from cs336sys.run.cells import Worker
 
     with contextlib.closing(Worker("cs336sys.commands.tune.measure:measure_rates", ())) as worker:
-        outcome = worker.measure(plain.configuration(), timeout_s=120.0, progress=lambda stage: None)
+        outcome = worker.measure(base_workload.configuration(), timeout_s=120.0, progress=lambda stage: None)
     if outcome.status != "ok":
         raise CapabilityError(f"the rates of this CPU cannot be measured: {outcome.reason}")
-    everything = dict.fromkeys(quantities(StepConfiguration(plain)), (0.0, math.inf))
+    everything = dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf))
     name = cpu_model() or "this CPU"
     exposures = {strategy: Exposure(_GLOO_BYTES_PER_S, 1.0) for strategy, _ in STRATEGIES}
     return Rates(name, outcome.derived["seconds"], 0.0, 0.0, exposures, everything, UNMEASURED)
@@ -294,14 +295,14 @@ class _Predictor:
 
     space: Space
     rates: "Rates"
-    limit: float
+    limit_bytes: float
     launch_s: float | None
     counted_model: "CountedModel | None"
 
     def choose(self, space: Space) -> "Choice":
         from cs336sys.accounting.step_time.choice import choose
 
-        return choose(space, self.rates, self.limit, self.launch_s, self.counted_model)
+        return choose(space, self.rates, self.limit_bytes, self.launch_s, self.counted_model)
 
     def with_one_more_gpu(self, choices: "Choice") -> "Choice | None":
         """Return the choice with one more GPU, of configurations like the fastest one."""
@@ -339,7 +340,7 @@ class _Predictor:
         if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
             return list(best)
         (candidate,) = evaluate([plain], self.rates, self.launch_s, self.counted_model)
-        if candidate.memory > self.limit:
+        if candidate.memory > self.limit_bytes:
             say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
             return list(best)
         return [*best, candidate]

@@ -67,6 +67,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _race(case: ComparedCase) -> Diagnosis | None:
+    """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
     if case.workload.case == "late" and case.is_new:
         meaning = (

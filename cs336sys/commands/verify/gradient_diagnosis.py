@@ -63,17 +63,18 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
 
 
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
+    """Name the cause of gradients that are all ``ratio`` times what they should be, by numbers of ranks that it is."""
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
-    # Those whose gradients are averaged.
+    # Those over which gradients are averaged.
     ranks = sizes.get("data", 1) * sizes.get("context", 1)
     scaled = f"gradients are {ratio:.4g} times what they should be"
-    how = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
+    likely_reason = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
     causes = (
         (1, "scaled", scaled),
         (ranks, "not averaged", f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed"),
         (1 / ranks, "averaged twice", f"gradients are 1/{ranks} of what they should be: they are averaged twice"),
-        (all_ranks, "scaled", f"{scaled}: {how}"),
-        (1 / all_ranks, "scaled", f"{scaled}: {how}"),
+        (all_ranks, "scaled", f"{scaled}: {likely_reason}"),
+        (1 / all_ranks, "scaled", f"{scaled}: {likely_reason}"),
     )
     matches = ((cause, meaning) for value, cause, meaning in causes if is_near(ratio, value))
     cause, meaning = next(matches, ("scaled", scaled))

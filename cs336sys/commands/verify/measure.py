@@ -303,6 +303,7 @@ class _Case:
         return _ok("; ".join(not_compared))
 
     def _order(self) -> Outcome:
+        """Compare all ranks' collectives where one rank alone meets a condition, for each condition."""
         not_compared = []
         for number, (condition, program) in enumerate(CONDITIONS.items(), start=1):
             self.progress(f"order: {condition}, {number} of {len(CONDITIONS)}")
@@ -325,6 +326,7 @@ class _Case:
         return self._agreed(None, not_compared)
 
     def _groups(self, reports: Sequence[RankReport]) -> Outcome:
+        """Compare the groups of the ranks' optimizers with those of one process."""
         if merged_spec(reports) is None:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:

@@ -93,12 +93,12 @@ def verify(
     torchrun --nproc-per-node 8 -m cs336sys verify --model mine.py:build --wrap mine.py:parallelize
     """
     from cs336sys.commands.verify.tables import verify_tables
-    from cs336sys.tables.page import check_page, html_page, html_table
+    from cs336sys.tables.page import check_page_writable, html_page, html_table
     from cs336sys.tables.table import Table, with_rows
 
     if is_first_rank():
         output.check()
-        check_page(html)
+        check_page_writable(html)
     configurations = [workload.configuration() for workload in verification.workloads(model)]
 
     def tables(cells: Sequence[Cell], machine: Run | None) -> list[Table]:

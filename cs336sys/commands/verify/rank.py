@@ -204,6 +204,7 @@ class _RankRun(ProgramRun):
         return innermost(self.optimizer)
 
     def _spec(self) -> OptimizerSpec | None:
+        """Read class and settings of the optimizer, by parameter; None if it is not all torch's."""
         inner = self.inner
         optimizers = inner.optimizers if isinstance(inner, Together) else [inner]
         if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):

@@ -403,6 +403,7 @@ class AdamW(torch.optim.Optimizer):
         return signature if any(signature) else []
 
     def _describe(self, parameter: Tensor, number: int, group: int) -> Update:
+        """Check a gradient, make missing state, and return the parameter's row of the kernels' table."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:

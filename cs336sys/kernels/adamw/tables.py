@@ -226,6 +226,7 @@ class ParameterSet:
 
 
 def _launch(chunks: Chunks, rows: Tensor, groups: Tensor, max_norm: float | None) -> None:
+    """Launch a step's kernels: norms if clipped, the factors of all groups, then the updates by variant."""
     launches = [launch for launch in chunks.launches if launch.num_chunks]
     tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}
     for variant, first, count in launches if max_norm is not None else ():

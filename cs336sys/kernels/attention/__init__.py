@@ -17,8 +17,8 @@ from cs336sys.kernels.attention.problem import (
 )
 from cs336sys.kernels.attention.reference import (
     FlashAttentionTorch,
-    describe_scores,
     reference_attention,
+    score_rule,
     tiled_backward,
 )
 from cs336sys.kernels.autograd import refuse_transforms
@@ -234,7 +234,7 @@ def flash_attention_backward(
         if implementation in ("tiled", "reference"):
             # "reference" is a single tile.
             tile = (max(1, query.shape[-2]), max(1, key.shape[-2])) if implementation == "reference" else None
-            rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
+            rule = score_rule(query, key, value, is_causal, window, scale, causal_alignment)
             grads = tiled_backward(query, key, value, logsumexp, grad_out, delta, rule, tile)
         else:
             precision = float32_precision or FLOAT32_PRECISIONS[0]

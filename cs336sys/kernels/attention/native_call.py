@@ -57,9 +57,7 @@ def compiler() -> str | None:
 
 
 def why_off() -> str | None:
-    """Return why calls go through Python here, as far as is known before the first call; None if they are to run in
-    C++.
-    """
+    """Return why calls go through Python here, as far as is known before the first call; None where they run in C++."""
     if not KNOWN_TRITON:
         versions = ", ".join(KNOWN_LAUNCHERS)
         return (
@@ -79,17 +77,17 @@ class Library:
     def __init__(self) -> None:
         self._module: ModuleType | None = None
         self._build: subprocess.Popen | None = None
-        self._builder = 0  # the process that started it: one that was forked has no such child
+        self._starter_pid = 0  # the process that started it: one that was forked has no such child
         self._is_off = False
 
     def start(self) -> None:
-        """Compile the C++ in a process next to this one, unless it is or cannot be; says so once a machine.
+        """Start compiling the C++ in another process, unless it is done, begun or impossible; say so once a machine.
 
         Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
         The other process goes on when this one ends, so that the next finds the library; of several that compile at
         once, ranks for instance, all but one wait for that one.
         """
-        if self._is_off or self._module is not None or self._builder == os.getpid():
+        if self._is_off or self._module is not None or self._starter_pid == os.getpid():
             return
         reason = why_off()
         if reason is not None:
@@ -112,7 +110,7 @@ class Library:
             self._is_off = True
             _warn(str(error))
             return
-        self._builder = os.getpid()
+        self._starter_pid = os.getpid()
         if is_first:
             print(
                 f"cs336sys: first attention on this machine: compiling its kernels, and once the C++ that shortens "
@@ -142,7 +140,7 @@ class Library:
         self.start()
         path = library_path()
         is_building = self._build is not None and self._build.poll() is None
-        if self._is_off or (self._builder == os.getpid() and is_building):
+        if self._is_off or (self._starter_pid == os.getpid() and is_building):
             return None
         try:
             if not path.exists():

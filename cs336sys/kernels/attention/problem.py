@@ -70,9 +70,7 @@ class AttentionProblem:
 
 
 def group_size(query: Tensor, key: Tensor) -> int:
-    """Return how many heads of queries share one of keys and values: all tensors without (batch, heads) have one
-    each.
-    """
+    """Return how many query heads share one of keys and values: all tensors without (batch, heads) have one each."""
     return query.shape[-3] // key.shape[-3] if len(query.shape) >= 4 and key.shape[-3] else 1
 
 

@@ -19,7 +19,7 @@ from cs336sys.kernels.attention.problem import (
 from cs336sys.kernels.autograd import once_differentiable
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """How scores are computed: scale Q K^T, of which query i sees those of keys j with i + diagonal - window < j and
     j <= i + diagonal.
     """
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
         scores.masked_fill_(invisible if group == 1 else invisible.repeat(group, 1), -math.inf)
 
 
-def describe_scores(
+def score_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,14 +50,14 @@ def describe_scores(
     window: int | None,
     scale: float | None = None,
     causal_alignment: str = "start",
-) -> Scores:
-    """Check a call of attention in PyTorch, whose arguments are those of :func:`reference_attention`."""
+) -> ScoreRule:
+    """Check a call of attention in PyTorch, and return its rule; arguments are those of :func:`reference_attention`."""
     check_attention_inputs(query, key, value, for_kernel=False)
     check_mask(window, is_causal)
     check_scale(scale)
     aligned_at_end = is_aligned_at_end(causal_alignment, is_causal, query, key)
     diagonal = key.shape[-2] - query.shape[-2] if aligned_at_end else 0
-    return Scores(score_scale(query, scale), is_causal, window, diagonal)
+    return ScoreRule(score_scale(query, scale), is_causal, window, diagonal)
 
 
 # Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
@@ -85,7 +85,7 @@ def plain_attention(
         ValueError: shapes or devices do not fit together.
         TypeError: dtypes differ or are not floating.
     """
-    rule = describe_scores(query, key, value, is_causal, window)
+    rule = score_rule(query, key, value, is_causal, window)
     out = torch.softmax(_scores(query, key, rule), dim=-1) @ value
     return _heads_apart(out, query.shape)
 
@@ -117,7 +117,7 @@ def reference_attention(
     Raises:
         ValueError, TypeError: as in :func:`plain_attention`.
     """
-    rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
+    rule = score_rule(query, key, value, is_causal, window, scale, causal_alignment)
     if compute_dtype is not None:
         query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
     scores = _scores(query, key, rule)
@@ -128,7 +128,7 @@ def reference_attention(
     return _heads_apart(probabilities @ value, query.shape), _heads_apart(logsumexp, query.shape[:-1])
 
 
-def _scores(query: Tensor, key: Tensor, rule: Scores) -> Tensor:
+def _scores(query: Tensor, key: Tensor, rule: ScoreRule) -> Tensor:
     """scale Q K^T under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
 
     The queries of a group stand below each other in one matrix, so that keys and values need no copies.
@@ -170,7 +170,7 @@ def _tile_ranges(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _column_tiles(rows: slice, num_keys: int, size: int, rule: Scores) -> list[slice]:
+def _column_tiles(rows: slice, num_keys: int, size: int, rule: ScoreRule) -> list[slice]:
     """The tiles of the keys that some query of ``rows`` sees."""
     first = 0 if rule.window is None else max(0, rows.start + rule.diagonal - rule.window + 1) // size * size
     end = min(num_keys, rows.stop + rule.diagonal) if rule.is_causal else num_keys
@@ -182,9 +182,9 @@ def _finite_or_zero(maximum: Tensor) -> Tensor:
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
-def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice, rule: Scores) -> Tensor:
+def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice, rule: ScoreRule) -> Tensor:
     """One tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
-    scores = _score_rows(scaled_query, rows) @ key[..., columns, :].mT
+    scores = _stack_group_rows(scaled_query, rows) @ key[..., columns, :].mT
     crosses_diagonal = columns.stop - 1 > rows.start + rule.diagonal
     crosses_window = rule.window is not None and columns.start <= rows.stop - 1 + rule.diagonal - rule.window
     if crosses_diagonal or crosses_window:
@@ -192,7 +192,7 @@ def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice,
     return scores
 
 
-def _grouped(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
+def _split_heads_by_key(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
     """A tensor with queries in its last ``dims`` dimensions and a dimension in front for the heads that share a key's.
 
     (..., H, S_q, D) becomes (..., H_kv, H / H_kv, S_q, D): 1 head where nothing is shared.
@@ -203,24 +203,24 @@ def _grouped(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
     return tensor.unflatten(-dims - 1, (leading[-1], tensor.shape[-dims - 1] // leading[-1]))
 
 
-def _score_rows(grouped: Tensor, rows: slice) -> Tensor:
+def _stack_group_rows(grouped: Tensor, rows: slice) -> Tensor:
     """Some queries of all heads that share a key's, below each other: (..., G, S_q, D) to (..., G rows, D)."""
     return grouped[..., rows, :].flatten(-3, -2)
 
 
-def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
+def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor]:
     """Algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
-    grouped_out, grouped_logsumexp = _grouped(out, key), _grouped(logsumexp, key, dims=1)
-    query = _grouped(query.to(dtype) * rule.scale, key)
+    grouped_out, grouped_logsumexp = _split_heads_by_key(out, key), _split_heads_by_key(logsumexp, key, dims=1)
+    query = _split_heads_by_key(query.to(dtype) * rule.scale, key)
     key, value = key.to(dtype), value.to(dtype)
     group = query.shape[-3]
     query_tile, key_tile = _tile_shape(query.device)
 
     for rows in _tile_ranges(query.shape[-2], query_tile):
-        out_tile = torch.zeros_like(_score_rows(query, rows))
+        out_tile = torch.zeros_like(_stack_group_rows(query, rows))
         row_sum = torch.zeros_like(out_tile[..., :1])
         row_max = torch.full_like(row_sum, -math.inf)
         for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
@@ -238,7 +238,7 @@ def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: Scores) -> t
     return out, logsumexp
 
 
-def _output_products(out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> Tensor:
+def _row_deltas(out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> Tensor:
     """D = rowsum(dO * O), in the logsumexp's dtype."""
     return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
 
@@ -250,31 +250,36 @@ def tiled_backward(
     logsumexp: Tensor,
     grad_out: Tensor,
     delta: Tensor,
-    rule: Scores,
+    rule: ScoreRule,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O)."""
+    """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O).
+
+    ``tile``: queries and keys of a tile; None: those of the device.
+    """
     dtype, result_dtype = logsumexp.dtype, query.dtype
     grad_query, grad_key, grad_value = (
         torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for tensor in (query, key, value)
     )
-    scaled_query, grad_out = _grouped(query.to(dtype) * rule.scale, key), _grouped(grad_out.to(dtype), key)
-    logsumexp, delta = (_grouped(tensor.to(dtype).unsqueeze(-1), key) for tensor in (logsumexp, delta))
+    scaled_query = _split_heads_by_key(query.to(dtype) * rule.scale, key)
+    grad_out = _split_heads_by_key(grad_out.to(dtype), key)
+    logsumexp, delta = (_split_heads_by_key(tensor.to(dtype).unsqueeze(-1), key) for tensor in (logsumexp, delta))
     key, value = key.to(dtype), value.to(dtype)
-    grouped_grad_query = _grouped(grad_query, key)
+    # A view: what is added to it is added to grad_query.
+    grouped_grad_query = _split_heads_by_key(grad_query, key)
     group = grouped_grad_query.shape[-3]
     query_tile, key_tile = tile or _tile_shape(query.device)
     for rows in _tile_ranges(query.shape[-2], query_tile):
-        grad_out_tile = _score_rows(grad_out, rows)
+        grad_out_tile = _stack_group_rows(grad_out, rows)
         for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
             scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
-            probabilities = torch.exp(scores - _finite_or_zero(_score_rows(logsumexp, rows)))  # equation 14
+            probabilities = torch.exp(scores - _finite_or_zero(_stack_group_rows(logsumexp, rows)))  # equation 14
             grad_value[..., columns, :] += probabilities.mT @ grad_out_tile  # equation 15
             grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
-            grad_scores = probabilities * (grad_probabilities - _score_rows(delta, rows))  # equation 17
+            grad_scores = probabilities * (grad_probabilities - _stack_group_rows(delta, rows))  # equation 17
             grad_query_tile = grad_scores @ key[..., columns, :] * rule.scale  # equation 18
             grouped_grad_query[..., rows, :] += grad_query_tile.unflatten(-2, (group, -1))
-            grad_key[..., columns, :] += grad_scores.mT @ _score_rows(scaled_query, rows)  # equation 19
+            grad_key[..., columns, :] += grad_scores.mT @ _stack_group_rows(scaled_query, rows)  # equation 19
     return tuple(gradient.to(result_dtype) for gradient in (grad_query, grad_key, grad_value))
 
 
@@ -306,7 +311,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         scale: float | None = None,
         causal_alignment: str = "start",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
+        ctx.rule = score_rule(query, key, value, is_causal, window, scale, causal_alignment)
         with torch.autocast(query.device.type, enabled=False):
             out, logsumexp = _tiled_forward(query, key, value, ctx.rule)
         ctx.save_for_backward(query, key, value, out, logsumexp)
@@ -320,7 +325,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         with torch.autocast(grad_out.device.type, enabled=False):
-            delta = _output_products(out, logsumexp, grad_out)
+            delta = _row_deltas(out, logsumexp, grad_out)
             gradients = tiled_backward(query, key, value, logsumexp, grad_out, delta, ctx.rule)
         return *gradients, None, None, None, None, None
 
@@ -335,8 +340,8 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
-        matrix = max(1, query.shape[-2]), max(1, key.shape[-2])
+        whole_matrix_tile = max(1, query.shape[-2]), max(1, key.shape[-2])
         with torch.autocast(grad_out.device.type, enabled=False):
-            delta = _output_products(out, logsumexp, grad_out)
-            gradients = _compiled_backward()(query, key, value, logsumexp, grad_out, delta, ctx.rule, matrix)
+            delta = _row_deltas(out, logsumexp, grad_out)
+            gradients = _compiled_backward()(query, key, value, logsumexp, grad_out, delta, ctx.rule, whole_matrix_tile)
         return *gradients, None, None, None, None, None

@@ -169,7 +169,7 @@ def check_multicast() -> Check:
 
 
 def check_peer_to_peer() -> Check:
-    """Return whether the GPUs of a pair reach each other's memory directly, over which links (nvidia-smi's numbers)."""
+    """Return whether pairs of GPUs reach each other's memory directly, and over which links (nvidia-smi's numbers)."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     blocked = [
         f"{a}-{b}"

@@ -93,9 +93,7 @@ class ContextGroup:
         return loss_sum * self.world_size / count
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the places of this rank's tokens in the sequence, (length,), int64: to take them and for rotary
-        embeddings.
-        """
+        """Return where in the sequence this rank's tokens are, (length,), int64: to take them and for rotary tables."""
         chunks = self.split.chunks[self.rank]
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 

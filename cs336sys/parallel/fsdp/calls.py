@@ -61,6 +61,7 @@ class UnitCall:
         return output
 
     def _call(self, args: tuple, kwargs: dict) -> Any:
+        """Call the function with inputs in the unit's dtype, and carry changes in place over to the caller's."""
         if self._unit is None:
             return self._function(*args, **kwargs)
         if self._compute_dtype is None:

@@ -309,6 +309,7 @@ def _saved_shape(value: Any) -> Any:
 
 
 def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
+    """Claim the path for this group, and make an empty partial folder."""
     # Other groups of this run may have another state, or the same: one that came later would take its place unseen.
     ranks = str(dist.get_process_group_ranks(group))
     owner = _get_default_store().compare_set(f"cs336sys checkpoint {path.absolute()}", "", ranks).decode()

@@ -166,7 +166,7 @@ class ShardedParameter:
             return self._compute_dtype
         return self.shard.dtype
 
-    def guard(self) -> None:
+    def refuse_outside_gradients(self) -> None:
         """Refuse gradients that autograd would accumulate into the shard."""
         if self._is_guarded or not self.shard.requires_grad:
             return
@@ -287,7 +287,7 @@ def distribute_parameters(
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
     group: dist.ProcessGroup,
-    taken_up: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
+    already_distributed: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
     known_modules: Collection[nn.Module],
 ) -> dict[PlannedParameter, ShardedParameter]:
     """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
@@ -296,14 +296,14 @@ def distribute_parameters(
     other arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
 
     Args:
-        taken_up: parameters that were distributed before, as they are: cut or replicated.
+        already_distributed: parameters that were distributed before, as they are: cut or replicated.
         known_modules: modules whose buffers were.
     """
     to_shard = set(plan.all_sharded)
     entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
     sharded: dict[PlannedParameter, ShardedParameter] = {}
     replicated: dict[PlannedParameter, nn.Parameter] = {}
-    for entry, parameter in taken_up.items():
+    for entry, parameter in already_distributed.items():
         if isinstance(parameter, ShardedParameter):
             parameter.names, parameter.owners = entry.names, entry.owners
             sharded[entry] = parameter
@@ -335,6 +335,7 @@ def distribute_parameters(
 def _materialize(
     module: nn.Module, name: str, device: torch.device, initialize: Callable[[nn.Module], None] | None
 ) -> None:
+    """Give the module's own meta tensors memory and values."""
     module.to_empty(device=device, recurse=False)
     if initialize is not None:
         initialize(module)

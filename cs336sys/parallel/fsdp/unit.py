@@ -262,7 +262,7 @@ class ShardedUnit:
         """Find out anew which parameters are trained: those whose shards require gradients."""
         for parameter in self.parameters:
             parameter.follow_freezing()
-            parameter.guard()
+            parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
         self.scatter.choose(self.trained)
 
@@ -395,6 +395,7 @@ class ShardedUnit:
             parameter.full.grad = None
 
     def _show(self, shown: list[nn.Parameter]) -> None:
+        """Put these parameters into the modules in place of those shown now; refuse where a user replaced one."""
         if shown is self._shown:
             return
         replaced = None

@@ -341,7 +341,7 @@ class FSDP(StateDictOfSlices):
         for call in self._calls:
             call.remove()
         try:
-            plan, taken_up = self._plan_alike()
+            plan, distributed = self._plan_alike()
         except Exception:
             for call in self._calls:
                 call.install()
@@ -349,7 +349,7 @@ class FSDP(StateDictOfSlices):
         module, device = self.module, self._device
         mark_share(module, type(self).__name__, self.group)
         sharded = distribute_parameters(
-            module, plan, self._compute_dtype, self._initialize, device, self.group, taken_up, self._known_modules
+            module, plan, self._compute_dtype, self._initialize, device, self.group, distributed, self._known_modules
         )
         shards = [parameter.shard for parameter in sharded.values()]
         if shards and shards[0].is_cuda and self._streams[0] is None:
@@ -393,7 +393,7 @@ class FSDP(StateDictOfSlices):
         """A plan for what the module holds now, and those of its parameters that are cut or replicated already."""
         module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
         replicated = {id(parameter) for parameter in self.replicated_parameters.values()}
-        taken_up: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
+        distributed: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
         with same_on_every_rank(self.group) as lines:
             require_unwrapped(module)
             if self._runner.has_kept:
@@ -419,10 +419,10 @@ class FSDP(StateDictOfSlices):
                         "changed since, so that optimizers would have the wrong tensor: wrap the plain module anew"
                     )
                 if address in cut or address in replicated:
-                    taken_up[entry] = cut.get(address, entry.held)
+                    distributed[entry] = cut.get(address, entry.held)
                 elif entry in to_cut:
                     self._require_whole(entry)
-        return plan, taken_up
+        return plan, distributed
 
     def _require_as_wrapped(self) -> None:
         self._held.require_unchanged()

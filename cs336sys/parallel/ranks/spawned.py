@@ -186,7 +186,7 @@ def _pickled_chain(error: BaseException | None) -> list[bytes]:
 _GRACE_S = 0.3
 
 # How long ranks may take to exit after success, and to write where they are if they hang.
-_LEAVE_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 _STACKS_S = 3.0
 
 # The main thread is written last, being the oldest, and its stack ends with the line that started the process.
@@ -230,7 +230,7 @@ class _Rank:
             if self.connection.poll():
                 answer = self.connection.recv_bytes()
         if answer is None:
-            self.process.join(_LEAVE_S)
+            self.process.join(_EXIT_TIMEOUT_S)
             code = self.process.exitcode
             reason = "closed its connection" if code is None else cause_of_death(code, self.out_of_memory_kills)
             return Failure(self.number, reason, details="", time_s=time.monotonic(), exit_code=code)
@@ -261,7 +261,7 @@ class SpawnedRanks:
         folder = OwnedFolder()
         self._directory = folder.path
         # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
-        self._end = weakref.finalize(self, _end, self._ranks, folder)
+        self._end = weakref.finalize(self, _kill_all, self._ranks, folder)
         remove_abandoned()
         kills = out_of_memory_kills()
         try:
@@ -315,13 +315,14 @@ class SpawnedRanks:
             if error_type is None and self.alive:
                 for rank in self._ranks:
                     rank.send(b"")
-                deadline = time.monotonic() + _LEAVE_S
+                deadline = time.monotonic() + _EXIT_TIMEOUT_S
                 for rank in self._ranks:
                     rank.process.join(max(0.0, deadline - time.monotonic()))
         finally:
             self._end()
 
     def _results(self) -> list[Any]:
+        """Return all ranks' results; after the first, the others have the timeout to follow."""
         results: dict[int, Any] = {}
         deadline = math.inf
         while missing := [rank for rank in self._ranks if rank.number not in results]:
@@ -416,7 +417,7 @@ def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     return [rank for rank in ranks if rank.number in numbers]
 
 
-def _end(ranks: list[_Rank], folder: OwnedFolder) -> None:
+def _kill_all(ranks: list[_Rank], folder: OwnedFolder) -> None:
     for rank in ranks:
         rank.kill()
     folder.remove()

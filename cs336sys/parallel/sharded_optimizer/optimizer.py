@@ -145,23 +145,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
         # What is known of the module: its parameters and buffers, by id, and those that are in no group.
-        self._held: HeldParameters | None = None
+        self._module_guard: HeldParameters | None = None
         self._broadcast: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
         self._take_up_module()
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.defaults
-        self._linked_members: list[list[int]] = []
+        self._noted_members: list[list[int]] = []
         self._link_state()
-        self._note_linked()
+        self._note_groups()
         if module is not None:
             self.overlap_with(module)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as to any optimizer, and shard it. Every rank must call it, between two steps.
 
-        What was added to ``module`` besides is taken up, too, as by :meth:`refresh`.
+        Parameters that were added to ``module`` are taken up, too, as by :meth:`refresh`.
 
         Raises:
             UsageError: on every rank, if groups differ between ranks or gradients are being averaged.
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_up_module()
         self._shard(self.param_groups[count:])
         self._local.add_group(self.param_groups[-1])
-        self._note_linked()
+        self._note_groups()
 
     def refresh(self) -> None:
         """Take up parameters that were unfrozen, put into a group, or added to ``module`` or removed from it.
@@ -206,10 +206,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state()
         self._take_up_module()
         self._shard(self.param_groups)
-        self._local.take_members(self.param_groups, self._scalars(self.param_groups))
+        self._local.take_members(self.param_groups, self._scalar_state_names(self.param_groups))
         # Entries may be others although they are as many: take_members() cuts the states of unfrozen parameters.
         self._link_state()
-        self._note_linked()
+        self._note_groups()
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
@@ -336,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # A class may raise on the ranks alone that update something: collectives of the others must meet theirs.
             with torch.no_grad():
                 self._partition.publish()
-        self._note_linked()
+        self._note_groups()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._parameters,
                 owned,
                 () if self._slices is None else self._addresses,
-                self._scalars(state_dict["param_groups"]),
+                self._scalar_state_names(state_dict["param_groups"]),
             )
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
@@ -405,7 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._slices is not None:
                 self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
         self._link_state()
-        self._note_linked()
+        self._note_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -439,10 +439,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # _shard() sends those in groups.
         broadcast_from_first([t for t in tensors if id(t) not in self._broadcast and t not in in_groups])
         self._broadcast = {id(tensor): tensor for tensor in tensors}
-        if self._held is not None:
+        if self._module_guard is not None:
             self._partition.exchange.overlap_with(self._module)
-        self._held = HeldParameters(self._module)
-        self._held_names = dict(self._module.named_parameters(remove_duplicate=False))
+        self._module_guard = HeldParameters(self._module)
+        self._noted_module_parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._outside_groups = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
 
     def _describe(self) -> list[str]:
@@ -450,12 +450,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return lines if self._module is None else lines + describe_module(self._module)
 
     def _check_parameters(self) -> None:
-        if list(map(_members, self.param_groups)) != self._linked_members:
+        if list(map(_members, self.param_groups)) != self._noted_members:
             self._refuse_removed()
             raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
         self._refuse_moved()
-        if self._held is not None:
-            self._held.require_unchanged()
+        if self._module_guard is not None:
+            self._module_guard.require_unchanged()
         if self._slices is not None:
             for name, parameter in self._outside_groups:
                 is_trained = parameter.grad is not None and parameter._version != self._versions.get(name)
@@ -483,19 +483,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_removed(self) -> None:
+        """Refuse parameters taken out of their group, or replaced in the module, since :meth:`_note_groups`."""
         in_groups = set(self._parameters)
-        for parameter, name in self._linked_names.items():
+        for parameter, name in self._noted_names.items():
             if parameter not in in_groups:
                 raise UsageError(
                     f"{name} was taken out of its group after it was sharded: freeze it by requires_grad_(False), or "
                     "build the optimizer anew"
                 )
-        if len(self.param_groups) != len(self._linked_members):
+        if len(self.param_groups) != len(self._noted_members):
             raise UsageError("groups were changed after they were sharded: call add_param_group()")
         if self._module is None:
             return
         now = dict(self._module.named_parameters(remove_duplicate=False))
-        for name, parameter in self._held_names.items():
+        for name, parameter in self._noted_module_parameters.items():
             replacement = now.get(name, parameter)
             if replacement is not parameter and parameter in in_groups and replacement not in in_groups:
                 raise UsageError(
@@ -505,7 +506,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _changed_options(self) -> list[str]:
         """List changes of the groups' options since the last step, a line for each group; checks them."""
         lines = []
-        for number, (group, before) in enumerate(zip(self.param_groups, self._linked_options, strict=True)):
+        for number, (group, before) in enumerate(zip(self.param_groups, self._noted_options, strict=True)):
             now = options_now(group)
             changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
             changed |= {key: "gone" for key in before if key not in now}
@@ -514,7 +515,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 lines.append(f"group {number} with {describe_options(changed)}")
         return lines
 
-    def _scalars(self, groups: list[Group]) -> frozenset[str]:
+    def _scalar_state_names(self, groups: list[Group]) -> frozenset[str]:
+        """Check options of groups, and name state that has one value for a whole parameter; none without ``flat``."""
         return frozenset().union(*(self._require_options(options_of(group)) for group in groups))
 
     def _name(self, parameter: nn.Parameter) -> str:
@@ -529,21 +531,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{method}() needs flat=True; otherwise call {method}() of the data parallel wrapper")
         return self._slices
 
-    def _note_linked(self) -> None:
+    def _note_groups(self) -> None:
         """Note what users may change: options, members and tensors outside of groups; link state that was added."""
         if len(self._local.state) != len(self.state):
             self._link_state()
-        self._linked_options = list(map(options_now, self.param_groups))
+        self._noted_options = list(map(options_now, self.param_groups))
         self._versions = {name: parameter._version for name, parameter in self._outside_groups}
         members = list(map(_members, self.param_groups))
-        if members != self._linked_members:
-            self._linked_members = members
-            self._linked_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
+        if members != self._noted_members:
+            self._noted_members = members
+            self._noted_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
 
     def _take_state(self) -> None:
         """Let the local optimizer keep what users have made of ``state``."""
         if _identities(self.state) != self._linked_state:
-            self._local.take_state(self.state, self._linked_names)
+            self._local.take_state(self.state, self._noted_names)
             self._link_state()
 
     def _link_state(self) -> None:

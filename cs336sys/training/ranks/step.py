@@ -54,7 +54,7 @@ class ParallelStep(TrainStep):
         in_graphs = workload.training.cuda_graph == "on"
         self._recorder = recorder_of(device) if in_graphs else None
         # torch's DDP holds on to the stream that it is built on.
-        with self.aside():
+        with self.on_launch_stream():
             replica: Replica = workload.strategy_record.load("wraps")(workload, device, choice)
         super().__init__(
             workload.training
@@ -120,9 +120,9 @@ class ParallelStep(TrainStep):
         if self.graphs is not None:
             synchronize(self.device)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def on_launch_stream(self) -> AbstractContextManager[None]:
         """Choose the stream on which the step is launched until it is captured: the one it was built on."""
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.aside()
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.on_launch_stream()
 
     def capture(self, **settings: Any) -> None:
         """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up.

@@ -169,7 +169,7 @@ class OptimizerChoice:
         defaults = choose_optimizer(self.training)[1]
         if not is_user_code(self.training.optimizer):
             return {**defaults, **self.changed}
-        return defaults | user_models.changeable(defaults, self.changed)
+        return defaults | user_models.overriding_settings(defaults, self.changed)
 
 
 def sequences_of_rank(workload: ParallelWorkload) -> slice:

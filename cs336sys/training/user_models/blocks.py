@@ -40,6 +40,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 
 def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:
+    """Collect modules that stand in lists of one class and have children, by that class."""
     children = {f"{name}.{child_name}" if name else child_name: child for child_name, child in module.named_children()}
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = {type(child) for child in children.values()}

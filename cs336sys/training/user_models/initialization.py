@@ -48,6 +48,7 @@ def why_built_whole(reference: str, size: ModelSize) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
+    """Return what fills the model layer by layer, or None and why that is not known to do the same."""
     try:
         with torch.device("meta"), copied_code():
             model = build(reference, size)
@@ -115,9 +116,7 @@ def fill(
     device: torch.device,
     poison: Mapping[str, float | int | bool] | None = None,
 ) -> nn.Module:
-    """Give a model on the meta device memory, holding ``poison`` by kind of dtype, and values, layer by layer; weights
-    that are tied stay so.
-    """
+    """Give a meta-device model memory, with ``poison`` by kind of dtype, and values by layer; tied weights stay so."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
         before = dict(layer._parameters)

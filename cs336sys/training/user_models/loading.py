@@ -47,7 +47,7 @@ def their_course_package() -> Iterator[None]:
     A course package of the user's has the same name as ours, with which this process has begun. If it is ours that
     comes first, it is the very modules that are in use, not a copy of them.
     """
-    ours = _taken_out()
+    ours = _pop_course_modules()
     first = first_folder(user_folders)
     if first is not None and PACKAGE in _theirs and str(first) in _theirs[PACKAGE].__path__:
         sys.modules.update(_theirs)
@@ -58,7 +58,7 @@ def their_course_package() -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         _theirs.clear()
-        _theirs.update({name: module for name, module in _taken_out().items() if module is not ours.get(name)})
+        _theirs.update({name: module for name, module in _pop_course_modules().items() if module is not ours.get(name)})
         for name, module in _theirs.items():
             # torch.compile looks modules up by the name that they give themselves.
             module.__name__ = f"user_code_{name}"
@@ -66,7 +66,7 @@ def their_course_package() -> Iterator[None]:
         sys.modules.update(ours)
 
 
-def _taken_out() -> dict[str, ModuleType]:
+def _pop_course_modules() -> dict[str, ModuleType]:
     names = [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]
     return {name: sys.modules.pop(name) for name in names}
 
@@ -89,12 +89,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         imported = self._ours.get(name)
         if spec is not None and imported is not None and spec.origin is not None and spec.origin == imported.__file__:
             return importlib.machinery.ModuleSpec(
-                name, _Known(imported), origin=spec.origin, is_package=hasattr(imported, "__path__")
+                name, _ExistingModuleLoader(imported), origin=spec.origin, is_package=hasattr(imported, "__path__")
             )
         return spec
 
 
-class _Known(importlib.abc.Loader):
+class _ExistingModuleLoader(importlib.abc.Loader):
     """Gives a module that exists."""
 
     def __init__(self, module: ModuleType):
@@ -118,28 +118,28 @@ _packages: set[str] = set()
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """The function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names.
+    """Return the function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names; import it once.
 
     Raises:
         UsageError: there is no such file or module.
-        UserCodeError: it raises when it is imported, has no such name, or that is nothing to call.
+        UserCodeError: the file or module raises when it is imported, or has no such name that can be called.
     """
     if (installed := named_object(reference)) is not None:
         return installed
     if reference in _loaded:
         return _loaded[reference]
     file = source_file(reference)
-    where, name = split_reference(reference)
+    source, name = split_reference(reference)
     before = set(sys.modules)
-    with _telling([reference], f"{where} cannot be imported"), their_course_package():
-        module = _import_file(file) if is_file(where) else importlib.import_module(where)
+    with _telling([reference], f"{source} cannot be imported"), their_course_package():
+        module = _import_file(file) if is_file(source) else importlib.import_module(source)
     _packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
     if not hasattr(module, name):
         public = [entry for entry, value in vars(module).items() if callable(value) and not entry.startswith("_")]
-        raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
+        raise UserCodeError(f"{source} has no {name}; it has {', '.join(public) or 'nothing to call'}")
     loaded_object = getattr(module, name)
     if not callable(loaded_object):
-        raise UserCodeError(f"{where}: {name} is {a_value(loaded_object)}, and should be a function")
+        raise UserCodeError(f"{source}: {name} is {a_value(loaded_object)}, and should be a function")
     _loaded[reference] = loaded_object
     return loaded_object
 
@@ -267,8 +267,8 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def first_part(value: Any) -> Any:
-    """The first tensor in what a module takes or returns; None if there is none."""
+def first_tensor(value: Any) -> Any:
+    """Return the first tensor in what a module takes or returns; None if there is none."""
     return next((leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
@@ -297,7 +297,7 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
 
 
 def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
-    """The loss, if it is one.
+    """Return the loss, if it is one.
 
     Raises:
         UserCodeError: it is no scalar, or depends on no parameter.
@@ -404,11 +404,11 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(f"{reference} returned {a_value(optimizer)}: it should return a torch.optim.Optimizer")
     for group in optimizer.param_groups:
-        group.update(changeable(group, settings))
+        group.update(overriding_settings(group, settings))
     return optimizer
 
 
-def changeable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the settings that take the place of an optimizer's own: all that it has, if it is like AdamW."""
     # Without eps, lr scales something else than a bounded step; Adafactor has two, of other meanings.
     if not isinstance(defaults.get("eps"), int | float):

@@ -173,6 +173,23 @@ def test_flash_attention_4_gets_the_same_values_in_its_own_layout():
         assert other.transpose(1, 2).is_contiguous()
 
 
+def test_attention_is_checked_on_the_strides_that_are_timed():
+    seen = []
+
+    def attention(query, key, value):
+        seen.append([tensor.stride() for tensor in (query, key, value)])
+        return reference_attention(query, key, value, is_causal=True)[0]
+
+    reference_results.cache_clear()
+    for name in ("fa4", "eager"):
+        errors = attention_errors(attention, workload(name), CPU)
+        assert max(error.whole for error in errors.values()) < TOLERANCES["fp32"]
+        timed = [tensor.stride() for tensor in random_inputs(workload(name), CPU).differentiable]
+        assert seen == [timed, timed]
+        seen.clear()
+    assert reference_results.cache_info().misses == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(

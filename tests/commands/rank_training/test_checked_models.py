@@ -10,7 +10,7 @@ import torch
 import training_ranks
 
 from cs336sys.commands.rank_training.measure import measure_parallel_training
-from cs336sys.commands.rank_training.rank import telling_errors_of_rank
+from cs336sys.commands.rank_training.rank import explaining_errors_of_rank
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
@@ -113,7 +113,7 @@ def test_results_that_cannot_be_compared_are_named(ranks):
 
 def test_a_traceback_of_a_rank_shows_the_users_line(monkeypatch):
     monkeypatch.setenv("CS336SYS_DEBUG", "1")
-    with pytest.raises(UserCodeError) as raised, telling_errors_of_rank(cell("raises", "naive")):
+    with pytest.raises(UserCodeError) as raised, explaining_errors_of_rank(cell("raises", "naive")):
         TrainStep(cell("raises", "naive").training, torch.device("cpu"))
     # As it comes from a rank: without its cause.
     arrived = pickle.loads(pickle.dumps(raised.value))
@@ -136,7 +136,7 @@ def test_layers_that_one_rank_alone_skips_are_one_sentence_under_fsdp(ranks):
 @pytest.mark.parametrize("text", ["Connection reset by peer", "Connection closed by peer [127.0.0.1]", "Broken pipe"])
 def test_every_way_to_lose_a_rank_of_other_collectives_is_that_sentence(text):
     workload = cell("SkippingByRank", "fsdp")
-    with pytest.raises(CapabilityError, match="skips other layers"), telling_errors_of_rank(workload):
+    with pytest.raises(CapabilityError, match="skips other layers"), explaining_errors_of_rank(workload):
         raise RuntimeError(f"[pair.cc:553] {text}")
 
 

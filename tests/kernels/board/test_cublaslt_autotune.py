@@ -84,7 +84,9 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
         lengthened = 2 if len(seen) == order.index(chosen, 1 + len(runs)) + 1 else 1
         return lengthened * times_ms[seen[-1]] if len(seen) > 1 else 0.1
 
-    monkeypatch.setattr(cublaslt_autotune, "_library", lambda device: SimpleNamespace(algorithms=lambda shape: runs))
+    monkeypatch.setattr(
+        cublaslt_autotune, "_loaded_cublaslt", lambda device: SimpleNamespace(algorithms=lambda shape: runs)
+    )
     monkeypatch.setattr(cublaslt_autotune, "_time_ms", time_ms)
     a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
     read_a, read_b = matrix_layout(a), matrix_layout(b)
@@ -110,7 +112,7 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         if of_b == "columns":
             b = b.mT.contiguous().mT
         expected = a.double() @ b.double() + (add.double() if adds else 0)
-        library = cublaslt_autotune._library(a.device.index)
+        library = cublaslt_autotune._loaded_cublaslt(a.device.index)
         assert library is not None
         read_a, read_b = matrix_layout(a), matrix_layout(b)
         assert read_a is not None
@@ -129,6 +131,6 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         # What must be the same in every process is left to torch.
         torch.use_deterministic_algorithms(True)
         try:
-            assert cublaslt_autotune._chosen(a, b, None) is None
+            assert cublaslt_autotune._algorithm_for(a, b, None) is None
         finally:
             torch.use_deterministic_algorithms(False)

@@ -77,7 +77,7 @@ def _scaling_row(
     tokens_per_s = step.batch_size * context / step.step_s
     # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
     ideal = context / simulation.device.sequence_s * count
-    limit = step.limit
+    limit = step.longest_part
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
     elif ignoring_memory.step_s < step.step_s:
@@ -130,5 +130,5 @@ def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) 
         for name, shape in shapes.items():
             # A mesh may not divide the batch or the heads.
             with contextlib.suppress(UsageError):
-                curves[name][count] = simulation.with_batch(step.batch_size).in_fewest_parts(shape)
+                curves[name][count] = simulation.with_batch(step.batch_size).with_least_accumulation(shape)
     return {name: curve for name, curve in curves.items() if curve}

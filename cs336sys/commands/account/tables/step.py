@@ -55,23 +55,24 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
         for setting, configuration, time in zip(settings, configurations, times, strict=True)
     ]
 
-    def named(columns: Iterable[Column], setting: Mapping[str, Any]) -> list[str]:
+    def setting_words(columns: Iterable[Column], setting: Mapping[str, Any]) -> list[str]:
+        # A size or a precision needs no name: xl, bf16; but context 2048.
         return [
             f"{column.key} {setting[column.key]}".removeprefix("size ").removeprefix("precision ") for column in columns
         ]
 
-    title = ", ".join([*named([c for c in _SWEPT_COLUMNS if c not in swept], settings[0]), short_gpu_name(rates.gpu)])
+    constant = [column for column in _SWEPT_COLUMNS if column not in swept]
+    title = ", ".join([*setting_words(constant, settings[0]), short_gpu_name(rates.gpu)])
     cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
     notes = (
         *error_notes(rates),
-        f"Launches: without a CUDA graph the CPU needs {cost_us:.1f} us for each (hosts were measured from "
-        f"{1e6 * rates.launch_s:.1f} us on; --launch-us sets it), so the time of a step that waits for them is the "
-        "host's.",
+        f"Launches: without a CUDA graph the CPU needs {cost_us:.1f} us for each (the fastest host measured needs "
+        f"{1e6 * rates.launch_s:.1f} us; --launch-us sets it), so a step that waits for them takes the host's time.",
     )
     tables = [Table("steps", f"Predicted steps: {title}", (*swept, *_STEP_COLUMNS), rows, notes)]
     for setting, configuration, time in zip(settings, configurations, times, strict=True):
         if not time.unknown:
-            name = ", ".join([*named(swept, setting), configuration_words(configuration)])
+            name = ", ".join([*setting_words(swept, setting), configuration_words(configuration)])
             tables.append(_terms_table(name, configuration, time, rates))
     return tables
 

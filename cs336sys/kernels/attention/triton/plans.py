@@ -298,9 +298,7 @@ class BackwardPlan(Plan):
         )
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
-        """Return the arguments of a prepared pass; ``grads``: what it writes the gradients of query, key and value
-        to.
-        """
+        """Return a prepared pass's arguments; ``grads``: what it writes the gradients of query, key and value to."""
         # The last stands in for the output.
         return *self._read_by_pass, statistics, grad_query_sum, *grads, grads[0]
 
