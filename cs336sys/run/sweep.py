@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -30,8 +30,6 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.profiling import MemoryWorkload
-from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import TO_FILE, named_object
 
 if TYPE_CHECKING:
@@ -500,9 +498,17 @@ def check_planned(
 _SMALL_GIB = 4.0
 
 
-def refuse_what_does_not_fit(
-    workloads: Sequence[Workload | MemoryWorkload | ParallelWorkload], device: str, *, force: bool
-) -> None:
+class PredictedCell(Protocol):
+    """A workload whose memory is predicted, if its model is one of ours."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def predicted_gib(self) -> float | None: ...
+
+
+def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *, force: bool) -> None:
     """Refuse, before anything is built, models that are predicted to need more main memory than there is.
 
     Of a GPU's memory, and with ``force``, it only warns: a GPU without memory fails a cell, and a machine stalls.
@@ -511,7 +517,7 @@ def refuse_what_does_not_fit(
     ranks that torchrun or Slurm started, which may be on several machines.
     """
     across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
-    needed_gib = {_cell_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
+    needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}
     if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.machine.system import capacity
@@ -525,12 +531,6 @@ def refuse_what_does_not_fit(
             if not (force or measured.is_gpu):
                 raise UsageError(f"{needs}: choose a smaller size (--dry-run shows what fits), or add --force")
             say(f"warning: {needs}: it will run out of memory, or be killed; --dry-run shows what fits")
-
-
-def _cell_name(workload: Workload | MemoryWorkload | ParallelWorkload) -> str:
-    if isinstance(workload, ParallelWorkload):
-        return f"{workload.training.name} on {workload.world_size} ranks"
-    return workload.name
 
 
 def _refuse_timeout(options: SweepOptions, identity: RankIdentity | None) -> None:

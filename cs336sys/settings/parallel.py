@@ -338,6 +338,11 @@ class ParallelWorkload(Configured, HasStrategy):
         return is_sent_in_bf16 and self.training.leaves_half_gradients and self.strategy_record.averages_in_place
 
     @property
+    def name(self) -> str:
+        """Name the model and the number of ranks, for sentences."""
+        return f"{self.training.name} on {self.world_size} ranks"
+
+    @property
     def predicted_gib(self) -> float | None:
         """GiB that ranks on one CPU hold together at their peak: each trains the whole batch alone, to compare with.
 
