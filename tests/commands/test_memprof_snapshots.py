@@ -101,7 +101,7 @@ def test_memory_limits_have_any_unit(text, size):
 
 def test_name_that_the_system_refuses_is_refused_before_measuring(tmp_path):
     model = tmp_path / f"{'m' * 200}.py"
-    model.write_text("raise AssertionError('loaded')")
+    model.write_text("raise AssertionError('loaded')\n\n\ndef build(size): ...\n")
     result = invoke("--model", f"{model}:build", "--size", "tiny", "--device", "cpu", "--snapshot", tmp_path / "s")
     assert result.exit_code == 2
     assert "cannot write --snapshot" in result.stderr
