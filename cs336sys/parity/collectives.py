@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cs336sys.allocations.recorder import DispatchMode
+from cs336sys.allocations.without_values import python_frames
+from cs336sys.training.user_models import innermost_line
 
 # torch's functional collectives, which torch.compile knows.
 FUNCTIONAL = "_c10d_functional"
@@ -155,7 +156,7 @@ class CollectiveWatcher(CollectiveMode):
     """Records collectives, makes this rank late before them, and notes the lowest precision of matrix products.
 
     Args:
-        folder: of the user's file, whose lines are named; None names none.
+        files: of the user, whose lines are named, and those of files next to them.
         is_late: whether this rank sleeps before its collectives.
 
     Attributes:
@@ -165,14 +166,13 @@ class CollectiveWatcher(CollectiveMode):
         waiting: gradients that the present backward pass has yet to complete, by the address of their memory.
     """
 
-    def __init__(self, folder: Path | None, is_late: bool) -> None:
+    def __init__(self, files: list[Path], is_late: bool) -> None:
         super().__init__()
         self.launches: list[CollectiveLaunch] = []
         self.step, self.phase = 0, "wrap"
         self.waiting: dict[str, Tensor] = {}
         self.dtypes: set[tuple[str, torch.dtype]] = set()
-        self._folder = None if folder is None else str(folder)
-        self._is_late = is_late
+        self._files, self._is_late = files, is_late
         self._delays: dict[tuple[int, str], int] = {}
 
     def after(self, operator: Any, arguments: dict[str, Any] | None, result: Any) -> None:
@@ -202,14 +202,8 @@ class CollectiveWatcher(CollectiveMode):
         self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, line, incomplete, ranks))
 
     def _line(self) -> str:
-        if self._folder is None:
-            return ""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(self._folder):
-                return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        lines = [(Path(file), line) for file, line, _ in python_frames()] if self._files else []
+        return innermost_line(lines[::-1], self._files)
 
     def _incomplete(self, tensors: list[Tensor]) -> tuple[str, ...]:
         if self.phase != "backward" or not self.waiting:

@@ -60,7 +60,7 @@ class ProgramRun:
         self.step_shares: Sequence[cases.Share] = ()
         self.loss_factor = 1.0
         self.outputs: AbstractContextManager[Any] | None = None
-        self.watcher = CollectiveWatcher(None, is_late=False)
+        self.watcher = CollectiveWatcher([], is_late=False)
         self.keeps = True
         self.copies_dtype: torch.dtype | None = None
 

@@ -151,8 +151,8 @@ class _RankRun(ProgramRun):
         self.step_shares = self.shares(program.micro)
         # Of a mean over the ranks, a rank's loss counts as much as its sequences.
         self.loss_factor = 1 / ranks.get("context", 1) if workload.gradients == "sum" else ranks.get("data", 1)
-        folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
-        self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
+        files = [source_file(workload.wrap)] if is_user_code(workload.wrap) else []
+        self.watcher = CollectiveWatcher(files, is_late=program.late == self.rank)
         # Dtypes of what the optimizer updates, which may be a copy of the weights.
         self.updated_dtypes: set[tuple[str, torch.dtype]] = set()
 

@@ -371,13 +371,13 @@ def innermost_line(
         in_package: a line of ``cs336_basics``, which counts, too.
     """
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
-    installed = f"{os.sep}site-packages{os.sep}"
+    # A file in the folder of an environment, or of a clone, has all packages, or ours, below it.
+    installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}cs336sys{os.sep}"
     for file, line in reversed(lines):
         if in_package is not None and (file, line) == in_package[1:]:
             return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
-        # A file in the folder of an environment has all packages below it.
-        path = str(file)
-        if path.startswith(folders) and installed not in path[len(os.path.commonpath([path, *folders])) :]:
+        below = str(file)[len(os.path.commonpath([file, *folders])) :] if str(file).startswith(folders) else ""
+        if below and not any(folder in below for folder in installed):
             return f"{file.name}, line {line}"
     return ""
 

@@ -9,8 +9,10 @@ from cs336sys.commands.verify import measure
 from cs336sys.commands.verify.library import small_workload, verify
 from cs336sys.commands.verify.measure import measure_case
 from cs336sys.parallel.ranks import launch
+from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.settings.training import UserCode
 from cs336sys.settings.verification import CASES
+from cs336sys.training.user_models import innermost_line
 
 sys.path.insert(0, str(__file__).rpartition("/")[0])
 import audit_faults
@@ -123,6 +125,14 @@ def test_case_alone_says_nothing_of_a_plain_step_that_was_not_run(monkeypatch):
     outcome = outcome_of(wrap, "accumulation")
     assert (outcome.status, outcome.derived["cause"]) == ("wrong", "not averaged")
     assert "as in the plain step: gradients are 2 times too large" in outcome.reason
+
+
+def test_line_of_a_collective_is_the_users_where_packages_lie_below_their_file():
+    """Of a wrap whose folder holds its environment, a line of ours was named."""
+    watcher = CollectiveWatcher([Path(__file__).parents[3] / "mine.py"], is_late=False)
+    assert watcher._line().startswith("test_verify_faults.py, line ")
+    inner = Path("/p/.venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py")
+    assert innermost_line([(Path("/p/mine.py"), 5), (inner, 83)], [Path("/p/mine.py")]) == "mine.py, line 5"
 
 
 def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
