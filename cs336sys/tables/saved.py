@@ -1,4 +1,4 @@
-"""How a command's saved cells are shown again: its tables and pictures, in a record that its tables end with."""
+"""Records of how a command's saved cells are shown again: its tables and pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the tables of ``ddp`` and ``shard`` share: steps, phases, exposed communication and plans of several ranks."""
+"""Tables that ``ddp`` and ``shard`` share: steps, phases, exposed communication and plans of several ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
