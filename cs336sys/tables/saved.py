@@ -25,7 +25,7 @@ class Presentation:
 
 # The pictures of some cells by name, each drawn to a file.
 Pictures = Mapping[str, Callable[[Path], None]]
-
+RunTableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
 
 
@@ -44,7 +44,7 @@ class SavedCommand:
     pooled: Callable[[Sequence[Cell]], list[Cell]] = list
 
 
-def of_run(build: Callable[[Sequence[Cell], Run | None], list[Table]]) -> TableBuilder:
+def of_run(build: RunTableBuilder) -> TableBuilder:
     """Tables that no option changes."""
     return lambda cells, run, options: build(cells, run)
 

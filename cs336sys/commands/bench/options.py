@@ -46,11 +46,11 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    import cs336sys.commands.bench.tables as report
+    from cs336sys.commands.bench import tables as of_bench
     from cs336sys.tables.training_plan import training_plan
 
     workloads = training.workloads(mode)
-    report.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
+    of_bench.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
     output.check(plot=plot)
     if interleave is None:
         measure, notes = "measure_training", []
@@ -68,15 +68,15 @@ def bench(
         configurations = [
             configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
         ]
-    tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
+    tables = partial(of_bench.bench_tables, percentiles=percentiles, baseline=over)
     output.check_selection("bench", tables)
     is_study = len({workload.warmup for workload in workloads}) > 1
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.commands.bench.measure:{measure}"
     sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, **skips)
-    for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
+    for warning in of_bench.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
-    sweep.report(tables, output, (plot, partial(report.plot_bench, baseline=over)), pooled=report.pool_bench_rounds)
+    sweep.report(tables, output, (plot, partial(of_bench.plot_bench, baseline=over)), pooled=of_bench.pool_bench_rounds)
 
 
 def _is_other_attention(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,15 +10,13 @@ from typing import Any
 
 from cs336sys.accounting.sharding.cells import memory_of
 from cs336sys.commands.rank_training.tables import STEADIER, exposure
-from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.results.model import Cell, configuration_key
 from cs336sys.results.statistics import Interval, ratio
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
-from cs336sys.tables.saved import Pictures
+from cs336sys.tables.saved import Pictures, RunTableBuilder
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
-
-TableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 
 # What differs along a curve, and what no step depends on.
 _ALONG = ("world_size", "mesh", "trace")
@@ -83,7 +81,7 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     ]
 
 
-def with_scaling(tables: TableBuilder) -> TableBuilder:
+def with_scaling(tables: RunTableBuilder) -> RunTableBuilder:
     """Return a function that builds these tables of cells, and those of :func:`scaling_tables`."""
     return lambda cells, run: [*tables(cells, run), *scaling_tables(cells)]
 

@@ -53,7 +53,7 @@ def check_python() -> Check:
     return Check("Python", f"{version}, supported is {supported}", "missing", fix)
 
 
-def _again(fix: str) -> str:
+def _fix_by_reinstalling(fix: str) -> str:
     """Return the fix of a broken installation, whose version pip would leave as it is."""
     return "Install it again: " + fix.replace("pip install", "pip install --force-reinstall --no-deps")
 
@@ -68,7 +68,7 @@ def check_torch() -> Check:
         import torch  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
-        return Check("torch", f"{version}, import fails: {error}", "missing", _again(fix))
+        return Check("torch", f"{version}, import fails: {error}", "missing", _fix_by_reinstalling(fix))
     if not supported.contains(version, prereleases=True):
         return Check("torch", f"{version}, supported is {supported}", "missing", fix)
     return Check("torch", version)
@@ -84,7 +84,7 @@ def check_triton() -> Check:
     if version is None:
         return Check("Triton", "not installed", "missing", fix)
     if (reason := why_no_triton()) is not None:
-        return Check("Triton", f"{version}, needed is {reason}", "missing", _again(fix))
+        return Check("Triton", f"{version}, needed is {reason}", "missing", _fix_by_reinstalling(fix))
     if not supported.contains(version, prereleases=True):
         return Check("Triton", f"{version}, supported is {supported}", "missing", fix)
     if not pinned.contains(version, prereleases=True):
