@@ -29,10 +29,18 @@ namespace cs336sys {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// cuLaunchKernel and cuTensorMapEncodeTiled of the CUDA driver, whose headers the build does without.
-using LaunchKernel = int (*)(
-    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
-    unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+// cuLaunchKernelEx and cuTensorMapEncodeTiled of the CUDA driver, whose headers the build does without.
+struct LaunchAttribute {
+  int id;
+  alignas(8) std::array<int, 16> value;
+};
+struct LaunchConfig {
+  unsigned grid[3], threads[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+using LaunchKernel = int (*)(const LaunchConfig* config, void* function, void** parameters, void** extra);
 using EncodeTensorMap = int (*)(
     void* map, int dtype, uint32_t rank, void* address, const uint64_t* shape, const uint64_t* stride_bytes,
     const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int fill);
@@ -96,8 +104,12 @@ using Parameter = std::variant<size_t, std::string, std::shared_ptr<Descriptor>>
 
 class Launch {
  public:
-  Launch(uintptr_t function, unsigned grid, unsigned threads, unsigned shared_bytes, std::vector<Parameter> parameters)
-      : function_(reinterpret_cast<void*>(function)), grid_(grid), threads_(threads), shared_bytes_(shared_bytes),
+  // Early: by programmatic dependent launch, while the kernel before it ends.
+  Launch(
+      uintptr_t function, unsigned grid, unsigned threads, unsigned shared_bytes, bool is_early,
+      std::vector<Parameter> parameters)
+      : function_(reinterpret_cast<void*>(function)),
+        config_{{grid, 1, 1}, {threads, 1, 1}, shared_bytes, nullptr, &early_, is_early},
         parameters_(std::move(parameters)), values_(parameters_.size()) {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (auto* number = std::get_if<std::string>(&parameters_[i])) values_[i] = number->data();
@@ -113,14 +125,15 @@ class Launch {
         values_[i] = (*descriptor)->map_of(addresses[(*descriptor)->slot]);
       }
     }
-    check_driver(
-        launch_kernel(function_, grid_, 1, 1, threads_, 1, 1, shared_bytes_, stream, values_.data(), nullptr),
-        "cuLaunchKernel");
+    config_.stream = stream;
+    check_driver(launch_kernel(&config_, function_, values_.data(), nullptr), "cuLaunchKernelEx");
   }
 
  private:
+  static constexpr int kProgrammaticStreamSerialization = 6;
   void* function_;
-  unsigned grid_, threads_, shared_bytes_;
+  LaunchAttribute early_{kProgrammaticStreamSerialization, {1}};
+  LaunchConfig config_;
   std::vector<Parameter> parameters_;
   std::vector<void*> values_;  // where the value of each parameter lies
 };
@@ -431,8 +444,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Layout>(module, "Layout", py::module_local())
       .def(py::init<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>());
   py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch", py::module_local())
-      .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned bytes, const py::list& list) {
-        return std::make_shared<Launch>(function, grid, threads, bytes, parameters_of(list));
+      .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned bytes, bool is_early,
+                       const py::list& list) {
+        return std::make_shared<Launch>(function, grid, threads, bytes, is_early, parameters_of(list));
       }));
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan", py::module_local())
       .def(py::init<std::vector<Layout>, std::vector<Own>, std::vector<std::shared_ptr<Launch>>>());

@@ -151,7 +151,7 @@ class Library:
             self._is_off = True
             _warn(str(error))
             return None
-        functions = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled
+        functions = driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled
         module.use_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
         module.use_python(forward, backward, node_backward)
         module.use_options(options)
@@ -243,7 +243,8 @@ def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -
     _check_plain(metadata)
     parameters = _launch_parameters(module, compiled, (*slots, *launch.arguments), launch.descriptors)
     _check_sizes(compiled.asm["ptx"], parameters)
-    return module.Launch(compiled.function, launch.num_programs, 32 * metadata.num_warps, metadata.shared, parameters)
+    threads, is_early = 32 * metadata.num_warps, metadata.launch_pdl
+    return module.Launch(compiled.function, launch.num_programs, threads, metadata.shared, is_early, parameters)
 
 
 def _check_plain(metadata) -> None:
@@ -251,7 +252,6 @@ def _check_plain(metadata) -> None:
     plain = {
         "num_ctas": 1,
         "launch_cooperative_grid": False,
-        "launch_pdl": False,
         "global_scratch_size": 0,
         "profile_scratch_size": 0,
     }

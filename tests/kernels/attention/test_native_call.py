@@ -28,10 +28,29 @@ SHAPE = (2, 3, 8, 16)
 ALL_OPTIONS = tuple(itertools.product((False, True), ("tf32x3", "ieee"), (False, True), ("auto", "triton")))
 OPTIONS = 5
 
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of whose value, 64 bytes, the first number is read."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p,
-    *[ctypes.c_uint] * 7,
+    ctypes.POINTER(LaunchConfig),
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
@@ -60,6 +79,7 @@ class Driver:
     def __init__(self):
         self.kernels = {}
         self.launches = []  # (grid, threads, shared bytes, stream)
+        self.attributes = []  # of each launch, (number, value)
         self.encoded = []  # what each TMA descriptor was made of
         self.error = 0
         self._launch, self._encode = _LAUNCH(self.launch), _ENCODE(self.encode)
@@ -67,9 +87,11 @@ class Driver:
     def addresses(self) -> tuple[int, int]:
         return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (self._launch, self._encode))
 
-    def launch(self, function, *arguments) -> int:
-        *grid_and_threads, shared, stream, parameters, _ = arguments
-        self.launches.append((tuple(grid_and_threads[:3]), tuple(grid_and_threads[3:]), shared, stream))
+    def launch(self, pointer, function, parameters, _) -> int:
+        config = pointer.contents
+        self.launches.append((tuple(config.grid), tuple(config.threads), config.shared_bytes, config.stream))
+        attributes = config.attributes[: config.num_attributes]
+        self.attributes.append([(attribute.id, attribute.value[0]) for attribute in attributes])
         if not self.error:
             self.kernels[function](parameters)
         return self.error
@@ -136,8 +158,8 @@ def known(native, driver):
     logsumexp = torch.empty(SHAPE[:-1])
     driver.kernels |= {1: write_out, 2: write_gradients}
     results = [layout(native, tensors[0]), layout(native, logsumexp)]
-    native.add_forward(tensors, OPTIONS, native.Plan(results, [], [native.Launch(1, 7, 128, 0, list(range(5)))]))
-    launch = native.Launch(2, 9, 256, 1000, list(range(9)))
+    native.add_forward(tensors, OPTIONS, native.Plan(results, [], [native.Launch(1, 7, 128, 0, False, list(range(5)))]))
+    launch = native.Launch(2, 9, 256, 1000, True, list(range(9)))
     given = [*tensors, tensors[0], logsumexp, tensors[0]]
     native.add_backward(given, OPTIONS, native.Plan([layout(native, one) for one in tensors], [], [launch]))
     native.use_options(ALL_OPTIONS)
@@ -156,6 +178,8 @@ def test_a_known_call_launches_forward_and_backward(known, driver):
     grad_out = torch.randn(SHAPE)
     torch.testing.assert_close(list(torch.autograd.grad(out, tensors, grad_out)), expected_gradients(grad_out))
     assert driver.launches == [((7, 1, 1), (128, 1, 1), 0, None), ((9, 1, 1), (256, 1, 1), 1000, None)]
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, of the launch that may begin early.
+    assert driver.attributes == [[], [(6, 1)]]
 
 
 def test_only_what_is_needed_is_differentiated(known, driver):
@@ -275,7 +299,7 @@ def test_a_window_has_plans_of_its_own_and_reaches_python(known):
     tensors, number = inputs(), OPTIONS + 7 * len(ALL_OPTIONS)
     assert known.attend(*tensors, number) is None
     results = [layout(known, tensors[0]), layout(known, torch.empty(SHAPE[:-1]))]
-    plan = known.Plan(results, [], [known.Launch(1, 7, 128, 0, list(range(5)))])
+    plan = known.Plan(results, [], [known.Launch(1, 7, 128, 0, False, list(range(5)))])
     known.add_forward([tensor.detach() for tensor in tensors], number, plan)
     seen = []
     known.use_python(
@@ -414,7 +438,7 @@ def test_operators_compute_by_plans_and_else_in_python(known, operators, driver)
 
 def test_a_failing_launch_is_an_error(known, driver):
     driver.error = 719
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 719"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with error 719"):
         known.attend(*inputs(), OPTIONS)
 
 
@@ -433,8 +457,8 @@ def test_own_tensors_and_numbers(native, driver):
 
     driver.kernels |= {3: first, 4: second}
     launches = [
-        native.Launch(3, 1, 32, 0, [5, 6, struct.pack("<i", -7), struct.pack("<f", 0.5)]),
-        native.Launch(4, 1, 32, 0, [5, 6, 3]),
+        native.Launch(3, 1, 32, 0, False, [5, 6, struct.pack("<i", -7), struct.pack("<f", 0.5)]),
+        native.Launch(4, 1, 32, 0, False, [5, 6, 3]),
     ]
     results = [native.Layout((5,), (1,), torch.float32), native.Layout((3, 2), (1, 4), torch.bfloat16)]
     own = [native.Layout((2, 3), (3, 1), torch.float32), constant]
@@ -453,7 +477,7 @@ def test_descriptors_are_encoded_once_for_an_address(native, driver):
     descriptor = native.Descriptor(1, 9, 3, 2, [1, 1, 64, 32], [2, 3, 100, 64], [19200, 6400, 64, 1])
     results = [native.Layout((1,), (1,), torch.float32)]
     tensors = [[torch.randn(SHAPE, dtype=torch.float16) for _ in range(3)] for _ in range(2)]
-    native.add_forward(tensors[0], 0, native.Plan(results, [], [native.Launch(6, 1, 32, 0, [descriptor])]))
+    native.add_forward(tensors[0], 0, native.Plan(results, [], [native.Launch(6, 1, 32, 0, False, [descriptor])]))
     for which in (0, 1, 0, 1):
         native.forward(tensors[which], 0)
     assert [bytes_of[0] for bytes_of in seen] == [1, 2, 1, 2]
@@ -608,9 +632,9 @@ def test_translation_of_a_plan():
     assert results == layouts
     assert scratch == ((5, 6), (6, 1), torch.float32)
     assert one is constant
-    assert launches == [(99, 11, 256, 4096, [0, 3, struct.pack("<i", 6), bytes(8), bytes(8)])]
-    launch.compiled.metadata.launch_pdl = True
-    with pytest.warns(UserWarning, match="triton .*: a kernel has launch_pdl True"):
+    assert launches == [(99, 11, 256, 4096, False, [0, 3, struct.pack("<i", 6), bytes(8), bytes(8)])]
+    launch.compiled.metadata.launch_cooperative_grid = True
+    with pytest.warns(UserWarning, match="triton .*: a kernel has launch_cooperative_grid True"):
         assert native_call.translate(module, plan) is None
 
 

@@ -65,7 +65,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, gl.program_id(0), shape, 2 * ROWS, CONFIG)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -142,8 +142,8 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    if tiles.is_piece(schedule, CONFIG):
-        share = tiles.pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+    if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
+        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:

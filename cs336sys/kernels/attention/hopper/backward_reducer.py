@@ -30,34 +30,70 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336sys.kernels.attention.hopper import backward_tiles as tiles
 from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
 from cs336sys.kernels.attention.hopper.gluon import (
+    change_kernels,
     new_barriers,
     reduce_wait,
     store_wait,
     thread_barrier,
     tma_reduce_add,
+    tma_store,
 )
 
 Buffers = namedtuple(
     "Buffers",
-    "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring grad_scores_tiles grad_query_tiles",
+    "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring grad_scores_tiles grad_query_tiles "
+    "result_tiles",
 )
 Barriers = namedtuple(
     "Barriers",
-    "key_ready value_ready query_ready grad_out_ready tile_free grad_scores_ready grad_scores_free "
-    "grad_query_done results_ready turn",
+    "key_ready value_ready keys_free query_ready grad_out_ready tile_free grad_scores_ready grad_scores_free turn",
 )
+
+
+@gluon.jit
+def _works(schedule, CONFIG: gl.constexpr):
+    """(first, end) of this program's rows of the schedule."""
+    first = gl.program_id(0)
+    count = 1
+    if not CONFIG.ordered:
+        count = gl.load(schedule + gl.program_id(0) * 2)
+        first = gl.load(schedule + gl.program_id(0) * 2 + 1)
+    return first, first + count
 
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    tiles.produce(shared, turns, shared.buffers.key_tiles, 2, False, CONFIG)
+    first_work, end_work = _works(shared.schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        round = work - first_work
+        place = tiles.item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        mbarrier.wait(shared.barriers.keys_free.index(round % 2), ((round // 2) & 1) ^ 1)
+        tiles.load_keys(shared, place, round % 2, 2)
+        if work == first_work:
+            change_kernels()
+        tiles.load_queries(shared, turns, place, first_use, 2, False, CONFIG)
+        first_use += place[4] - place[3]
 
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    first_work, end_work = _works(shared.schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        place = tiles.item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        numbers = scale, scale_log2, work, work - first_work, first_use
+        _keys_gradients(shared, pieces, numbers, place, CONSUMER, CONFIG)
+        first_use += place[4] - place[3]
+    store_wait(0)
+
+
+@gluon.jit
+def _keys_gradients(shared, pieces, numbers, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """dK and dV of 64 keys of the program's item ``round``, whose first tile is use first_use of the rings."""
     tensors, buffers, barriers, schedule, shape = shared
-    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles, _ = buffers
-    key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, _, _, results_ready, _ = barriers
+    query_ring, grad_out_ring, grad_scores_tiles = buffers.query_ring, buffers.grad_out_ring, buffers.grad_scores_tiles
+    scale, scale_log2, work, round, first_use = numbers
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
@@ -66,36 +102,39 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, scores_layout)
-    key_tile = key_tiles.index(CONSUMER)
-    value_tile = value_tiles.index(CONSUMER)
 
-    first_key, _, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = place
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
-    mbarrier.wait(key_ready.index(0), 0)
-    mbarrier.wait(value_ready.index(0), 0)
-    key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
-    value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
-    any_tile = first < end
+    keys_slot = round % 2
+    mbarrier.wait(barriers.key_ready.index(keys_slot), (round // 2) & 1)
+    mbarrier.wait(barriers.value_ready.index(keys_slot), (round // 2) & 1)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
+    key_operand = buffers.key_tiles.index(2 * keys_slot + CONSUMER).load(operand_layout)
+    value_operand = buffers.value_tiles.index(2 * keys_slot + CONSUMER).load(operand_layout)
+    thread_barrier()
+    mbarrier.arrive(barriers.keys_free.index(keys_slot), count=1)
     query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
-    scores = tiles.issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, shape, CONFIG)
+    query_ready = barriers.query_ready
+    scores = tiles.issue_scores(
+        query, first_use, first < end, key_operand, query_ring, query_ready, first_key, shape, CONFIG
+    )
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
-        use = visit - first
+        use = first_use + visit - first
         slot = use % STAGES
-        parity = (use // STAGES) & 1
-        mbarrier.wait(grad_out_ready.index(slot), parity)
+        mbarrier.wait(barriers.grad_out_ready.index(slot), (use // STAGES) & 1)
         grad_weights = warpgroup_mma(
             value_operand, grad_out_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
         )
         # Here and below, loaded no earlier than needed, for want of registers.
-        logsumexp = logsumexp_ring.index(slot).reshape([ROWS]).load(query_layout)
+        logsumexp = buffers.logsumexp_ring.index(slot).reshape([ROWS]).load(query_layout)
         weights = gl.exp2(scores * scale_log2 - logsumexp[None, :])
         left = gl.convert_layout(weights.to(dtype), left_layout)
         grad_value_sum = warpgroup_mma(left, grad_out_ring.index(slot), grad_value_sum, is_async=True)
         grad_weights = warpgroup_mma_wait(1, [grad_weights])
-        delta = delta_ring.index(slot).reshape([ROWS]).load(query_layout)
+        delta = buffers.delta_ring.index(slot).reshape([ROWS]).load(query_layout)
         grad_scores = (weights * (grad_weights - delta[None, :])).to(dtype)
 
         buffer = use % 2
@@ -103,7 +142,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_scores_tiles.index(2 * buffer + CONSUMER).store(grad_scores)
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(grad_scores_ready.index(buffer), count=1)
+        mbarrier.arrive(barriers.grad_scores_ready.index(buffer), count=1)
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
@@ -113,21 +152,26 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
             query, use + 1, another, key_operand, query_ring, query_ready, first_key, shape, CONFIG
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
-        mbarrier.arrive(tile_free.index(slot), count=1)
+        mbarrier.arrive(barriers.tile_free.index(slot), count=1)
 
-    if tiles.is_piece(schedule, CONFIG):
-        share = tiles.pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+    if tiles.is_piece(schedule, work, CONFIG):
+        share = tiles.pieces_of(pieces, schedule, work, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
-        # Only this warpgroup reads its values, and its keys are read no more when dQ is done, so they make room for the
-        # results. The producer stores them, because it has registers to spare for the coordinates.
-        value_tile.store(grad_value_sum.to(dtype))
-        mbarrier.wait(barriers.grad_query_done.index(0), 0)
-        key_tile.store((grad_key_sum * scale).to(dtype))
+        grad_key_tile = buffers.result_tiles.index(2 * CONSUMER)
+        grad_value_tile = buffers.result_tiles.index(2 * CONSUMER + 1)
+        # The results of the item before must have left.
+        store_wait(0)
+        thread_barrier()
+        grad_value_tile.store(grad_value_sum.to(dtype))
+        grad_key_tile.store((grad_key_sum * scale).to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(results_ready.index(CONSUMER), count=1)
+        batch = key_sequence // shape.num_key_heads
+        key_head = key_sequence % shape.num_key_heads
+        tma_store(tensors.grad_value, [batch, key_head, first_key, 0], grad_value_tile)
+        tma_store(tensors.grad_key, [batch, key_head, first_key, 0], grad_key_tile)
 
 
 @gluon.jit
@@ -140,7 +184,7 @@ def _in_register_order(grad_query):
 
 @gluon.jit
 def _reducer(shared, turns, CONFIG: gl.constexpr):
-    """dQ of every tile of queries for the 128 keys.
+    """dQ of every tile of queries for the 128 keys of each item.
 
     Ordered: one tile of dQ is on its way to memory while the next is made, so two lie in shared memory.
     """
@@ -149,47 +193,51 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    _, key_sequence, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
-    sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
-    turns += sequence * shape.padded_queries
-    mbarrier.wait(barriers.key_ready.index(0), 0)
-    for visit in range(first, end):
-        use = visit - first
-        buffer = use % 2
-        mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
-        tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
-        row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)
-        grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer).permute([1, 0]), key_tiles.index(0), zeros, use_acc=False, is_async=True
-        )
-        grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]), key_tiles.index(1), grad_query, is_async=True
-        )
-        grad_query = warpgroup_mma_wait(0, [grad_query])
-        mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
-        if CONFIG.ordered:
-            reduce_wait(1)
+    first_work, end_work = _works(schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        _, key_sequence, first_tile, first, end = tiles.item(schedule, work, shape, 2 * ROWS, CONFIG)
+        sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
+        round = work - first_work
+        keys_slot = round % 2
+        mbarrier.wait(barriers.key_ready.index(keys_slot), (round // 2) & 1)
+        for visit in range(first, end):
+            use = first_use + visit - first
+            buffer = use % 2
+            mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
+            tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
+            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)
+            scores_tile = grad_scores_tiles.index(2 * buffer).permute([1, 0])
+            grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot), zeros, use_acc=False, is_async=True)
+            scores_tile = grad_scores_tiles.index(2 * buffer + 1).permute([1, 0])
+            grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot + 1), grad_query, is_async=True)
+            grad_query = warpgroup_mma_wait(0, [grad_query])
+            mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
+            if CONFIG.ordered:
+                reduce_wait(1)
+                thread_barrier()
+                of_sequence = turns + sequence * shape.padded_queries
+                tiles.end_turn(of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
+            else:
+                # The reduction before must have read what this one overwrites.
+                store_wait(0)
+                thread_barrier()
+            grad_query_tile = buffers.grad_query_tiles.index(use % 2 if CONFIG.ordered else 0)
+            grad_query_tile.store(_in_register_order(grad_query))
+            if CONFIG.ordered:
+                tiles.wait_for_turn(barriers.turn, use)
+            fence_async_shared()
             thread_barrier()
-            tiles.end_turn(turns, visit - 2, use >= 2, first_tile, shape, CONFIG)
-        else:
-            # The reduction before must have read what this one overwrites.
-            store_wait(0)
-            thread_barrier()
-        grad_query_tile = buffers.grad_query_tiles.index(use % 2 if CONFIG.ordered else 0)
-        grad_query_tile.store(_in_register_order(grad_query))
+            tma_reduce_add(tensors.grad_query_sum, [row, 0], grad_query_tile)
+        mbarrier.arrive(barriers.keys_free.index(keys_slot), count=1)
         if CONFIG.ordered:
-            tiles.wait_for_turn(barriers.turn, use)
-        fence_async_shared()
-        thread_barrier()
-        tma_reduce_add(tensors.grad_query_sum, [row, 0], grad_query_tile)
-    mbarrier.arrive(barriers.grad_query_done.index(0), count=1)
-    if CONFIG.ordered:
-        reduce_wait(0)
-        thread_barrier()
-        tiles.end_turn(turns, end - 2, first < end - 1, first_tile, shape, CONFIG)
-        tiles.end_turn(turns, end - 1, first < end, first_tile, shape, CONFIG)
-    else:
-        store_wait(0)
+            of_sequence = turns + sequence * shape.padded_queries
+            reduce_wait(0)
+            thread_barrier()
+            tiles.end_turn(of_sequence, end - 2, first < end - 1, first_tile, shape, CONFIG)
+            tiles.end_turn(of_sequence, end - 1, first < end, first_tile, shape, CONFIG)
+        first_use += end - first
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=Shape._fields)
@@ -205,6 +253,7 @@ def reducer_backward_kernel(
     (batch, head, row, element). ``turns`` and ``pieces``: as ``HopperBackwardConfig`` says.
     """
     gl.static_assert(CONFIG.stages >= 2, "the scores of a tile are computed while the tile before it is in use")
+    gl.static_assert(not CONFIG.ordered or CONFIG.stages + 2 <= TURNS, "a turn would come twice before it is used")
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
@@ -214,8 +263,8 @@ def reducer_backward_kernel(
     grad_query_shape: gl.constexpr = [2 if CONFIG.ordered else 1, HEAD_DIM // 2, 2 * ROWS]
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     buffers = Buffers(
-        key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
-        value_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
+        key_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
+        value_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
         query_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
         grad_out_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
         # Two buffers of two warpgroups' tiles.
@@ -223,17 +272,17 @@ def reducer_backward_kernel(
         grad_query_tiles=gl.allocate_shared_memory(gl.float32, grad_query_shape, grad_query_layout),
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
+        result_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
     )
     barriers = Barriers(
-        key_ready=new_barriers(1, 1),
-        value_ready=new_barriers(1, 1),
+        key_ready=new_barriers(2, 1),
+        value_ready=new_barriers(2, 1),
+        keys_free=new_barriers(2, 3),
         query_ready=new_barriers(STAGES, 1),
         grad_out_ready=new_barriers(STAGES, 1),
         tile_free=new_barriers(STAGES, 2),
         grad_scores_ready=new_barriers(2, 2),
         grad_scores_free=new_barriers(2, 1),
-        grad_query_done=new_barriers(1, 1),
-        results_ready=new_barriers(2, 1),
         turn=new_barriers(TURNS, 1),
     )
     fence_async_shared()

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, change_kernels, store_wait, tma_load, tma_store
 from cs336sys.kernels.attention.hopper.schedule import (
     member_of_visit,
     piece_visits,
@@ -23,7 +23,8 @@ ROWS = gl.constexpr(64)
 # Stands for a key behind the last one.
 NOBODY_SEES = gl.constexpr(2**31 - 1)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
-# How many turns to add to dQ may have come and not been used: a reducer is up to three tiles behind the producer.
+# How many turns to add to dQ may have come and not been used: two more than the ring has stages, because a reducer
+# frees scores, by which consumers go on to the tile after next, before it takes its turn.
 TURNS = gl.constexpr(4)
 
 Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_key grad_value grad_query_sum")
@@ -62,13 +63,13 @@ _piece_visits = gluon.jit(piece_visits)
 
 
 @gluon.jit
-def item(schedule, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """This program's work, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``.
+def item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """An item or a piece of one, which has KEY_ROWS keys; ``work``: its row in ``as_table_of_pieces``.
 
     Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
     are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
     """
-    entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
+    entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first_tile, end = _query_tiles(
         first_key, shape.num_queries, ROWS, CONFIG.mask >= CAUSAL, shape.window_tiles if CONFIG.mask == WINDOW else 0
@@ -77,9 +78,9 @@ def item(schedule, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.grouped:
         first, end = _visits(first_tile, end, shape.group_size)
     if CONFIG.cut:
-        num_pieces = gl.load(schedule + gl.program_id(0) * 2) % 256
-        first, end = _piece_visits(first, end, piece_number(schedule) % num_pieces, num_pieces)
-    return first_key, gl.load(entry + 1), first_tile, first, end
+        num_pieces = gl.load(schedule + work * 2) % 256
+        first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
+    return first_key, gl.load(entry + 1), first_tile, first, max(first, end)
 
 
 @gluon.jit
@@ -138,19 +139,17 @@ def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def piece_number(schedule):
-    """Return which of all pieces of items this program has."""
-    return gl.load(schedule + gl.program_id(0) * 2) // 256
+def piece_number(schedule, work):
+    """Return which of all pieces of items a row of the schedule is."""
+    return gl.load(schedule + work * 2) // 256
 
 
 @gluon.jit
-def is_piece(schedule, CONFIG: gl.constexpr):
-    """Return whether other programs have other queries of this one's keys, so that dK and dV are the sum of all of
-    theirs.
-    """
+def is_piece(schedule, work, CONFIG: gl.constexpr):
+    """Return whether other pieces have other queries of the same keys: dK and dV are the sum of all of theirs."""
     piece = False
     if CONFIG.cut:
-        piece = gl.load(schedule + gl.program_id(0) * 2) % 256 > 1
+        piece = gl.load(schedule + work * 2) % 256 > 1
     return piece
 
 
@@ -162,8 +161,44 @@ def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.c
     keys: consumers release a tile's queries later than its gradient of the output.
     """
     tensors, buffers, barriers, schedule, shape = shared
-    query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
-    key_ready, value_ready = barriers.key_ready, barriers.value_ready
+    place = item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
+    load_keys(shared, place, 0, TILES)
+    change_kernels()
+    load_queries(shared, turns, place, 0, TILES, ENDS_TURNS, CONFIG)
+    if not is_piece(schedule, gl.program_id(0), CONFIG):
+        batch = place[1] // shape.num_key_heads
+        key_head = place[1] % shape.num_key_heads
+        for tile in gl.static_range(TILES):
+            mbarrier.wait(barriers.results_ready.index(tile), 0)
+            row = place[0] + tile * ROWS
+            tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
+            tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
+        store_wait(0)
+
+
+@gluon.jit
+def load_keys(shared, place, slot, TILES: gl.constexpr):
+    """Load keys and values of an item, TILES times 64, into a slot of their rings; ``place``: what ``item`` returns."""
+    tensors, buffers, barriers, _, shape = shared
+    first_key, key_sequence, _, _, _ = place
+    batch = key_sequence // shape.num_key_heads
+    key_head = key_sequence % shape.num_key_heads
+    key_ready, value_ready = barriers.key_ready.index(slot), barriers.value_ready.index(slot)
+    mbarrier.expect(key_ready, TILES * tensors.key.block_type.nbytes)
+    mbarrier.expect(value_ready, TILES * tensors.value.block_type.nbytes)
+    for tile in gl.static_range(TILES):
+        row = first_key + tile * ROWS
+        tma_load(tensors.key, [batch, key_head, row, 0], key_ready, buffers.key_tiles.index(TILES * slot + tile))
+    for tile in gl.static_range(TILES):
+        row = first_key + tile * ROWS
+        tma_load(tensors.value, [batch, key_head, row, 0], value_ready, buffers.value_tiles.index(TILES * slot + tile))
+
+
+@gluon.jit
+def load_queries(shared, turns, place, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
+    """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings."""
+    tensors, buffers, barriers, _, shape = shared
+    query, _, _, grad_out, statistics, _, _, _ = tensors
     query_ready, grad_out_ready = barriers.query_ready, barriers.grad_out_ready
     logsumexp_ring, delta_ring, grad_out_ring = buffers.logsumexp_ring, buffers.delta_ring, buffers.grad_out_ring
     STAGES: gl.constexpr = CONFIG.stages
@@ -171,22 +206,14 @@ def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.c
         query_free = barriers.query_free
     else:
         query_free = barriers.tile_free
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, TILES * ROWS, CONFIG)
+    _, key_sequence, first_tile, first, end = place
     batch = key_sequence // shape.num_key_heads
     key_head = key_sequence % shape.num_key_heads
-    mbarrier.expect(key_ready.index(0), TILES * key.block_type.nbytes)
-    mbarrier.expect(value_ready.index(0), TILES * value.block_type.nbytes)
-    for tile in gl.static_range(TILES):
-        row = first_key + tile * ROWS
-        tma_load(key, [batch, key_head, row, 0], key_ready.index(0), buffers.key_tiles.index(tile))
-    for tile in gl.static_range(TILES):
-        row = first_key + tile * ROWS
-        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), buffers.value_tiles.index(tile))
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
     first_head = first_sequence(key_head, shape, CONFIG)
     turns += first_of_group * shape.padded_queries
     for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
-        use = visit - first
+        use = first_use + visit - first
         slot = use % STAGES
         first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
         head = first_head + member_of(visit, first_tile, shape, CONFIG)
@@ -205,15 +232,7 @@ def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.c
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if CONFIG.ordered:
-            place = (first_key, first_tile, first, end)
             pass_turns(turns, barriers.turn, visit, place, shape, TILES * ROWS, ENDS_TURNS, CONFIG)
-    if not is_piece(schedule, CONFIG):
-        for tile in gl.static_range(TILES):
-            mbarrier.wait(barriers.results_ready.index(tile), 0)
-            row = first_key + tile * ROWS
-            tma_store(grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
-            tma_store(grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
-        store_wait(0)
 
 
 @gluon.jit
@@ -229,7 +248,7 @@ def pass_turns(
     ``item`` returns, but for the sequence. ENDS_TURNS: who releases a tile has added to its dQ; otherwise whoever adds
     ends its turns itself.
     """
-    first_key, first_tile, first, end = place
+    first_key, _, first_tile, first, end = place
     if ENDS_TURNS:
         replaced = visit - CONFIG.stages
         end_turn(turns, replaced, replaced >= first, first_tile, shape, CONFIG)
@@ -352,11 +371,11 @@ def add_grad_query(sums, grad_query):
 
 
 @gluon.jit
-def pieces_of(pieces, schedule, NUM_TILES: gl.constexpr, CONFIG: gl.constexpr):
-    """Return where this program's piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of
+def pieces_of(pieces, schedule, work, NUM_TILES: gl.constexpr, CONFIG: gl.constexpr):
+    """Return where a piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of
     dV.
     """
-    return pieces + piece_number(schedule).to(gl.int64) * (2 * NUM_TILES * ROWS * CONFIG.head_dim)
+    return pieces + piece_number(schedule, work).to(gl.int64) * (2 * NUM_TILES * ROWS * CONFIG.head_dim)
 
 
 @gluon.jit

@@ -70,7 +70,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, shape, ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
@@ -136,8 +136,8 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
-    if tiles.is_piece(schedule, CONFIG):
-        share = tiles.pieces_of(pieces, schedule, 1, CONFIG) + CONSUMER * ROWS * HALF
+    if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
+        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), 1, CONFIG) + CONSUMER * ROWS * HALF
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
     else:

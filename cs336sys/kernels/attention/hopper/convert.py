@@ -10,6 +10,7 @@ Source: PTX ISA, register fragments of wgmma.mma_async.m64nNk16, accumulator D.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # The queries of a tile.
 ROWS = tl.constexpr(64)
@@ -18,9 +19,14 @@ ROWS = tl.constexpr(64)
 @triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries"])
 def convert_register_order_kernel(
     grad_query_sum, grad_query, grad_query_strides, num_tiles, num_heads, num_queries, scale,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its sum, for 64 queries of one sequence; a warpgroup's tile has COLUMNS of the head dimension."""
+    """dQ = scale * its sum, for 64 queries of one sequence; a warpgroup's tile has COLUMNS of the head dimension.
+
+    EARLY: launched while the kernel that makes the sum may still run.
+    """
+    if EARLY:
+        gdc_wait()
     sequence = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
     batch = sequence // num_heads

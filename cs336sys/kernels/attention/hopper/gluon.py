@@ -58,6 +58,22 @@ def named_barrier_wait(number, threads):
 
 
 @gluon.jit
+def change_kernels():
+    """Until the kernel before this one is done, if this one was launched early; lets the next one begin in its turn.
+
+    That begins when all programs have said so and a multiprocessor has room, and waits in the same way.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;",
+        "=r,r",
+        [0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def reduce_wait(PENDING: gl.constexpr):
     """Until all but the last PENDING tiles that this thread has added by TMA are in memory.
 

@@ -126,15 +126,31 @@ def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
     return heads + items
 
 
-def as_table_of_pieces(items: Sequence[tuple[int, int]], num_whole: int, num_pieces: int) -> list[tuple[int, int]]:
-    """As ``as_table`` for one item a program, those behind ``num_whole`` in pieces, each a program of its own.
+def as_table_of_pieces(
+    items: Sequence[tuple[int, int]],
+    num_whole: int,
+    num_pieces: int,
+    costs: Sequence[int] = (),
+    num_programs: int = 0,
+) -> list[tuple[int, int]]:
+    """As ``as_table`` for items of which those behind ``num_whole`` are in pieces.
 
-    For each program (number of pieces of its item + 256 * number of its piece among all, index of the item).
+    For each whole item and each piece (number of pieces of its item + 256 * number of its piece among all, index of the
+    item), then the items. Each is a program of its own, or ``num_programs`` share them: then in front, for each of
+    these, (how many it has, index of the first). ``costs`` of whole items, by tile, then of pieces.
     """
-    programs = [(1, item) for item in range(num_whole)]
+    works = [(1, item) for item in range(num_whole)]
     all_pieces = range((len(items) - num_whole) * num_pieces)
-    programs += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
-    return [(pieces, len(programs) + item) for pieces, item in programs] + list(items)
+    works += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
+    shares: list[list[tuple[int, int]]] = []
+    if num_programs:
+        num_tiles = len(costs) // 2
+        kinds = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
+        shares = share_out(kinds, costs, num_programs)
+        works = [works[work] for share in shares for _, work in share]
+    heads = [(len(share), len(shares) + sum(map(len, shares[:number]))) for number, share in enumerate(shares)]
+    first_item = len(heads) + len(works)
+    return heads + [(pieces, first_item + item) for pieces, item in works] + list(items)
 
 
 def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal):

@@ -1,5 +1,6 @@
 """Tiles, pipeline depth and order of work of the Hopper kernels, by problem: the counterpart of triton/settings.py."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,12 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # 1x16x16384x64: 0.969; not taking turns 0.969. 8x16x2048x64: 0.156, 0.169. Full 1x16x16384x64: 1.930, 1.880. By
         # mbarriers: 0.983; 0.159; 1.873. While the loop took maxima: 1.127; two consumers 1.258, an item a program
         # 1.177; 8x16x2048x64: 0.176, 0.187, 0.199.
+        # Shorter items waste less at the ends of few rounds. Two consumers and three: full 4x16, 512 queries and 4096
+        # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
+        # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
+        rounds = {n: math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * n)) for n in (2, 3)}
+        if min(problem.num_keys, problem.window or problem.num_keys) <= 1024 or 0.8 * rounds[2] < rounds[3]:
+            return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=True)
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=problem.is_causal)
     if problem.head_dim == 256:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
@@ -87,14 +94,15 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
-def hopper_backward_settings(problem: AttentionProblem) -> HopperBackwardSettings:
+def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = False) -> HopperBackwardSettings:
     """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
         # 1x16x16384x64: 2.588; dQ in the order of its rows 2.711. 8x16x2048x64: 0.450, 0.469. Before, without reducer:
         # 3.277 against 2.740; 0.544, 0.466. Full 1x16x16384x64: 6.536, 5.552.
-        # Three stages gained nothing: 2.995 against 2.956 while K and V were still read from shared memory;
-        # 1x16x16384x32: 1.927, 1.970.
-        return HopperBackwardSettings(num_stages=2, kernel="reducer")
+        # An item a program 8x16x2048x64: 0.459, as many programs as multiprocessors 0.422, and three stages 0.414;
+        # 4x25x512x64: 0.0580, 0.0515, 0.0505; 1x16x16384x64: 2.56, 2.68, 2.55; 8x16x2048x32: 0.357, 0.325, 0.318.
+        # Who takes turns has TURNS for two stages.
+        return HopperBackwardSettings(num_stages=2 if deterministic else 3, kernel="reducer")
     if problem.head_dim == 256:
         # 1x16x16384x256: 13.28 (Triton 20.10); next S^T alongside dK 15.01, dQ in two halves around dK 13.38.
         # A third stage does not fit into shared memory.
@@ -130,9 +138,10 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
         enough = load >= 1.4
     elif problem.head_dim == 64:
         # Yes: 1x16x16384: 0.969, Triton 1.242; 4x25x1024: 0.0519, 0.0543; 1x4x8192, 1.3 items a multiprocessor: 0.0902,
-        # 0.1113; 2x12x1024, 1.1 items: 0.0213, 0.0218. No: 4x25x512: 0.0244, 0.0219; 1x1x16384, 0.65 items: 0.168,
-        # 0.116.
-        enough = problem.num_keys > 512 and load >= 1
+        # 0.1113; 2x12x1024, 1.1 items: 0.0213, 0.0218; with two consumers 1x20x1024, 1.2 items: 0.0178, 0.0203; full
+        # 4x16x512: 0.0190, 0.0240. No: 4x25x512: 0.0244, 0.0219; 8x16x512: 0.0263, 0.0253; 1x1x16384, 0.65 items:
+        # 0.168, 0.116.
+        enough = problem.num_keys >= (513 if problem.is_causal else 512) and load >= 1
     else:
         # Yes: 1x16x16384: 1.519, Triton 2.151; 4x25x512: 0.0310, 0.0362; 1x16x2048, 1.9 items a multiprocessor: 0.0391,
         # 0.0462; 2x12x1024, 1.5 items: 0.0244, 0.0267. No: 1x1x16384, 0.97 items: 0.170, 0.142. As many items of short
@@ -168,8 +177,8 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
         # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
         # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
         # 1x1x16384, 0.97 items: 0.302, 0.289. By the kernel before the reducer, 4x20x512, 2.4 items: 0.0501, 0.0525;
-        # 4x16x512, 1.9 items: 0.0395, 0.0374.
-        enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 2.4)
+        # 4x16x512, 1.9 items: 0.0395, 0.0374. By the present one 4x16x512: 0.0349, 0.0360.
+        enough = problem.num_queries >= 512 and load >= 1.8
     else:
         # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,
         # 0.477; 2x12x1024, 1.5 items: 0.0592, 0.0851. No: 1x1x16384, 0.97 items: 0.492, 0.451. Full 1x4x2048, 0.48

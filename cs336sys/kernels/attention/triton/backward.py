@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336sys.kernels.attention.triton.tiles import (
     LOG2_E,
@@ -45,7 +46,8 @@ class BackwardConfig(TileConfig):
     """Constants of a backward pass: the kinds of program it has, and what they share.
 
     ``grouped``: heads of queries share one of keys. ``prepared``: prepare_kernel came before, and the output is not
-    touched. ``key_sums``: num_splits programs share a tile of keys.
+    touched. ``key_sums``: num_splits programs share a tile of keys. ``early``: the pass is launched before the one in
+    front of it is done, and waits for what that wrote.
     """
 
     grouped: bool
@@ -54,6 +56,7 @@ class BackwardConfig(TileConfig):
     prepared: bool
     fused: bool
     key_sums: bool
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class PrepareConfig(Dims):
     key_sums: bool
     has_delta: bool
     turns: bool
+    early: bool
+    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -330,6 +335,8 @@ def backward_kernel(
         sequences_per_group, key_programs, num_splits, scale, scale_log2,
     )  # fmt: skip
     program = tl.program_id(0)
+    if CONFIG.early:
+        gdc_wait()
     if CONFIG.key_pass and program < key_programs:
         key_pass(program, tensors, strides, numbers, CONFIG)
     if CONFIG.query_pass and program >= key_programs:
@@ -353,6 +360,8 @@ def prepare_kernel(
     dQ; with key_sums those of dK and dV; with turns (sequences, padded_queries) counters of who has added to dQ. A
     sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
     """
+    if CONFIG.at_once:
+        gdc_launch_dependents()
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * CONFIG.rows
     batch = sequence // num_heads
@@ -377,6 +386,8 @@ def prepare_kernel(
     if CONFIG.key_sums and is_key_sequence(sequence, num_tiles, group_size):
         _clear_sums(grad_key_sum, sequence, rows, padded_keys, CONFIG)
         _clear_sums(grad_value_sum, sequence, rows, padded_keys, CONFIG)
+    if CONFIG.early:
+        gdc_launch_dependents()
 
 
 # A gradient, in rows of some length and heads, and scale times which sums it is.

@@ -252,17 +252,20 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, per_sm=2)
     if _is_short(problem):
-        if problem.window is not None or problem.group_size > 1:
+        if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
             # Not prepared, or with 64 keys, the passes would spill registers.
             return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
-        if problem.head_dim > 64 and not _few_programs(problem, 64):
-            # 1x16x1024x128: 0.053, not prepared 0.086 and more.
+        # GPU time; a pass that is not prepared saves a launch and took longer: 32x64 1x12x512x64 0.0242, 64x64 by tma
+        # 0.0213.
+        if problem.head_dim <= 32:
+            # 1x12x512x32: 0.0162, by tma 0.0171, three stages 0.0156; 1x12x512x16: 0.0129, 0.0159, 0.0139.
             return joint(by_pointers)
-        # Not prepared, it is a single launch. 1x1x256x64: 0.035, prepared 0.050; 1x1x512x64: 0.037, 0.051;
-        # 1x16x512x128: 0.040, 0.059. 64x64 with 8 warps takes 1.17 times as long with head dimension 64, 1.04 with 128,
-        # where 4 warps would spill. From 2048 on D computed anew for every tile costs more than the launch saves.
-        stages = 2 if problem.head_dim <= 64 else 1
-        return joint(TileSettings(32, 64, num_warps=4, num_stages=stages), prepared=False)
+        # 1x12x512x64: 0.0203, by ptr 0.0204, two stages 0.0214; 1x16x1024x64: 0.0327, 0.0353, 0.0352.
+        # 1x12x512x128: 0.0233, 0.0272, 0.0255; but 1x16x1024x128: 0.0586, 0.0518, 0.0465.
+        num_stages = 2 if problem.head_dim > 64 and not _few_programs(problem, 64) else 3
+        return (
+            joint(TileSettings(64, 64, num_warps=4, num_stages=num_stages, use_tma=True)) if tma else joint(by_pointers)
+        )
     if problem.head_dim <= 32 and not deterministic:
         if not tma:
             # 1x1x8192x16: 0.0497.

@@ -1,6 +1,7 @@
 """The order of work of the Hopper kernels, emulated with their own integer arithmetic: Gluon has no interpreter."""
 
 import collections
+import functools
 import itertools
 
 import pytest
@@ -154,16 +155,23 @@ def test_items_of_a_last_round_that_fills_but_half_of_the_gpu_are_cut(num_items,
     assert cut_the_rest(num_items, 132, num_tiles, piece_cost=5) == expected
 
 
+@pytest.mark.parametrize("num_programs", [0, 4])
 @pytest.mark.parametrize(("num_whole", "num_pieces"), [(6, 1), (4, 3), (0, 2)])
-def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces):
+def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces, num_programs):
     items = [(tile, sequence) for tile in range(3) for sequence in range(2)]
-    table = as_table_of_pieces(items, num_whole, num_pieces)
-    num_programs = num_whole + (6 - num_whole) * num_pieces
+    table = as_table_of_pieces(items, num_whole, num_pieces, [7, 5, 3, 3, 2, 1], num_programs)
+    num_works = num_whole + (6 - num_whole) * num_pieces
+    first_item = num_programs + num_works
+    if num_programs:
+        shares = [range(first, first + count) for count, first in table[:num_programs]]
+        assert sorted(itertools.chain(*shares)) == list(range(num_programs, first_item))
+        # Fewer of those that take longest.
+        assert len(shares[0]) <= len(shares[-1])
     seen = collections.Counter()
-    for pieces, at in table[:num_programs]:
+    for pieces, at in table[num_programs:first_item]:
         number = pieces // 256
-        assert (pieces % 256 == 1) == (at - num_programs < num_whole)
-        assert number // num_pieces == max(0, at - num_programs - num_whole)
+        assert (pieces % 256 == 1) == (at - first_item < num_whole)
+        assert number // num_pieces == max(0, at - first_item - num_whole)
         first, end = piece_visits(1, 12, number % (pieces % 256), pieces % 256)
         seen.update((table[at], query_tile) for query_tile in range(first, end))
     assert seen == collections.Counter((item, query_tile) for item in items for query_tile in range(1, 12))
@@ -479,9 +487,11 @@ def simulate_backward(
     group_size=1,
     piece=0,
     num_pieces=1,
+    rounds=1,
 ):
     """As ``simulate``, of a backward program: its coroutines, the visits that each sum got, and those it must get.
 
+    ``rounds``: how many items of the same keys and queries it has, one after another.
     ``turns``: for each tile of queries of each head how many programs have added to dQ, if they do so in turn.
     """
     is_wide, has_reducer, in_turn = kernel == "wide", kernel == "reducer", turns is not None
@@ -496,7 +506,7 @@ def simulate_backward(
         weights_ready=2,
         grad_scores_ready=2,
         grad_scores_free=1,
-        grad_query_done=1,
+        keys_free=3,
         results_ready=2 if is_wide else 1,
         turn=1,
     )
@@ -513,26 +523,35 @@ def simulate_backward(
         while not barriers.passes(kind, *where, parity=parity):
             yield
 
-    def producer():
-        memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
-        barriers.arrive("key_ready")
+    num_visits = max(0, end - first)
+
+    def of_all_rounds(one_round):
+        return itertools.chain.from_iterable(map(one_round, range(rounds)))
+
+    def producer(round):
+        keys_slot = round % 2
+        if has_reducer:
+            yield from wait("keys_free", keys_slot, parity=((round // 2) & 1) ^ 1)
+        memory.update({(name, consumer): "input" for name in ("value", ("key", keys_slot)) for consumer in range(2)})
+        memory["round", keys_slot] = round
+        barriers.arrive("key_ready", keys_slot)
         for visit in range(first, end + (stages if in_turn else 0)):
-            use = visit - first
+            use = round * num_visits + visit - first
             slot = use % stages
             for name in ("query", "grad_out"):
                 if visit < end or name == "query":
                     free = f"{name}_free" if is_wide else "tile_free"
                     yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
                 if visit < end:
-                    memory[name, slot] = visit
+                    memory[name, slot] = round, visit
                     barriers.arrive(f"{name}_ready", slot)
                     yield
             if in_turn:
                 yield from pass_turns(visit)
-        # Of a piece the consumers write their shares of dK and dV to memory themselves.
-        for consumer in range(2 if num_pieces == 1 else 0):
+        # Of a piece the consumers write their shares of dK and dV to memory themselves, and beside a reducer always.
+        for consumer in range(2 if num_pieces == 1 and not has_reducer else 0):
             yield from wait("results_ready", 0 if is_wide else consumer, parity=0)
-            assert memory["grad_key" if kernel == "exchange" else "key", consumer] == "dK"
+            assert memory["grad_key" if kernel == "exchange" else ("key", 0), consumer] == "dK"
             assert memory["value", consumer] == "dV"
 
     def seen_before(visit):
@@ -562,61 +581,67 @@ def simulate_backward(
     def both(name, *where):
         return [memory[name, *where, consumer] for consumer in range(2)]
 
-    def add_grad_query(name, visit, *buffer, columns=(0, 1)):
+    def add_grad_query(name, visit, *buffer, columns=(0, 1), round=0):
         """dS of both consumers is there when the product begins, and still there when it is complete."""
         for _ in range(2):
-            assert both("grad_scores", *buffer) == [visit, visit]
-            assert [memory["key", which] for which in columns] == ["input"] * len(columns)
+            assert both("grad_scores", *buffer) == [(round, visit)] * 2
+            assert [memory[("key", round % 2), which] for which in columns] == ["input"] * len(columns)
+            assert memory["round", round % 2] == round
             yield
         if name != "dQ":
             yield from wait_for_turn(visit - first)
             sums[name].append(visit)
 
-    def scores_of(visit):
-        use = visit - first
+    def scores_of(visit, round=0):
+        use = round * num_visits + visit - first
         yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
         return memory["query", use % stages]
 
-    def consumer(me):
-        yield from wait("key_ready", parity=0)
+    def consumer(me, round=0):
+        keys_slot = round % 2
+        yield from wait("key_ready", keys_slot, parity=(round // 2) & 1)
+        if has_reducer:
+            # Keys and values stay in registers.
+            assert memory["round", keys_slot] == round
+            yield
+            assert memory["round", keys_slot] == round
+            barriers.arrive("keys_free", keys_slot)
         if first < end:
-            scores = yield from scores_of(first)
+            scores = yield from scores_of(first, round)
         for visit in range(first, end):
-            use = visit - first
+            use = round * num_visits + visit - first
             slot, buffer = use % stages, use % 2
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
-            assert scores == memory["grad_out", slot] == visit
+            assert scores == memory["grad_out", slot] == (round, visit)
             yield
             if has_reducer:
                 yield from wait("grad_scores_free", buffer, parity=((use // 2) & 1) ^ 1)
-            memory["grad_scores", buffer, me] = visit
+            memory["grad_scores", buffer, me] = round, visit
             barriers.arrive("grad_scores_ready", buffer)
             yield
             if visit + 1 < end:
-                scores = yield from scores_of(visit + 1)
+                scores = yield from scores_of(visit + 1, round)
             if not has_reducer:
                 yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
                 yield from add_grad_query(("dQ", me), visit, buffer)
-            assert memory["query", slot] == memory["grad_out", slot] == visit
+            assert memory["query", slot] == memory["grad_out", slot] == (round, visit)
             sums["dK", me].append(visit)
             barriers.arrive("tile_free", slot)
             yield
-        if num_pieces > 1:
+        if num_pieces > 1 or has_reducer:
             return
         memory["value", me] = "dV"
-        if has_reducer:
-            yield from wait("grad_query_done", parity=0)
-        memory["key" if has_reducer else "grad_key", me] = "dK"
+        memory["grad_key", me] = "dK"
         barriers.arrive("results_ready", me)
 
     def wide_consumer(me):
-        yield from wait("key_ready", parity=0)
+        yield from wait("key_ready", 0, parity=0)
         for visit in range(first, end):
             use = visit - first
             slot, buffer = use % stages, use % 2
             scores = yield from scores_of(visit)
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
-            assert scores == memory["grad_out", slot] == visit
+            assert scores == memory["grad_out", slot] == (0, visit)
             assert both("value") == ["input", "input"]
             memory["weights", buffer, me] = visit
             barriers.arrive("weights_ready")
@@ -624,45 +649,50 @@ def simulate_backward(
             yield from wait("weights_ready", parity=use & 1)
             assert both("weights", buffer) == [visit, visit]
             yield
-            memory["grad_scores", me] = visit
+            memory["grad_scores", me] = 0, visit
             barriers.arrive("grad_scores_ready")
             yield
             yield from wait("grad_scores_ready", parity=use & 1)
             yield from add_grad_query(("dQ", me), visit, columns=(me,))
             # dV is complete as well.
             assert both("weights", buffer) == [visit, visit]
-            assert memory["grad_out", slot] == visit
+            assert memory["grad_out", slot] == (0, visit)
             barriers.arrive("grad_out_free", slot)
             yield
-            assert both("grad_scores") == [visit, visit]
-            assert memory["query", slot] == visit
+            assert both("grad_scores") == [(0, visit), (0, visit)]
+            assert memory["query", slot] == (0, visit)
             sums["dK", me].append(visit)
             barriers.arrive("query_free", slot)
             yield
         if num_pieces > 1:
             return
         memory["value", me] = "dV"
-        memory["key", me] = "dK"
+        memory[("key", 0), me] = "dK"
         barriers.arrive("results_ready", 0)
 
-    def reducer():
-        yield from wait("key_ready", parity=0)
+    def reducer(round):
+        yield from wait("key_ready", round % 2, parity=(round // 2) & 1)
         for visit in range(first, end):
-            use = visit - first
+            use = round * num_visits + visit - first
             yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
-            yield from add_grad_query("dQ", visit, use % 2)
+            yield from add_grad_query("dQ", visit, use % 2, round=round)
             barriers.arrive("grad_scores_free", use % 2)
+            yield
             if in_turn and use >= 2:
                 end_turn(visit - 2)
             yield from wait_for_turn(use)
             sums["dQ"].append(visit)
-        barriers.arrive("grad_query_done")
+        barriers.arrive("keys_free", round % 2)
         if in_turn:
             for visit in range(max(first, end - 2), end):
                 end_turn(visit)
 
-    coroutines = [producer(), *((wide_consumer if is_wide else consumer)(me) for me in range(2))]
-    return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
+    if is_wide:
+        consumers = [wide_consumer(me) for me in range(2)]
+    else:
+        consumers = [of_all_rounds(functools.partial(consumer, me)) for me in range(2)]
+    coroutines = [of_all_rounds(producer), *consumers]
+    return [*coroutines, of_all_rounds(reducer)] if has_reducer else coroutines, sums, range(first, end)
 
 
 KERNELS = pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
@@ -675,9 +705,12 @@ def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
     first_key, num_queries, kernel, is_causal, window
 ):
     for seed in range(20):
-        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel, window)
+        rounds, stages = (1 + seed % 4, 2 + seed % 2) if kernel == "reducer" else (1, 2)
+        coroutines, sums, tiles = simulate_backward(
+            first_key, num_queries, is_causal, kernel, window, stages, rounds=rounds
+        )
         _run_in_random_order([coroutines], seed)
-        assert_summed_once(sums, kernel, tiles)
+        assert_summed_once(sums, kernel, [*tiles] * rounds)
 
 
 def assert_summed_once(sums, kernel, visited):
