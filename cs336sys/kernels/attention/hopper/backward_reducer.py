@@ -10,8 +10,11 @@ tile is computed alongside dK of this one, and a third warpgroup, the reducer, m
 
 The consumers neither wait for each other nor for dQ to leave the multiprocessor.
 
-Barriers work as in forward.py. ``grad_scores_ready`` counts both consumers, ``grad_scores_free`` the reducer;
-``grad_query_done`` says that the reducer reads keys no more, in whose place dK then leaves.
+A program works through the items that the host's schedule gives it, and loads keys, values and the first queries of the
+next one while one ends; where programs take turns, each has one item.
+
+Barriers work as in forward.py. ``grad_scores_ready`` counts both consumers, ``grad_scores_free`` the reducer,
+``keys_free`` all three: a consumer has keys and values in registers, the reducer reads an item's keys no more.
 
 Sources: equations 13 to 19 of the handout; Shah et al., "FlashAttention-3" (2024), appendix B.1.
 """
@@ -198,9 +201,9 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     for work in range(first_work, end_work):
         _, key_sequence, first_tile, first, end = tiles.item(schedule, work, shape, 2 * ROWS, CONFIG)
         sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
-        round = work - first_work
-        keys_slot = round % 2
-        mbarrier.wait(barriers.key_ready.index(keys_slot), (round // 2) & 1)
+        of_sequence = turns + sequence * shape.padded_queries
+        keys_slot = (work - first_work) % 2
+        mbarrier.wait(barriers.key_ready.index(keys_slot), ((work - first_work) // 2) & 1)
         for visit in range(first, end):
             use = first_use + visit - first
             buffer = use % 2
@@ -216,7 +219,6 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             if CONFIG.ordered:
                 reduce_wait(1)
                 thread_barrier()
-                of_sequence = turns + sequence * shape.padded_queries
                 tiles.end_turn(of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
             else:
                 # The reduction before must have read what this one overwrites.
@@ -231,7 +233,6 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             tma_reduce_add(tensors.grad_query_sum, [row, 0], grad_query_tile)
         mbarrier.arrive(barriers.keys_free.index(keys_slot), count=1)
         if CONFIG.ordered:
-            of_sequence = turns + sequence * shape.padded_queries
             reduce_wait(0)
             thread_barrier()
             tiles.end_turn(of_sequence, end - 2, first < end - 1, first_tile, shape, CONFIG)

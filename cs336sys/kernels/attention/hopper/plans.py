@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -65,10 +66,10 @@ _BACKWARD_KERNELS = {"exchange": backward_kernel, "reducer": reducer_backward_ke
 _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 # The four warps of the first consumer; those of the other partitions come on top.
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 # Launched while the kernel before it ends (programmatic dependent launch), and waits for what that wrote. Backward:
 # 4x25x512x64 0.0482 ms, one behind the other 0.0515; 8x16x2048x64 0.416, 0.422; 4x25x512x128 0.0881, 0.0932.
-_EARLY = {"launch_pdl": True}
+_BACKWARD_OPTIONS = {**_OPTIONS, "launch_pdl": True}
 
 
 class GluonDescriptors(Descriptors):
@@ -200,8 +201,9 @@ class HopperBackwardPlan(BackwardPlan):
         shared_by = 0
         if settings.kernel == "reducer" and not self._takes_turns:
             num_programs = shared_by = min(num_programs, problem.num_multiprocessors)
-        costs = [WHOLE_COST + visits for visits in self._num_visits()]
-        costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in self._num_visits()]
+        num_visits = self._num_visits()
+        costs = [WHOLE_COST + visits for visits in num_visits]
+        costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in num_visits]
         table = as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
         self._first_cut = len(table) - self._num_cut
         self._own("schedule", _table(table, self._device))
@@ -231,8 +233,7 @@ class HopperBackwardPlan(BackwardPlan):
                 ),
             ),
             self._only_pass_descriptors(),
-            **_OPTIONS,
-            **_EARLY,
+            **_BACKWARD_OPTIONS,
         )
 
     @property
@@ -326,7 +327,7 @@ class HopperBackwardPlan(BackwardPlan):
             (self._grad_strides[0], num_tiles, self._operands[0].shape[1], problem.num_queries, problem.scale),
             # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension.
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
-            **_EARLY,
+            **_BACKWARD_OPTIONS,
         )
         self._then(convert, sums[0], "grad_query")
         if self._num_cut:

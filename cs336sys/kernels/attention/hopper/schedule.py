@@ -127,11 +127,7 @@ def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
 
 
 def as_table_of_pieces(
-    items: Sequence[tuple[int, int]],
-    num_whole: int,
-    num_pieces: int,
-    costs: Sequence[int] = (),
-    num_programs: int = 0,
+    items: Sequence[tuple[int, int]], num_whole: int, num_pieces: int, costs: Sequence[int] = (), num_programs: int = 0
 ) -> list[tuple[int, int]]:
     """As ``as_table`` for items of which those behind ``num_whole`` are in pieces.
 

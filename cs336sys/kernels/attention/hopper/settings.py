@@ -61,18 +61,13 @@ class HopperBackwardSettings:
 def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
     """The forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
     if problem.head_dim == 16:
-        # 1x16x16384x16: 0.755; taking turns 0.818. By mbarriers 0.788, 0.792; two consumers with 256 keys 0.862. Full:
-        # 1.550, 1.593, 1.812.
+        # 1x16x16384x16: 0.755; taking turns 0.818. Two consumers with 256 keys 0.862.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
     if problem.head_dim == 32:
-        # 1x16x16384x32: 0.771; not taking turns 0.790. By mbarriers and with maxima 0.863, 0.861, two consumers with
-        # 256 keys 1.062; 8x16x2048x32: 0.147, 0.153, 0.192. Two programs of two consumers a multiprocessor gain 3 %
-        # there, lose 9 % at 16384.
+        # 1x16x16384x32: 0.771; not taking turns 0.790. Two programs of two consumers a multiprocessor lose 9 %.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 64:
-        # 1x16x16384x64: 0.969; not taking turns 0.969. 8x16x2048x64: 0.156, 0.169. Full 1x16x16384x64: 1.930, 1.880. By
-        # mbarriers: 0.983; 0.159; 1.873. While the loop took maxima: 1.127; two consumers 1.258, an item a program
-        # 1.177; 8x16x2048x64: 0.176, 0.187, 0.199.
+        # 1x16x16384x64: 0.969; not taking turns 0.969. 8x16x2048x64: 0.156, 0.169. Full 1x16x16384x64: 1.930, 1.880.
         # Shorter items waste less at the ends of few rounds. Two consumers and three: full 4x16, 512 queries and 4096
         # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
         # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
@@ -82,14 +77,10 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=problem.is_causal)
     if problem.head_dim == 256:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
-        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021,
-        # by mbarriers 3.029. While the loop took maxima: 2.913; taking turns 3.248, an item a program 3.246.
-        # 8x16x2048x256: 0.434, 0.462, 0.498.
+        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021.
         return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
     # 1x16x16384x128: 1.519; taking turns 1.576. 8x16x2048x128: 0.230, 0.225. Full 1x16x16384x128: 3.013, 3.067;
-    # 1x16x4096x128: 0.194, 0.186; 8x16x2048x128: 0.378, 0.377. By mbarriers: 1.561; 0.234; full 3.073. While the loop
-    # took maxima 1x16x16384x128: 1.722; three consumers with 64 keys 1.813, an item a program 1.749. 8x16x2048x128:
-    # 0.253, 0.275, 0.290.
+    # 1x16x4096x128: 0.194, 0.186; 8x16x2048x128: 0.378, 0.377.
     take_turns = problem.num_keys <= (2048 if problem.is_causal else 4096)
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
@@ -176,8 +167,7 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     elif problem.head_dim == 64:
         # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
         # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
-        # 1x1x16384, 0.97 items: 0.302, 0.289. By the kernel before the reducer, 4x20x512, 2.4 items: 0.0501, 0.0525;
-        # 4x16x512, 1.9 items: 0.0395, 0.0374. By the present one 4x16x512: 0.0349, 0.0360.
+        # 1x1x16384, 0.97 items: 0.302, 0.289. With several items a program 4x16x512, 1.9 items: 0.0349, 0.0360.
         enough = problem.num_queries >= 512 and load >= 1.8
     else:
         # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,

@@ -170,7 +170,7 @@ class BackwardPlan(Plan):
             max(backward_pass.tile.query_rows for backward_pass in settings.passes), settings.passes[0].tile.key_rows
         )
         # One behind another pass waits for it as ever.
-        launches = [self._pass_launch(one, self._early and not n) for n, one in enumerate(settings.passes)]
+        launches = [self._pass_launch(tiles, self._early and not n) for n, tiles in enumerate(settings.passes)]
         if self._prepared:
             self._add_prepared(launches)
             return
@@ -192,6 +192,7 @@ class BackwardPlan(Plan):
         key_sums = self._num_splits > 1
         summed_keys = self._padded_keys if key_sums else 0
         num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
+        forms = self._delta_given, self._takes_turns, self._early, self._at_once
         prepare = Launch(
             backward.prepare_kernel,
             problem.num_sequences * num_tiles,
@@ -205,19 +206,7 @@ class BackwardPlan(Plan):
                 self._padded_queries,
                 self._padded_keys,
             ),
-            (
-                backward.PrepareConfig(
-                    problem.head_dim,
-                    self._block_dim,
-                    rows,
-                    self.fused,
-                    key_sums,
-                    self._delta_given,
-                    self._takes_turns,
-                    self._early,
-                    self._at_once,
-                ),
-            ),
+            (backward.PrepareConfig(problem.head_dim, self._block_dim, rows, self.fused, key_sums, *forms),),
         )
         statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch

@@ -252,20 +252,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, per_sm=2)
     if _is_short(problem):
-        if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
-            # Not prepared, or with 64 keys, the passes would spill registers.
-            return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
-        # GPU time; a pass that is not prepared saves a launch and took longer: 32x64 1x12x512x64 0.0242, 64x64 by tma
-        # 0.0213.
-        if problem.head_dim <= 32:
-            # 1x12x512x32: 0.0162, by tma 0.0171, three stages 0.0156; 1x12x512x16: 0.0129, 0.0159, 0.0139.
-            return joint(by_pointers)
-        # 1x12x512x64: 0.0203, by ptr 0.0204, two stages 0.0214; 1x16x1024x64: 0.0327, 0.0353, 0.0352.
-        # 1x12x512x128: 0.0233, 0.0272, 0.0255; but 1x16x1024x128: 0.0586, 0.0518, 0.0465.
-        num_stages = 2 if problem.head_dim > 64 and not _few_programs(problem, 64) else 3
-        return (
-            joint(TileSettings(64, 64, num_warps=4, num_stages=num_stages, use_tma=True)) if tma else joint(by_pointers)
-        )
+        return _short_backward(problem)
     if problem.head_dim <= 32 and not deterministic:
         if not tma:
             # 1x1x8192x16: 0.0497.
@@ -301,6 +288,20 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         return separate(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
     # dK, dV, 1x16x16384x128: 3.489, with two stages 3.88, 64x64 3.732; fused 7.511 for all three.
     return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
+
+
+def _short_backward(problem: AttentionProblem) -> BackwardSettings:
+    # GPU time; a pass that is not prepared saves a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
+    if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
+        # With 64 keys it would spill registers.
+        return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
+    if problem.head_dim <= 32 or not problem.tma_allowed:
+        # 1x12x512x32: 0.0162, by tma 0.0171, three stages 0.0156; 1x12x512x16: 0.0129, 0.0159, 0.0139.
+        return joint(TileSettings(64, 64, num_warps=4, num_stages=2))
+    # 1x12x512x64: 0.0203, by ptr 0.0204, two stages 0.0214; 1x16x1024x64: 0.0327, 0.0353, 0.0352.
+    # 1x12x512x128: 0.0233, 0.0272, 0.0255; but 1x16x1024x128: 0.0586, 0.0518, 0.0465.
+    num_stages = 2 if problem.head_dim > 64 and not _few_programs(problem, 64) else 3
+    return joint(TileSettings(64, 64, num_warps=4, num_stages=num_stages, use_tma=True))
 
 
 def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:

@@ -154,7 +154,7 @@ def test_auto_leaves_the_rest_to_triton(changes):
         (24, 1024, 256, True, True),
         (100, 1024, 64, True, True),
         (144, 512, 128, True, True),
-        (64, 512, 64, False, False),
+        (64, 512, 64, False, True),
         (80, 512, 64, False, True),
         (400, 512, 64, False, True),
     ],
