@@ -220,7 +220,7 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
     plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], cpu, deterministic)
     launches = [launch for launch, _ in plan.steps]
     assert launches[1].num_programs == programs
-    (schedule,) = (one for one in plan.additions if isinstance(one, torch.Tensor))
+    (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
     # What programs share, 2048 items, stands behind their shares.
     assert len(schedule) == programs + 128 * num_heads + (2048 if programs == 132 else 0)
     num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
@@ -284,7 +284,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     )
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, torch.device("cpu"), False)
     backward, tensors_of_pass = plan.steps[1]
-    table = next(one for one in plan.additions if isinstance(one, torch.Tensor)).tolist()
+    table = next(addition for addition in plan.additions if isinstance(addition, torch.Tensor)).tolist()
     of_plan = dict(enumerate([*plan.tensor_names, *plan.additions]))
     key_rows = 64 if head_dim == 256 else 128
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
@@ -332,9 +332,11 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         parts = collections.Counter()
         for program in range(summing.num_programs):
             item, half = divmod(program // (head_dim // columns), num_tiles)
-            own = tuple(table[first_item + item])
-            assert [items_of_pieces[item * num_pieces + piece] for piece in range(num_pieces)] == [own] * num_pieces
-            parts[own, half] += columns
+            whole_item = tuple(table[first_item + item])
+            assert [items_of_pieces[item * num_pieces + piece] for piece in range(num_pieces)] == [
+                whole_item
+            ] * num_pieces
+            parts[whole_item, half] += columns
         assert set(parts.values()) == {head_dim}
         halves += parts
     assert sorted(halves) == sorted(itertools.product(items, range(num_tiles)))
@@ -364,7 +366,7 @@ def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_ca
     plan = HopperBackwardPlan(described, operands[:4], operands[0], operands[4:], torch.device("cpu"), False)
     assert plan.steps[1][0].num_programs == programs
     if head_dim == 64:
-        (schedule,) = (one for one in plan.additions if isinstance(one, torch.Tensor))
+        (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
         assert len(schedule) == 132 + 64 * 4 + 64
 
 
