@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def causes_of_program(name, seed, last=None):
 def test_program_on_paper_has_its_cause_and_no_false_proof(name):
     cause, _ = KINDS[name]
     assert [found.name for found in causes_of_program(name, 0)] == ([cause] if cause else [])
+
+
+def test_healthy_programs_on_paper_have_no_cause(tier):
+    """Prints how many were drawn, and for how many a cause was named."""
+    healthy = [name for name, (cause, _) in KINDS.items() if cause is None]
+    draw = random.Random(tier.seed)
+    programs = [(draw.choice(healthy), draw.random()) for _ in range(tier.choose(3, 1000))]
+    named_causes = [
+        (*program_seed, causes) for program_seed in programs if (causes := causes_of_program(*program_seed))
+    ]
+    print(f"{len(programs)} healthy programs, {len(named_causes)} with a cause")
+    assert named_causes == []
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
 """What changed between two captures: aligned kernels, noise, and a sum that adds up."""
 
-import itertools
 import random
 
 import pytest
@@ -50,15 +49,20 @@ def test_a_difference_beyond_either_sides_trend_is_told_where_ranks_count_steps_
     assert sum(verdicts(one)["k7"] == "slower" for one in found) >= 38
 
 
-def test_no_kernel_of_equal_captures_is_marked_whatever_the_number_of_kernels_and_steps():
-    """Alone, a test at 99 % marks a kernel in about 30 of these 120 pairs."""
-    for seed, steps, kernel_count in itertools.product(range(20), (6, 10, 16), (6, 40)):
+def test_no_kernel_of_equal_captures_is_marked_whatever_the_number_of_kernels_and_steps(tier):
+    """Alone, a test at 99 % marks a kernel in about a quarter of these pairs; prints how many are marked."""
+    draw = random.Random(tier.seed)
+    pairs = [(draw.choice((6, 10, 16)), draw.choice((6, 40)), draw.random()) for _ in range(tier.choose(120, 2000))]
+    marked = []
+    for steps, kernel_count, seed in pairs:
         before, after = (
             capture([group(f"k{n}", noisy(1 + n % 5, f"{seed} {side} {n}", 0.01, steps)) for n in range(kernel_count)])
             for side in ("before", "after")
         )
         changes = compare_captures(before, after).changes
-        assert not [change.label for change in changes if change.is_significant], (seed, steps, kernel_count)
+        marked += [(steps, kernel_count, change.label) for change in changes if change.is_significant]
+    print(f"{len(pairs)} equal pairs, marked: {marked}")
+    assert marked == []
 
 
 @pytest.mark.parametrize("percent", [-10, -5, 5, 10])

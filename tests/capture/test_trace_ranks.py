@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,31 @@ def test_no_rank_is_named_where_all_are_equal(tmp_path, seed):
     answer = answer_of(read_captures(write_ranks(tmp_path, seed=seed)))
     assert (answer.stragglers, answer.why_unknown) == ((), "")
     assert answer.unseen_percent < 1
+
+
+def test_no_rank_is_named_in_whole_captures_of_equal_ranks(tier, tmp_path):
+    """Numbers of ranks and steps, noise, clocks and marks of collectives are drawn; prints how many end in what."""
+    draw = random.Random(tier.seed)
+    answers = Counter()
+    for number in range(tier.choose(3, 1000)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        paths = write_ranks(
+            folder,
+            ranks=draw.choice((2, 3, 4, 8, 16) if tier.is_nightly else (2, 3)),
+            steps=draw.randint(3, 16),
+            noise=draw.choice((0.001, 0.003, 0.01, 0.03)),
+            skewed=draw.random() < 0.7,
+            sequence=draw.random() < 0.5,
+            seed=draw.randrange(10**9),
+        )
+        captures = read_captures(paths)
+        shutil.rmtree(folder)
+        answer = answer_of(captures)
+        assert not any(analysis.damage for analysis in captures.analyses)
+        answers["named" if answer.stragglers else "cannot tell" if answer.why_unknown else "none"] += 1
+    print(dict(answers))
+    assert answers["named"] == 0
 
 
 def test_clocks_are_aligned_by_the_ends_of_collectives(with_straggler):
