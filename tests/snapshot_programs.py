@@ -232,7 +232,7 @@ def too_large(p):
 def first_step(p):
     p.build()
     whole = p.batch * (p.layers * p.activation * (3 + p.up) + 2 * p.logits)
-    where = p.draw.choice((0.3, 0.6, 0.9, 1.02))
+    where = p.draw.choice((0.3, 0.6, 0.9, 0.98))
     p.fail(where * whole, lambda: p.backward(p.forward(AT_STEP), []))
 
 
