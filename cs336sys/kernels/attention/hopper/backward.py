@@ -65,7 +65,9 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, gl.program_id(0), shape, 2 * ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.read_item(
+        schedule, gl.program_id(0), shape, 2 * ROWS, CONFIG
+    )
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)

@@ -54,8 +54,8 @@ Barriers = namedtuple(
 
 
 @gluon.jit
-def _works(schedule, CONFIG: gl.constexpr):
-    """(first, end) of this program's rows of the schedule."""
+def _rows_of_program(schedule, CONFIG: gl.constexpr):
+    """Return (first, end) of this program's rows of the schedule: of the items and pieces that it works through."""
     first = gl.program_id(0)
     count = 1
     if not CONFIG.ordered:
@@ -66,34 +66,38 @@ def _works(schedule, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    first_work, end_work = _works(shared.schedule, CONFIG)
+    first_work, end_work = _rows_of_program(shared.schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
         round = work - first_work
-        place = tiles.item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
         mbarrier.wait(shared.barriers.keys_free.index(round % 2), ((round // 2) & 1) ^ 1)
-        tiles.load_keys(shared, place, round % 2, 2)
+        tiles.load_keys(shared, item, round % 2, 2)
         if work == first_work:
             change_kernels()
-        tiles.load_queries(shared, turns, place, first_use, 2, False, CONFIG)
-        first_use += place[4] - place[3]
+        tiles.load_queries(shared, turns, item, first_use, 2, False, CONFIG)
+        first_use += item.end_visit - item.first_visit
 
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    first_work, end_work = _works(shared.schedule, CONFIG)
+    first_work, end_work = _rows_of_program(shared.schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
-        place = tiles.item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
         numbers = scale, scale_log2, work, work - first_work, first_use
-        _keys_gradients(shared, pieces, numbers, place, CONSUMER, CONFIG)
-        first_use += place[4] - place[3]
+        _keys_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
+        first_use += item.end_visit - item.first_visit
     store_wait(0)
 
 
 @gluon.jit
-def _keys_gradients(shared, pieces, numbers, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """dK and dV of 64 keys of the program's item ``round``, whose first tile is use first_use of the rings."""
+def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dK and dV of a warpgroup's 64 keys of an item.
+
+    ``numbers``: scale, scale_log2, the item's row of the schedule, how many items the program has had before, and how
+    often it has used the rings of query tiles.
+    """
     tensors, buffers, barriers, schedule, shape = shared
     query_ring, grad_out_ring, grad_scores_tiles = buffers.query_ring, buffers.grad_out_ring, buffers.grad_scores_tiles
     scale, scale_log2, work, round, first_use = numbers
@@ -106,7 +110,7 @@ def _keys_gradients(shared, pieces, numbers, place, CONSUMER: gl.constexpr, CONF
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, scores_layout)
 
-    first_key, key_sequence, first_tile, first, end = place
+    first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -196,10 +200,10 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    first_work, end_work = _works(schedule, CONFIG)
+    first_work, end_work = _rows_of_program(schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
-        _, key_sequence, first_tile, first, end = tiles.item(schedule, work, shape, 2 * ROWS, CONFIG)
+        _, key_sequence, first_tile, first, end = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
         sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
         of_sequence = turns + sequence * shape.padded_queries
         keys_slot = (work - first_work) % 2

@@ -31,6 +31,9 @@ Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_key gr
 Shape = namedtuple("Shape", "num_key_heads num_queries num_keys padded_queries group_size window window_tiles")
 # What all warps of a program share; each kernel has buffers and barriers of its own.
 Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
+# The keys of a program or of a piece of its work, and its visits to tiles of queries, from ``first_tile`` on, of each
+# head of the group that shares the keys; there are none if ``end_visit`` is ``first_visit``.
+Item = namedtuple("Item", "first_key key_sequence first_tile first_visit end_visit")
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,8 @@ _piece_visits = gluon.jit(piece_visits)
 
 
 @gluon.jit
-def item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """An item or a piece of one, which has KEY_ROWS keys; ``work``: its row in ``as_table_of_pieces``.
-
-    Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
-    are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
-    """
+def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the item, or the piece of one, of KEY_ROWS keys that has row ``work`` of ``as_table_of_pieces``."""
     entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first_tile, end = _query_tiles(
@@ -80,7 +79,7 @@ def item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.cut:
         num_pieces = gl.load(schedule + work * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
-    return first_key, gl.load(entry + 1), first_tile, first, max(first, end)
+    return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))
 
 
 @gluon.jit
@@ -161,41 +160,40 @@ def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.c
     keys: consumers release a tile's queries later than its gradient of the output.
     """
     tensors, buffers, barriers, schedule, shape = shared
-    place = item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
-    load_keys(shared, place, 0, TILES)
+    item = read_item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
+    load_keys(shared, item, 0, TILES)
     change_kernels()
-    load_queries(shared, turns, place, 0, TILES, ENDS_TURNS, CONFIG)
+    load_queries(shared, turns, item, 0, TILES, ENDS_TURNS, CONFIG)
     if not is_piece(schedule, gl.program_id(0), CONFIG):
-        batch = place[1] // shape.num_key_heads
-        key_head = place[1] % shape.num_key_heads
+        batch = item.key_sequence // shape.num_key_heads
+        key_head = item.key_sequence % shape.num_key_heads
         for tile in gl.static_range(TILES):
             mbarrier.wait(barriers.results_ready.index(tile), 0)
-            row = place[0] + tile * ROWS
+            row = item.first_key + tile * ROWS
             tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
             tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
         store_wait(0)
 
 
 @gluon.jit
-def load_keys(shared, place, slot, TILES: gl.constexpr):
-    """Load keys and values of an item, TILES times 64, into a slot of their rings; ``place``: what ``item`` returns."""
+def load_keys(shared, item, slot, TILES: gl.constexpr):
+    """Load keys and values of an item, TILES times 64, into a slot of their rings."""
     tensors, buffers, barriers, _, shape = shared
-    first_key, key_sequence, _, _, _ = place
-    batch = key_sequence // shape.num_key_heads
-    key_head = key_sequence % shape.num_key_heads
+    batch = item.key_sequence // shape.num_key_heads
+    key_head = item.key_sequence % shape.num_key_heads
     key_ready, value_ready = barriers.key_ready.index(slot), barriers.value_ready.index(slot)
     mbarrier.expect(key_ready, TILES * tensors.key.block_type.nbytes)
     mbarrier.expect(value_ready, TILES * tensors.value.block_type.nbytes)
     for tile in gl.static_range(TILES):
-        row = first_key + tile * ROWS
+        row = item.first_key + tile * ROWS
         tma_load(tensors.key, [batch, key_head, row, 0], key_ready, buffers.key_tiles.index(TILES * slot + tile))
     for tile in gl.static_range(TILES):
-        row = first_key + tile * ROWS
+        row = item.first_key + tile * ROWS
         tma_load(tensors.value, [batch, key_head, row, 0], value_ready, buffers.value_tiles.index(TILES * slot + tile))
 
 
 @gluon.jit
-def load_queries(shared, turns, place, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
+def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
     """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings."""
     tensors, buffers, barriers, _, shape = shared
     query, _, _, grad_out, statistics, _, _, _ = tensors
@@ -206,7 +204,7 @@ def load_queries(shared, turns, place, first_use, TILES: gl.constexpr, ENDS_TURN
         query_free = barriers.query_free
     else:
         query_free = barriers.tile_free
-    _, key_sequence, first_tile, first, end = place
+    _, key_sequence, first_tile, first, end = item
     batch = key_sequence // shape.num_key_heads
     key_head = key_sequence % shape.num_key_heads
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
@@ -232,23 +230,19 @@ def load_queries(shared, turns, place, first_use, TILES: gl.constexpr, ENDS_TURN
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if CONFIG.ordered:
-            pass_turns(turns, barriers.turn, visit, place, shape, TILES * ROWS, ENDS_TURNS, CONFIG)
+            pass_turns(turns, barriers.turn, visit, item, shape, TILES * ROWS, ENDS_TURNS, CONFIG)
 
 
 @gluon.jit
-def pass_turns(
-    turns, turn, visit, place, shape, KEY_ROWS: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr
-):
-    """End, while a tile is on its way, the turn of the one it replaces to add to dQ, and begin that of the one before
-    it.
+def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
+    """While a tile is loaded, end the turn of the one it replaces to add to dQ, and begin that of the one before it.
 
     ``turns``: for each tile of queries of the group's sequences how many programs have added, at its first query;
     ``prepare_kernel`` has set it to 0. ``turn``: barriers that tell those who add. The producer reads and writes the
-    counters because it has the time: who adds would lose the latency of L2 twice in every tile. ``place``: what
-    ``item`` returns, but for the sequence. ENDS_TURNS: who releases a tile has added to its dQ; otherwise whoever adds
-    ends its turns itself.
+    counters because it has the time: who adds would lose the latency of L2 twice in every tile. ENDS_TURNS: who
+    releases a tile has added to its dQ; otherwise whoever adds ends its turns itself.
     """
-    first_key, _, first_tile, first, end = place
+    first_key, _, first_tile, first, end = item
     if ENDS_TURNS:
         replaced = visit - CONFIG.stages
         end_turn(turns, replaced, replaced >= first, first_tile, shape, CONFIG)
@@ -372,9 +366,7 @@ def add_grad_query(sums, grad_query):
 
 @gluon.jit
 def pieces_of(pieces, schedule, work, NUM_TILES: gl.constexpr, CONFIG: gl.constexpr):
-    """Return where a piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of
-    dV.
-    """
+    """Return where a piece leaves first all of dK, then all of dV, of NUM_TILES times 64 keys."""
     return pieces + piece_number(schedule, work).to(gl.int64) * (2 * NUM_TILES * ROWS * CONFIG.head_dim)
 
 

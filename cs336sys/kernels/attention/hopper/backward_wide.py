@@ -70,7 +70,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.read_item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.

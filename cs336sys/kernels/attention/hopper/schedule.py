@@ -115,9 +115,7 @@ def _end_of_pieces(
 
 
 def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Make the kernel's table: for each program (number of its items, index of the first), then all (tile,
-    sequence).
-    """
+    """Make the kernel's table: of each program (number of items, row of the first), then (tile, sequence) of all."""
     heads: list[tuple[int, int]] = []
     items: list[tuple[int, int]] = []
     for share in shares:
@@ -218,11 +216,10 @@ def piece_visits(first, end, piece, num_pieces):
 
 
 def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal):
-    """Return how many programs add to dQ of a tile of queries before that of the keys at ``first_key``, in a fixed
-    order.
+    """Return how many programs add to dQ of a tile of queries before that of the keys at ``first_key``.
 
-    Those of later keys, and programs begin in this order, too: so nobody waits for one that has not begun, and under a
-    causal mask each begins with queries that the one before it has behind it.
+    The order is fixed: those of later keys come first. Programs begin in this order, too: so nobody waits for one that
+    has not begun, and under a causal mask each begins with queries that the one before it has behind it.
     """
     seen = min(num_keys, (tile + 1) * query_rows) if is_causal else num_keys
     return (seen - 1) // key_rows - first_key // key_rows

@@ -111,34 +111,34 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     0.351. Window of 256, 8x16x2048x64: 0.108, 0.103.
     """
     rows = hopper_forward_settings(problem).item_rows
-    load = _items_per_multiprocessor(problem, problem.num_queries, rows)
+    items_per_multiprocessor = _items_per_multiprocessor(problem, problem.num_queries, rows)
     if problem.head_dim == 16:
         # Yes: 1x16x16384: 0.788, Triton 0.815; 1x1x65536, 2.6 items a multiprocessor: 0.785, 0.899; 1x1x32768, 1.3
         # items: 0.270, 0.305. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
         # In a window of 1024, 1x16x16384: 0.147, 0.141.
-        enough = problem.window is None and problem.num_keys > 8192
-        enough = enough and load >= (1.25 if problem.num_keys >= 32768 else 4)
+        pays_off = problem.window is None and problem.num_keys > 8192
+        pays_off = pays_off and items_per_multiprocessor >= (1.25 if problem.num_keys >= 32768 else 4)
     elif problem.head_dim == 32:
         # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078; 1x1x32768, 1.3 items a
         # multiprocessor: 0.284, 0.365; 1x2x16384, 1.3 items: 0.146, 0.187. No: 4x25x512: 0.022, 0.019; 1x1x16384, 0.6
         # items: 0.165, 0.099.
-        enough = problem.num_keys > 1024 and load >= (1.25 if problem.num_keys >= 16384 else 2)
+        pays_off = problem.num_keys > 1024 and items_per_multiprocessor >= (1.25 if problem.num_keys >= 16384 else 2)
     elif problem.head_dim == 256:
         # Yes: 1x16x16384: 2.986, Triton 4.379; 4x25x512: 0.0471, 0.0651; 1x16x2048, 1.9 items a multiprocessor: 0.0630,
         # 0.1270; 2x12x1024, 1.5 items: 0.0361, 0.0501. No: 1x1x16384, 0.97 items: 0.317, 0.292.
-        enough = load >= 1.4
+        pays_off = items_per_multiprocessor >= 1.4
     elif problem.head_dim == 64:
         # Yes: 1x16x16384: 0.969, Triton 1.242; 4x25x1024: 0.0519, 0.0543; 1x4x8192, 1.3 items a multiprocessor: 0.0902,
         # 0.1113; 2x12x1024, 1.1 items: 0.0213, 0.0218; with two consumers 1x20x1024, 1.2 items: 0.0178, 0.0203; full
         # 4x16x512: 0.0190, 0.0240. No: 4x25x512: 0.0244, 0.0219; 8x16x512: 0.0263, 0.0253; 1x1x16384, 0.65 items:
         # 0.168, 0.116.
-        enough = problem.num_keys >= (513 if problem.is_causal else 512) and load >= 1
+        pays_off = problem.num_keys >= (513 if problem.is_causal else 512) and items_per_multiprocessor >= 1
     else:
         # Yes: 1x16x16384: 1.519, Triton 2.151; 4x25x512: 0.0310, 0.0362; 1x16x2048, 1.9 items a multiprocessor: 0.0391,
         # 0.0462; 2x12x1024, 1.5 items: 0.0244, 0.0267. No: 1x1x16384, 0.97 items: 0.170, 0.142. As many items of short
         # sequences, 1x16x1024, were faster when the loop took maxima.
-        enough = problem.num_keys >= 512 and load >= (0.9 if problem.num_keys <= 1024 else 1.4)
-    return problem.tma_allowed and enough
+        pays_off = problem.num_keys >= 512 and items_per_multiprocessor >= (0.9 if problem.num_keys <= 1024 else 1.4)
+    return problem.tma_allowed and pays_off
 
 
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
@@ -148,40 +148,47 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     they fill the GPU. Who adds to dQ in turn is not cut. Window of 1024, 1x16x16384: 0.461, Triton 0.594 with 64;
     0.750, 1.174 with 128; 1.977, 3.456 with 256; 0.358, 0.353 with 32. Window of 256, 8x16x2048x64: 0.256, 0.291.
     """
-    load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
+    items_per_multiprocessor = _items_per_multiprocessor(
+        problem, problem.num_keys, hopper_backward_settings(problem).key_rows
+    )
     if deterministic:
-        load /= problem.group_size
+        items_per_multiprocessor /= problem.group_size
     if problem.head_dim == 16:
         # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. With dQ in register order 1x1x65536: 1.642,
         # 1.662; 1x1x32768: 0.431, 0.430.
-        enough = False
+        pays_off = False
     elif problem.head_dim == 256:
         # 1x16x16384: 13.28, Triton 20.10; 4x25x512: 0.188, 0.241; 1x16x2048, 3.9 items a multiprocessor: 0.263, 0.373;
         # 2x12x1024, 2.9 items: 0.131, 0.179; 1x1x16384, 1.9 items: 0.796, 1.530. Fewer are not measured.
-        enough = problem.num_queries >= 512 and load >= 1.9
+        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.9
     elif problem.head_dim == 32:
         # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. With dQ in register order 1x4x16384, 3.9 items a
         # multiprocessor: 0.496, 0.521; 1x1x65536, 3.9 items: 1.856, 1.974; 1x1x32768, 1.9 items: 0.484, 0.517;
         # 1x2x16384, 1.9 items: 0.256, 0.276. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
-        enough = problem.num_queries > 8192 and load >= 1.9
+        pays_off = problem.num_queries > 8192 and items_per_multiprocessor >= 1.9
     elif problem.head_dim == 64:
         # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
         # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
         # 1x1x16384, 0.97 items: 0.302, 0.289. With several items a program 4x16x512, 1.9 items: 0.0349, 0.0360.
-        enough = problem.num_queries >= 512 and load >= 1.8
+        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.8
     else:
         # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,
         # 0.477; 2x12x1024, 1.5 items: 0.0592, 0.0851. No: 1x1x16384, 0.97 items: 0.492, 0.451. Full 1x4x2048, 0.48
         # items in two pieces each: 0.0614, Triton 0.0731; uncut 0.0829.
-        in_halves = not problem.is_causal and not deterministic and 0.4 <= load <= 0.5 and problem.num_queries >= 2048
-        enough = problem.num_queries >= 512 and (load >= 1.4 or in_halves)
+        in_halves = (
+            not problem.is_causal
+            and not deterministic
+            and 0.4 <= items_per_multiprocessor <= 0.5
+            and problem.num_queries >= 2048
+        )
+        pays_off = problem.num_queries >= 512 and (items_per_multiprocessor >= 1.4 or in_halves)
     if deterministic and problem.head_dim <= 64:
         # Yes: 1x16x16384x64: 2.727, Triton 3.395; full 5.769, 6.865; 8x16x2048: 0.484, 0.517; 4x25x512, 3.0 items a
         # multiprocessor: 0.0629, 0.0642. No: 1x16x2048, 1.9 items: 0.0877, 0.0716; full 1x4x8192, 1.9 items: 0.445,
         # 0.431. Fewer dimensions are not measured. 128 and 256 win wherever they do in any order: 1x16x2048x128: 0.139,
         # 0.163; 4x25x512x128: 0.100, 0.112; full 1x4x8192x128: 0.666, 0.913; 1x16x2048x256: 0.320, 0.374.
-        enough = enough and problem.head_dim == 64 and load >= 3
-    return problem.tma_allowed and enough
+        pays_off = pays_off and problem.head_dim == 64 and items_per_multiprocessor >= 3
+    return problem.tma_allowed and pays_off
 
 
 def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_rows: int) -> float:
