@@ -1,9 +1,8 @@
 """Matrix products by the algorithm of cuBLASLt that is fastest where they run.
 
-cuBLAS chooses an algorithm by a model of the GPU. Under a long load, in which power limits the clock, others that it
-offers are faster: of products of 32,768 tokens with d_model 4096 and d_ff 11008 (bf16, H200 at 690 W and 1500 MHz) the
-best of its first eight took 2 to 6 % less time, and a step of 34 such blocks 4089 ms in place of 4161. Here each
-product is timed with all of them when it first comes up, once for each GPU and shape in a process.
+cuBLAS chooses by a model of the GPU that ignores its power limit (docs/decisions/transformer-block.md): of products of
+32,768 tokens with d_model 4096 and d_ff 11008 (bf16, H200) the best of its first eight took 2 to 6 % less time. Here
+each product is timed with all of them when it first comes up, once for each GPU and shape in a process.
 
 cuBLASLt: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api; numbers of its enumerations are cublasLt.h's.
 """
@@ -22,26 +21,26 @@ from torch import Tensor
 
 from cs336sys.kernels.operators import needs_operators
 
-# Multiply-adds from which a product is worth it: 0.2 ms of an H200, when a call from here takes 0.02 ms of the CPU.
-LEAST_WORK = 2**36
+# Multiply-adds from which a product is measured: 0.2 ms of an H200, when a call from here takes 0.02 ms of the CPU.
+LEAST_MULTIPLY_ADDS = 2**36
 
-# What the heuristic assumes of addresses, and what it may use besides them (as much as PyTorch gives it on Hopper).
+# The alignment of addresses that the heuristic assumes, and scratch memory, as much as PyTorch gives it on Hopper.
 _ALIGNMENT_BYTES = 256
 _WORKSPACE_BYTES = 32 << 20
 
-# How many the heuristic is asked for; it gave eight for each of the products above.
+# How many algorithms the heuristic is asked for; it gave eight for each of the products above.
 _MOST_ALGORITHMS = 12
 
-# Each algorithm runs for so long in a round, and half as long before: where power is the limit, the clock has to come
-# down to what the algorithm's own power allows, or the thirstiest would be chosen. After the first round only those go
-# on that are within this factor of its best, and the heuristic's own. 11 products of a block take 18 s.
+# Each algorithm runs for so long in a round, and half as long before: where power is the limit, the clock has to fall
+# to what the algorithm's own power allows, or the thirstiest would be chosen. After the first round only those go on
+# that are within this factor of its best, and the heuristic's own choice. 11 products of a block take 18 s.
 _FIRST_ROUND_MS = 25.0
 _FINALIST_FACTOR = 1.04
 _ROUNDS = 3
 _ROUND_MS = 50.0
 
-# The heuristic's own choice stays unless another takes this much less time, by the median of its rounds: they differ by
-# up to 3 % at a clock that wanders, and one of eighty was slower by a fifth.
+# The heuristic's own choice stays unless another takes this much less time, by the median of its rounds: rounds differ
+# by up to 3 % as the clock changes, and one of eighty was slower by a fifth.
 _LEAST_GAIN = 0.015
 
 # The norm of the difference from torch's result, over the norm of that: bfloat16 rounds each number by up to 2^-9.
@@ -61,29 +60,29 @@ class MatrixLayout:
 
     Attributes:
         transposed: whether it is to be transposed.
-        rows, columns: as it lies in memory.
-        leading: elements from one column to the next.
+        rows, columns: in memory, before that.
+        column_stride: elements from one column to the next.
     """
 
     transposed: bool
     rows: int
     columns: int
-    leading: int
+    column_stride: int
 
 
 def matrix_layout(matrix: Tensor) -> MatrixLayout | None:
-    """Read the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
+    """Describe the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
     rows, columns = matrix.shape
     if matrix.stride(1) == 1 and matrix.stride(0) >= columns:
-        return MatrixLayout(False, columns, rows, matrix.stride(0))
+        return MatrixLayout(transposed=False, rows=columns, columns=rows, column_stride=matrix.stride(0))
     if matrix.stride(0) == 1 and matrix.stride(1) >= rows:
-        return MatrixLayout(True, rows, columns, matrix.stride(1))
+        return MatrixLayout(transposed=True, rows=rows, columns=columns, column_stride=matrix.stride(1))
     return None
 
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A product that an algorithm is chosen for: ``result' = b' a'`` (+ an addend), column-major; ``'`` transposes."""
+    """A product that an algorithm is chosen for, column-major: ``result' = b' a'``, plus an addend if it ``adds``."""
 
     a: MatrixLayout
     b: MatrixLayout
@@ -93,12 +92,12 @@ class ProductShape:
 
 
 def product(a: Tensor, b: Tensor, add: Tensor | None = None, *, in_place: bool = False) -> Tensor:
-    """``a @ b``, or ``add + a @ b``, summed in float32.
+    """Compute ``a @ b``, or ``add + a @ b``, summed in float32.
 
     Large products of half precision on a GPU take the algorithm that was fastest when it was measured, at the first
-    such product of the process; others are torch's. Processes may choose differently, so that results of one differ
-    from another's by rounding: not under ``torch.use_deterministic_algorithms``, where all are torch's. Neither
-    differentiable nor an operator: for forward and backward passes that are written out.
+    such product of the process; others are torch's. Processes may choose differently, so that their results differ by
+    rounding, except under ``torch.use_deterministic_algorithms``, where all are torch's. Neither differentiable nor an
+    operator: for forward and backward passes that are written out.
 
     Args:
         a: (M, K).
@@ -121,7 +120,7 @@ def _with_torch(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
     return a @ b if add is None else torch.addmm(add, a, b)
 
 
-# (a, b, add, result) on the current stream.
+# Computes a product on the current stream: of a, b, addend, result.
 _Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
 _runs: dict[ProductShape, _Run | None] = {}
@@ -131,16 +130,14 @@ def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
     """Return the algorithm for this product; None if torch computes it."""
     if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
         return None
-    if a.shape[0] * a.shape[1] * b.shape[1] < LEAST_WORK or any(
-        tensor is not None and tensor.data_ptr() % _ALIGNMENT_BYTES for tensor in (a, b, add)
-    ):
+    is_large = a.shape[0] * a.shape[1] * b.shape[1] >= LEAST_MULTIPLY_ADDS
+    is_aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in (a, b, add))
+    if not is_large or not is_aligned or torch.are_deterministic_algorithms_enabled():
         return None
-    read_a, read_b = matrix_layout(a), matrix_layout(b)
-    if read_a is None or read_b is None or (add is not None and not add.is_contiguous()):
+    layout_a, layout_b = matrix_layout(a), matrix_layout(b)
+    if layout_a is None or layout_b is None or (add is not None and not add.is_contiguous()):
         return None
-    if torch.are_deterministic_algorithms_enabled():
-        return None
-    shape = ProductShape(read_a, read_b, a.dtype, add is not None, a.device.index)
+    shape = ProductShape(layout_a, layout_b, a.dtype, adds=add is not None, device=a.device.index)
     if shape not in _runs:
         if torch.cuda.graphs.is_current_stream_capturing():
             return None
@@ -149,7 +146,7 @@ def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
 
 
 def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
-    """The fastest of the algorithms whose result is torch's but for rounding; None if there is none."""
+    """Return the fastest of the algorithms whose result is torch's but for rounding; None if there is none."""
     library = _loaded_cublaslt(shape.device)
     if library is None:
         return None
@@ -163,7 +160,7 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
     def time_ms(number: int, round_ms: float) -> float:
         return _time_ms(functools.partial(runs[number], a, b, add, result), round_ms)
 
-    # Of a cold GPU.
+    # Warms the GPU up.
     time_ms(0, _FIRST_ROUND_MS)
     first_ms = [time_ms(number, _FIRST_ROUND_MS) for number in range(len(runs))]
     limit_ms = _FINALIST_FACTOR * min(first_ms)
@@ -179,11 +176,14 @@ def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tenso
         run(a, b, add, result.fill_(torch.nan))
     except RuntimeError:
         return False
-    off, norm = (torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in (result.sub_(expected), expected))
-    return bool(off <= _TOLERANCE * norm)
+    error_norm, norm = (
+        torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in (result.sub_(expected), expected)
+    )
+    return bool(error_norm <= _TOLERANCE * norm)
 
 
 def _time_ms(run: Callable[[], None], round_ms: float) -> float:
+    """Return the mean time of a call, in ms, of as many as fill a round, after half as many to warm up."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time_ms(calls: int) -> float:
@@ -238,12 +238,9 @@ class _CublasLt:
         self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
         rows = shape.b.columns if shape.b.transposed else shape.b.rows
         columns = shape.a.rows if shape.a.transposed else shape.a.columns
-        of_b, of_a = (
-            self._layout(shape.dtype, matrix.rows, matrix.columns, matrix.leading) for matrix in (shape.b, shape.a)
-        )
-        of_result = self._layout(shape.dtype, rows, columns, rows)
+        result = MatrixLayout(transposed=False, rows=rows, columns=columns, column_stride=rows)
+        layouts = [self._layout(shape.dtype, matrix) for matrix in (shape.b, shape.a, result, result)]
         algorithms, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
-        layouts = (of_b, of_a, of_result, of_result)
         try:
             self._call(
                 "MatmulAlgoGetHeuristic", self._handle, description, *layouts,
@@ -260,28 +257,29 @@ class _CublasLt:
         self, description: Any, layouts: Any, beta: float, algorithm: Any, a: Tensor, b: Tensor, add: Tensor | None,
         result: Tensor,
     ) -> None:  # fmt: skip
+        """Launch an algorithm: result = b a + beta addend, column-major, by the layouts of b, a, addend and result."""
         stream = torch.cuda.current_stream(a.device).cuda_stream
         key = a.device.index, stream
         if key not in self._workspaces:
             self._workspaces[key] = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
-        of_b, of_a, of_added, of_result = layouts
-        added = result if add is None else add
+        layout_b, layout_a, layout_addend, layout_result = layouts
+        addend = result if add is None else add
         with torch.cuda.device_of(a):
             self._call(
                 "Matmul", self._handle, description, ctypes.byref(ctypes.c_float(1)),
-                _address(b), of_b, _address(a), of_a, ctypes.byref(ctypes.c_float(beta)),
-                _address(added), of_added, _address(result), of_result, algorithm,
+                _address(b), layout_b, _address(a), layout_a, ctypes.byref(ctypes.c_float(beta)),
+                _address(addend), layout_addend, _address(result), layout_result, algorithm,
                 _address(self._workspaces[key]), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
             )  # fmt: skip
 
     def _set(self, name: str, descriptor: Any, attribute: int, value: Any) -> None:
         self._call(name, descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
-    def _layout(self, dtype: torch.dtype, rows: int, columns: int, leading: int) -> ctypes.c_void_p:
+    def _layout(self, dtype: torch.dtype, matrix: MatrixLayout) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         self._call(
             "MatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[dtype],
-            ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading),
+            ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.column_stride),
         )  # fmt: skip
         return layout
 

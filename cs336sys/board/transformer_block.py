@@ -1,9 +1,7 @@
 """A Transformer block as one node of autograd's graph, which chooses what to keep for its backward pass.
 
-Autograd keeps whatever each operation needs, and computes each gradient by itself. Here the block's backward pass is
-written out: what costs little to compute again (norms, the gate's product) is never kept, products that add to the same
-gradient add it up themselves, and what needs much memory for its arithmetic (gate and up) is kept or not, block by
-block.
+The backward pass is written out: norms and the gate's product, which cost little, are always computed again, products
+that add to the same gradient add it up themselves, and gate and up are kept or not, block by block. See docs/board.md.
 """
 
 import types
@@ -39,9 +37,8 @@ class BlockSettings:
         num_heads: H.
         epsilons: of the first and of the second norm.
         theta: base of the rotation's angles; None for no rotation.
-        attention: causal.
-        keeps_gate_and_up: whether the backward pass finds gate and up, 2 T d_ff elements, or computes them again by two
-            products.
+        attention: causal attention.
+        keeps_gate_and_up: keep them for the backward pass, 2 T d_ff elements; else it computes them by two products.
     """
 
     num_heads: int
@@ -56,19 +53,19 @@ class TransformerBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, settings: BlockSettings, x: Tensor, *weights: Tensor) -> Tensor:
+        """Compute the block; tensors are deleted as soon as they are not needed, which lowers the peak of memory."""
         norm1, q, k, v, o, norm2, gate_weight, up_weight, down = weights
         ops, is_trained = torch.ops.cs336sys, any(ctx.needs_input_grad)
         rows = as_rows(x)
         normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)
         heads = []
         for weight, is_rotated in ((q, True), (k, True), (v, False)):
-            # One after the other, so that one projection at a time exists with its rotation. Heads stay side by side:
-            # attention was no faster with each head by itself, 52 ms for 32 of 32,768 x 128 on an H200 either way.
-            head = _heads(product(normalized, weight.mT), x, settings.num_heads)
+            # One after the other, so that one projection at a time exists with its rotation.
+            projection = _split_heads(product(normalized, weight.mT), x, settings.num_heads)
             if is_rotated and settings.theta is not None:
-                head = rope(head, theta=settings.theta)
-            heads.append(head)
-        del normalized, head
+                projection = rope(projection, theta=settings.theta)
+            heads.append(projection)
+        del normalized, projection
         with torch.set_grad_enabled(is_trained):
             # A graph of attention's own, which keeps query, key, value, output and logsumexp.
             heads = [projection.detach().requires_grad_(is_trained) for projection in heads]
@@ -88,9 +85,10 @@ class TransformerBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Return the gradients of x and of the weights, by the equations of docs/board.md; deletes as forward does."""
         x, inverse1, total, inverse2, gate, up, *weights = ctx.saved_tensors
         norm1, q, k, v, o, norm2, gate_weight, up_weight, down = weights
-        # For the settings and x there is one each before the weights.
+        # The first two are of settings and x.
         _, needs_q, needs_k, needs_v, needs_o, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad[2:]
         settings: BlockSettings = ctx.settings
         ops, rows = torch.ops.cs336sys, as_rows(x)
@@ -109,21 +107,22 @@ class TransformerBlock(torch.autograd.Function):
         grad_up_weight = product(grad_up.mT, normalized) if needs_up else None
         grad_normalized = product(grad_up, up_weight, product(grad_gate, gate_weight), in_place=True)
         del grad_gate, grad_up, normalized
-        # Of the sum of attention's output and x, which also goes on around the feed-forward network.
+        # Of total, the sum of attention's output and x, which also goes on around the feed-forward network.
         grad_total, _, grad_norm2 = ops.rms_norm_backward(
             grad_normalized, grad, total, norm2, inverse2, x.dtype, x.dtype
         )
 
         heads, attended = ctx.attention
         grad_o = product(grad_total.mT, _merge_heads(attended.detach())) if needs_o else None
-        grad_attended = _heads(product(grad_total, o), x, settings.num_heads)
+        grad_attended = _split_heads(product(grad_total, o), x, settings.num_heads)
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
         if not keeps_graph:
-            # Whoever holds on to the loss holds on to this node.
+            # Whoever holds the loss holds this node.
             ctx.attention = None
         if settings.theta is not None:
-            for index in range(2):
+            # Query's and key's are rotated back.
+            for index in (0, 1):
                 grad_head = grad_heads[index]
                 grad_heads[index] = ops.rope(grad_head, None, settings.theta, True, None, grad_head.dtype)
         grad_q, grad_k, grad_v = (_merge_heads(grad_head) for grad_head in grad_heads)
@@ -144,23 +143,22 @@ class TransformerBlock(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _heads(rows: Tensor, like: Tensor, num_heads: int) -> Tensor:
-    """(B S, H D) as (B, H, S, D), as it lies in memory; B may be several dimensions, those of ``like``."""
+def _split_heads(rows: Tensor, like: Tensor, num_heads: int) -> Tensor:
+    """View (B S, H D) as (B, H, S, D); ``like`` (B, S, d) has the dimensions of B."""
     return rows.view(*like.shape[:-1], num_heads, -1).transpose(-3, -2)
 
 
 def _merge_heads(heads: Tensor) -> Tensor:
-    """(B, H, S, D) as (B S, H D): a view where the heads of a token lie side by side."""
+    """Reshape (B, H, S, D) to (B S, H D): a view where the heads of a token lie side by side."""
     return as_rows(heads.transpose(-3, -2).flatten(-2))
 
 
 def transformer_block(x: Tensor, weights: tuple[Tensor, ...], settings: BlockSettings) -> Tensor:
-    """A pre-norm block: ``t = x + attention(norm(x))``, then ``t + down(silu(gate) * up)`` of ``norm(t)``.
+    """Compute a pre-norm block: ``t = x + attention(norm(x))``, then ``t + down(silu(gate) * up)`` of ``norm(t)``.
 
-    What exists for the backward pass, of T tokens and besides the weights: x, t, query, key, value and attention's
-    output, each (T, d), attention's logsumexp, a float32 number a token for either norm, and if they are kept gate and
-    up, each (T, d_ff). The norms' outputs and the gate's product are computed again. Results are the same to the last
-    bit whatever is kept. Differentiable once.
+    Besides the weights, it keeps for the backward pass, of T tokens: x, t, query, key, value and attention's output,
+    each (T, d), attention's logsumexp, a float32 number a token for either norm, and if so set gate and up, each
+    (T, d_ff). Results are the same to the last bit whatever is kept. Differentiable once.
 
     Args:
         x: (B, S, d), contiguous, float32, float16 or bfloat16.
@@ -183,9 +181,9 @@ def transformer_block(x: Tensor, weights: tuple[Tensor, ...], settings: BlockSet
 
 
 def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Attention | None = None) -> None:
-    """Lets every block of a fused Transformer run as :func:`transformer_block`; the last so many keep gate and up.
+    """Let every block of a fused Transformer run as :func:`transformer_block`; the last so many keep gate and up.
 
-    The handle of :func:`~cs336sys.kernels.fuse.fuse`, which must have been called before, undoes this, too.
+    :func:`~cs336sys.kernels.fuse.fuse` must have been called before; its handle undoes this, too.
 
     Args:
         blocks_with_gate_and_up: from 0 to the number of blocks.
@@ -203,11 +201,11 @@ def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Atten
     for index, block in enumerate(blocks):
         rotation = block.attn.positional_encoder
         settings = BlockSettings(
-            block.attn.num_heads,
-            (block.ln1.eps, block.ln2.eps),
-            None if rotation is None else rotation_base(model, f"block {index}", rotation),
-            attention or _causal_attention,
-            # The backward pass begins with the last, and has room for gate and up of one more block when it is done.
+            num_heads=block.attn.num_heads,
+            epsilons=(block.ln1.eps, block.ln2.eps),
+            theta=None if rotation is None else rotation_base(model, f"block {index}", rotation),
+            attention=attention or _causal_attention,
+            # The backward pass begins with the last; when it is done with one, there is room for those of another.
             keeps_gate_and_up=index >= len(blocks) - blocks_with_gate_and_up,
         )
         block.__dict__["forward"] = types.MethodType(_forward_with(settings), block)

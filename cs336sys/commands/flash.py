@@ -53,7 +53,7 @@ class FlashOptions(OperationOptions):
     plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None
 
     def configurations(self, ctx: typer.Context) -> list[dict[str, Any]]:
-        """A cell for each shape and implementation.
+        """Return a cell for each shape and implementation.
 
         A round goes through all implementations of a shape, so that what is compared is measured side by side.
 
@@ -64,11 +64,12 @@ class FlashOptions(OperationOptions):
         shapes: dict[str, Any] = {}
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):
-                if _goes_before(ctx, option, "grid"):
+                if _is_set_before(ctx, option, "grid"):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
             shapes["causal"] = True
+        # Of each implementation, what its configuration has besides settings.
         names, additions = [*self.implementation, *self.kernel], dict[str, dict[str, Any]](self.codes)
         if self.keep_settings:
             if "triton" not in names:
@@ -77,23 +78,24 @@ class FlashOptions(OperationOptions):
             names.sort(key=lambda name: name != "triton")
             additions["triton"] = {"keep_settings": True}
         order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
-        numbers = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
+        rounds = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
-            AttentionWorkload(**shape | {"implementation": name}).configuration() | number | additions.get(name, {})
+            AttentionWorkload(**shape | {"implementation": name}).configuration() | round_ | additions.get(name, {})
             for shape in self.combinations(AttentionWorkload, *order, implementation=[None], **shapes)
-            for number in numbers
+            for round_ in rounds
             for name in names
         ]
 
 
+# Where options get their values, each before those to its left: DEFAULT_MAP is the settings file.
 _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
-def _goes_before(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
-    option_source, other_source = (context.get_parameter_source(name) for name in (option, other))
-    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (option_source, other_source)]
-    return ranks[0] > 0 and ranks[0] >= ranks[1]
+def _is_set_before(context: typer.Context, option: str, other: str) -> bool:
+    """Return whether the user sets an option, and in a place that does not give way to the other option's."""
+    sources = [context.get_parameter_source(name) for name in (option, other)]
+    precedence, other_precedence = (0 if source is None else _SOURCES.index(source.name) for source in sources)
+    return precedence > 0 and precedence >= other_precedence
 
 
 def flash(
@@ -119,14 +121,14 @@ def flash(
     """
     from cs336sys.commands.attention.tables import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
-    over, plot = attention.checked_baseline, attention.plot
+    baseline, plot = attention.checked_baseline, attention.plot
     output.check(plot=plot)
     configurations = attention.configurations(ctx)
     if dry_run:
         plan = partial(attention_plan, "flash", configurations)
         show_plan("flash", plan, sweeping, output, attention.device, plot=plot)
         return
-    tables = partial(flash_tables, baseline=over)
+    tables = partial(flash_tables, baseline=baseline)
     output.check_selection("flash", tables)
     measure = f"measure:{'measure_own_attention' if attention.kernel else 'measure_flash'}"
     if attention.keep_settings:

@@ -8,13 +8,10 @@ from torch.autograd import forward_ad
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Decorates the ``backward`` of a ``torch.autograd.Function`` that must not be differentiated itself.
+    """Let the ``backward`` of a ``torch.autograd.Function`` refuse to be differentiated itself, by create_graph=True.
 
     ``torch.autograd.function.once_differentiable`` refuses only when the incoming gradient requires a gradient. After
     ``output.sum()`` it does not, and a second derivative would silently lack this function's share.
-
-    Raises:
-        RuntimeError: on a backward pass with ``create_graph=True``.
     """
 
     @functools.wraps(backward)
@@ -30,11 +27,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def refuse_transforms(function: str, remedy: str, *tensors: torch.Tensor) -> None:
-    """Refuse derivatives in forward mode and transforms by torch.func, which would lose the tangent in silence.
-
-    Raises:
-        RuntimeError: a tensor has a tangent, or a transform is active.
-    """
+    """Refuse derivatives in forward mode and transforms by torch.func, which would lose the tangent in silence."""
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():

@@ -10,7 +10,8 @@ from torch import Tensor
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import check_tensors, needs_operators
 
-# So many tokens are put in order by comparing each with each, in one launch; more are sorted.
+# The most tokens that are put in order by comparing each with each, in one launch; more are sorted. A program finds the
+# places of RANKED_TOKENS, comparing them with COMPARED_TOKENS at a time.
 MOST_COMPARED = 2**14
 RANKED_TOKENS = 16
 COMPARED_TOKENS = 512
@@ -21,22 +22,22 @@ COLUMN_TILE = 512
 
 @triton.jit
 def _row_of(ids_ptr, token, mask, num_rows):
-    """The row that a token reads: negative ids count from the end."""
+    """Load the row that a token reads: negative ids count from the end."""
     row = tl.load(ids_ptr + token, mask=mask, other=0)
     return tl.where(row < 0, row + num_rows, row)
 
 
 @triton.jit
 def _embedding_order_kernel(ids_ptr, order_ptr, num_tokens, num_rows, TILE: tl.constexpr, COMPARED: tl.constexpr):
-    """Writes each token to its place in the order of rows, and of positions among equal rows."""
+    """Write each token to its place in the order of rows, and of positions among equal rows."""
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = _row_of(ids_ptr, token, token < num_tokens, num_rows)[:, None]
     place = tl.zeros((TILE,), tl.int32)
     for start in range(0, num_tokens, COMPARED):
-        other = start + tl.arange(0, COMPARED)
-        other_row = _row_of(ids_ptr, other, other < num_tokens, num_rows)[None, :]
-        is_before = (other_row < row) | ((other_row == row) & (other[None, :] < token[:, None]))
-        place += tl.sum((is_before & (other < num_tokens)[None, :]).to(tl.int32), axis=1)
+        other_token = start + tl.arange(0, COMPARED)
+        other_row = _row_of(ids_ptr, other_token, other_token < num_tokens, num_rows)[None, :]
+        is_before = (other_row < row) | ((other_row == row) & (other_token[None, :] < token[:, None]))
+        place += tl.sum((is_before & (other_token < num_tokens)[None, :]).to(tl.int32), axis=1)
     tl.store(order_ptr + place, token, mask=token < num_tokens)
 
 
@@ -45,7 +46,7 @@ def _embedding_sum_kernel(
     ids_ptr, order_ptr, grad_ptr, grad_weight_ptr, num_tokens, num_rows, width,
     TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The program at the first place of a row adds up the gradients of all its tokens, TILE at a time."""
+    """Add up the gradients of a row's tokens, TILE at a time, in the program at the row's first place."""
     place = tl.program_id(0)
     row = _row_of(ids_ptr, tl.load(order_ptr + place), True, num_rows)
     token_before = tl.load(order_ptr + place - 1, mask=place > 0, other=0)
@@ -56,19 +57,19 @@ def _embedding_sum_kernel(
         start = place
         goes_on = 1
         while goes_on > 0:
-            at = start + tl.arange(0, TILE)
-            token = tl.load(order_ptr + at, mask=at < num_tokens, other=0)
-            is_own = (at < num_tokens) & (_row_of(ids_ptr, token, at < num_tokens, num_rows) == row)
+            places = start + tl.arange(0, TILE)
+            token = tl.load(order_ptr + places, mask=places < num_tokens, other=0)
+            in_row = (places < num_tokens) & (_row_of(ids_ptr, token, places < num_tokens, num_rows) == row)
             offset = token.to(tl.int64)[:, None] * width + column
-            total += tl.load(grad_ptr + offset, mask=is_own[:, None] & (column < width), other=0.0).to(tl.float32)
+            total += tl.load(grad_ptr + offset, mask=in_row[:, None] & (column < width), other=0.0).to(tl.float32)
             start += TILE
-            goes_on = tl.min(is_own.to(tl.int32), axis=0)
+            goes_on = tl.min(in_row.to(tl.int32), axis=0)
         offset = row.to(tl.int64) * width + column
         tl.store(grad_weight_ptr + offset, tl.sum(total, axis=0, keep_dims=True), mask=column < width)
 
 
-def _order(ids: Tensor, num_rows: int) -> Tensor:
-    """The tokens' numbers in the order of their rows, int32 or int64."""
+def _tokens_by_row(ids: Tensor, num_rows: int) -> Tensor:
+    """Return the tokens' indices in the order of their rows, int32 or int64."""
     if len(ids) > MOST_COMPARED:
         return (ids % num_rows).argsort(stable=True)
     order = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -79,7 +80,7 @@ def _order(ids: Tensor, num_rows: int) -> Tensor:
 
 
 def embedding_gradient(ids: Tensor, grad: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """The gradient (num_rows, d) in ``dtype`` of a weight whose rows ``ids`` (...) have gradients ``grad`` (..., d).
+    """Return the gradient (num_rows, d) in ``dtype`` of a weight: ``grad`` (..., d) is that of its rows ``ids`` (...).
 
     Added up in float32 in an order that is always the same, and rounded once.
     """
@@ -91,7 +92,7 @@ def embedding_gradient(ids: Tensor, grad: Tensor, num_rows: int, dtype: torch.dt
         column_tile = min(COLUMN_TILE, triton.next_power_of_2(width))
         numbers = len(ids), num_rows, width
         with torch.cuda.device_of(grad):
-            tensors = ids, _order(ids, num_rows), grad, grad_weight
+            tensors = ids, _tokens_by_row(ids, num_rows), grad, grad_weight
             _embedding_sum_kernel[(len(ids), triton.cdiv(width, column_tile))](
                 *tensors, *numbers, TILE=SUMMED_TOKENS, COLUMN_TILE=column_tile
             )
@@ -115,7 +116,7 @@ class EmbeddingRows(torch.autograd.Function):
 
 
 def embedding_rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """``weight[ids]``, whose gradient is two launches besides zeros where torch's is six.
+    """Return ``weight[ids]``, whose gradient is two launches besides zeros where torch's is six.
 
     On a GPU; elsewhere, and where a compiler sees it, it is torch's. Equal from run to run to the last bit.
     Differentiable once.

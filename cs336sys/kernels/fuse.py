@@ -1,6 +1,7 @@
-"""Puts the fused kernels into a model, of ``cs336_basics``' names or anybody's, and takes them out again."""
+"""Put the fused kernels into a model with the names of ``cs336_basics`` or any other, and take them out again."""
 
 import functools
+import itertools
 import sys
 import types
 from collections import Counter
@@ -27,6 +28,7 @@ def _norm_forward(
     norm: Any, x: Tensor, residual: Tensor | None = None, returns_x: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
+        # What the block before has computed of this very tensor: see Fused.chain_blocks.
         total, version, y = norm.__dict__.pop("computed", (None, 0, None))
         if residual is None and x is total and x._version == version:
             return (y, x) if returns_x else y
@@ -40,19 +42,24 @@ def _embedding_forward(embedding: Any, token_ids: Tensor) -> Tensor:
 def _block_forward(block: Any, x: Tensor) -> Tensor:
     normalized, x = block.ln1(x, returns_x=True)
     normalized, x = block.ln2(block.attn(normalized), residual=x)
-    out, norm = block.ffn(normalized), block.__dict__.get("next_norm")
-    if norm is None or torch.compiler.is_compiling():
+    out, next_norm = block.ffn(normalized), block.__dict__.get("next_norm")
+    if next_norm is None or torch.compiler.is_compiling():
         return x + out
-    y, total = norm(out, residual=x)
-    norm.__dict__["computed"] = total, total._version, y
+    y, total = next_norm(out, residual=x)
+    next_norm.__dict__["computed"] = total, total._version, y
     return total
 
 
-# One function for all modules that compute alike: compiled code is theirs together.
+# Functions that return forward passes are cached: modules that compute alike share one, and with it compiled code.
+# A module's only argument may be given by its name, which differs from model to model.
+
+
 @functools.cache
 def gate_forward(layers: Gate) -> Callable:
-    def forward(ffn: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*inputs, *named.values())
+    """Return the forward pass of a SwiGLU with these layers."""
+
+    def forward(ffn: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
+        (x,) = (*inputs, *named_inputs.values())
         gate, up, down = (getattr(ffn, name) for name in layers)
         if not _reads_copy(ffn.gate_up_copy, x):
             return down(swiglu(gate(x), up(x)))
@@ -67,10 +74,10 @@ def gate_forward(layers: Gate) -> Callable:
 def norm_forward(eps: float) -> Callable:
     """Return the forward pass of an RMSNorm outside our blocks, without a residual."""
 
-    def forward(norm: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*inputs, *named.values())
+    def forward(norm: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
+        (x,) = (*inputs, *named_inputs.values())
         if x.dtype != norm.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            # Norms differ in which of the two dtypes they return.
+            # RMSNorms of different models return different ones of the two dtypes.
             return type(norm).forward(norm, x)
         y = rms_norm(x, norm.weight, eps)
         assert isinstance(y, Tensor)
@@ -80,12 +87,12 @@ def norm_forward(eps: float) -> Callable:
 
 
 def _reads_copy(copy: Tensor | None, x: Tensor) -> bool:
-    """Return whether a layer computes with a copy of its weight: not where a model switches autocast off."""
+    """Return whether a layer computes x with a copy of its weight: not where a model switches autocast off."""
     return copy is not None and (x.dtype == copy.dtype or torch.is_autocast_enabled(x.device.type))
 
 
-def _linear_forward(linear: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
-    (x,) = (*inputs, *named.values())
+def _linear_forward(linear: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
+    (x,) = (*inputs, *named_inputs.values())
     if not _reads_copy(linear.weight_copy, x):
         return type(linear).forward(linear, x)
     return linear_of_copy(x, linear.weight_copy, linear.weight, gradient_dtype=linear.gradient_dtype)
@@ -93,6 +100,8 @@ def _linear_forward(linear: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
 
 @functools.cache
 def rotation_forward(theta: float) -> Callable:
+    """Return the forward pass of a rotation with this base."""
+
     def forward(rotation: Any, x: Tensor, pos_ids: Tensor | None = None) -> Tensor:
         return rope(x, pos_ids, theta=theta)
 
@@ -101,12 +110,15 @@ def rotation_forward(theta: float) -> Callable:
 
 @functools.cache
 def attention_forward(theta: float | None, attention: Attention) -> Callable:
+    """Return the forward pass of causal self-attention, without rotations where ``theta`` is None."""
+
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         if attn.qkv_copy is None:
             return type(attn).forward(attn, x, token_positions)
         dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype)
         if theta is None:
+            # (..., S, 3 H D) to three of (..., H, S, D).
             query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
         else:
             query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
@@ -118,7 +130,7 @@ def attention_forward(theta: float | None, attention: Attention) -> Callable:
 
 @functools.cache
 def attention_of(module: types.ModuleType) -> Attention:
-    """Whatever the model's module computes attention with at the time of a call."""
+    """Return causal attention by the function that the model's module has at the time of a call."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         index = torch.arange(query.shape[-2], device=query.device)
@@ -134,36 +146,40 @@ def _is_rms_norm(norm: Any) -> bool:
     return type(norm).__name__ == "RMSNorm" and recognition.norm_epsilon(norm) == norm.eps
 
 
+def _is_swiglu(ffn: Any) -> bool:
+    return recognition.gate_layers(ffn) == _COURSE_GATE
+
+
 def _is_block(block: Any) -> bool:
     # Its fused forward pass calls the norms with the residual.
     return recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
 
 
-# By the name of a module's class in ``cs336_basics``: its fused forward pass, and whether a module computes the same.
+# By the name of a class in ``cs336_basics``: its fused forward pass, and whether a module of this name computes that.
 FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
     "RMSNorm": (_norm_forward, _is_rms_norm),
-    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: recognition.gate_layers(ffn) == _COURSE_GATE),
+    "SwiGLU": (gate_forward(_COURSE_GATE), _is_swiglu),
     "TransformerBlock": (_block_forward, _is_block),
     "Embedding": (_embedding_forward, recognition.is_embedding),
 }
 
 
 def head_forward(head: Any, hidden: Tensor) -> Tensor:
-    """Logits, or the loss where there are targets."""
+    """Return logits, or the loss where there are targets."""
     if head.targets is None:
         return type(head).forward(head, hidden)
     options = {"copy": head.copy, "gradient_dtype": head.gradient_dtype, "softcap": head.softcap, **head.loss_options}
     loss = linear_cross_entropy(hidden, head.weight, head.targets, **options)
     assert isinstance(loss, Tensor)
-    # The model caps what it takes for logits, (B, S, V).
+    # A model that caps takes the loss for logits (B, S, V), and caps it.
     return loss if head.softcap is None else CAPPED_LOSS_SCALE * loss.reshape(*(loss.shape or (1, 1)), 1)
 
 
 def rotation_base(model: nn.Module, path: str, rotation: nn.Module) -> float:
-    """The base of a rotation's angles: its own ``theta``, or the model's ``config["rope_theta"]``.
+    """Return the base of a rotation's angles: its own ``theta``, or the model's ``config["rope_theta"]``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: neither has one; ``path`` names the rotation.
     """
     theta = getattr(rotation, "theta", None)
     if theta is None:
@@ -184,7 +200,7 @@ ATTRIBUTES = {
     "TransformerBlock": ("ln1", "attn", "ln2", "ffn"),
 }
 
-# Classes of which a model need not have any.
+# Classes that are replaced, too, and that a model need not have.
 OPTIONAL = ("RotaryEmbedding", "Embedding")
 
 # The layers of a module whose weights lie side by side in one copy, by the name of the module's class and the copy.
@@ -196,7 +212,7 @@ STACKED = {
 # The model's last layer, by its name in the model.
 HEAD = "lm_head"
 
-# The classes whose forward passes each kernel replaces, by the kernel's name; that of the loss replaces the head's.
+# By a kernel's name, the classes whose forward passes it replaces; the loss's kernel replaces the head's.
 KERNELS: dict[str, tuple[str, ...]] = {
     "rms-norm": ("RMSNorm", "TransformerBlock"),
     "rope": ("RotaryEmbedding",),
@@ -204,7 +220,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear-cross-entropy": (),
 }
 
-# What a fused last layer keeps: options of the loss and their targets, which it has within Fused.loss.
+# The attributes of a fused last layer; targets and options of the loss have values within Fused.loss alone.
 _HEAD_STATE: dict[str, Any] = dict.fromkeys(("targets", "copy", "gradient_dtype", "softcap")) | {"loss_options": {}}
 
 # Where a fused model keeps its handle.
@@ -228,7 +244,7 @@ class Fused:
 
     Attributes:
         copies: of the blocks' weights, after :meth:`keep_copies` or :meth:`stack_weights`.
-        recognized: number of modules that each kernel replaces, for a model fused by its outputs.
+        recognized: how many modules each kernel replaces, if modules were recognized by their outputs.
     """
 
     def __init__(
@@ -239,13 +255,14 @@ class Fused:
         head: Head | None,
         recognized: Mapping[str, int] | None = None,
     ):
+        """Put each module's replacement in; ``kernels``: names of :data:`KERNELS` that were asked for."""
         self.copies: WeightCopies | None = None
         self.recognized = recognized or {}
         self._model = model
         self._replacements = dict(replacements)
-        self._lacks = [name for name in KERNELS if name not in kernels]
+        self._missing_kernels = [name for name in KERNELS if name not in kernels]
         for module, (forward, stacks) in replacements.items():
-            # Before the class's own forward pass, which stays as it is.
+            # An attribute of the instance goes before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in stacks:
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
@@ -260,7 +277,7 @@ class Fused:
         return self._head is not None
 
     def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor, **options: Any) -> Tensor:
-        """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
+        """Return the mean cross-entropy of the next tokens, without their logits: last layer and loss are one kernel.
 
         Args:
             model: the fused model or a wrapper; returns logits, or an object with ``.logits``.
@@ -273,7 +290,7 @@ class Fused:
             UsageError: no last layer without a bias computes what the model returns, this kernel was left out, or the
                 logits would be capped twice.
         """
-        if "linear-cross-entropy" in self._lacks:
+        if "linear-cross-entropy" in self._missing_kernels:
             raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
         if not self.computes_loss:
             name = type(self._model).__name__
@@ -344,49 +361,49 @@ class Fused:
             weight.data = copy
 
     def _stack(self, dtype: torch.dtype, *, are_separate: bool) -> WeightCopies:
-        """Copy weights in this dtype, those of layers with one input below each other, and keep the copies fresh."""
-        if self._lacks:
-            raise UsageError(f"copies of weights need all fused kernels: {', '.join(self._lacks)} is left out")
+        """Allocate copies in this dtype, layers with one input below each other, which forward passes keep fresh."""
+        if self._missing_kernels:
+            missing = ", ".join(self._missing_kernels)
+            raise UsageError(f"copies of weights need all fused kernels: {missing} is left out")
         self.copies = WeightCopies(are_separate=are_separate)
         for module, replacement in self._replacements.items():
             for name, layers in replacement.stacks.items():
                 weights = [layer.get_parameter("weight") for layer in layers]
-                shape = sum(len(weight) for weight in weights), weights[0].shape[1]
-                copy = torch.empty(shape, dtype=dtype, device=weights[0].device)
-                module.__dict__[name] = copy
+                shape = sum(map(len, weights)), weights[0].shape[1]
+                copy = module.__dict__[name] = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 self.copies.add(weights, copy)
-        if are_separate and self._head is not None and self._owners(self._head.weight) == 1:
+        if are_separate and self._head is not None and self._count_owners(self._head.weight) == 1:
             self._head.__dict__["copy"] = torch.empty_like(self._head.weight, dtype=dtype, requires_grad=False)
             self.copies.add([self._head.weight], self._head.copy)
         self._model.register_load_state_dict_post_hook(_refresh_copies)
         self._model.register_forward_pre_hook(_refresh_changed_copies)
         return self.copies
 
-    def _owners(self, weight: nn.Parameter) -> int:
+    def _count_owners(self, weight: nn.Parameter) -> int:
         """Count the modules that own a parameter: an embedding may share the head's."""
         return sum(parameter is weight for module in self._model.modules() for parameter in module._parameters.values())
 
     def chain_blocks(self) -> None:
         """Let each block's last addition run in the kernel of the norm after it: the next block's first, or the last.
 
-        What that norm is called with later is compared with the sum by identity, so that a model which does something
-        in between computes as before, with a norm too many. Not for blocks that are run again in the backward pass, nor
-        for wrappers that gather the weights of a block when it is called. Compiled blocks add by themselves.
+        That norm takes the result if it is then called with the very sum; a model that does something in between
+        computes as before, with a norm too many. Not for blocks that are run again in the backward pass, nor for
+        wrappers that gather the weights of a block when it is called. Compiled blocks add by themselves.
 
         Raises:
             UsageError: the model was fused without rms-norm.
         """
-        if "rms-norm" in self._lacks:
+        if "rms-norm" in self._missing_kernels:
             raise UsageError("a block's last addition is rms-norm's: the model was fused without it")
         blocks: list[Any] = [module for module in self._replacements if type(module).__name__ == "TransformerBlock"]
         inside = {part for block in blocks for part in block.modules()}
-        last = [norm for norm in self._replacements if type(norm).__name__ == "RMSNorm" and norm not in inside]
-        for block, norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), *last[:1]], strict=False):
-            # Past torch's list of a module's parts: the state dict has it once.
+        outside = [norm for norm in self._replacements if type(norm).__name__ == "RMSNorm" and norm not in inside]
+        for block, norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), *outside[:1]], strict=False):
+            # Not by setattr, which would make it a part of the block, and list its weight twice in the state dict.
             block.__dict__["next_norm"] = norm
 
     def undo(self) -> None:
-        """The model computes as before; a second call does nothing."""
+        """Let the model compute as before; a second call does nothing."""
         for module, replacement in self._replacements.items():
             module.__dict__.pop("forward", None)
             for name in (*replacement.stacks, "gradient_dtype", "next_norm", "computed"):
@@ -400,7 +417,7 @@ class Fused:
 
 
 def fused_kernels(model: nn.Module) -> Fused | None:
-    """The handle of a model that is fused, or that wraps one that is."""
+    """Return the handle of a model that is fused or wraps one that is; None for others."""
     return next((module.__dict__[_HANDLE] for module in model.modules() if _HANDLE in module.__dict__), None)
 
 
@@ -419,18 +436,12 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
 def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
     """Let a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
-    Modules are known by the names of their classes and attributes where the model has those of ``cs336_basics.model``,
-    and are left alone where they compute something else under these names:
-
-    - ``RMSNorm`` (``weight``, ``eps``) computes ``rms_norm``,
-    - ``SwiGLU`` (``w1``, ``w2``, ``w3``) ``w2(swiglu(w1(x), w3(x)))``,
-    - ``TransformerBlock`` (``ln1``, ``attn``, ``ln2``, ``ffn``) adds attention's output in the kernel of ``ln2``,
-    - ``RotaryEmbedding``, where there is one, ``rope``, with its own ``theta`` or the model's
-      ``config["rope_theta"]``,
-    - the model's ``lm_head`` ``linear_cross_entropy``, where the handle's ``loss`` calls the model,
-    - ``CausalMultiHeadSelfAttention`` (``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``num_heads``,
-      ``positional_encoder``) ``rope_qkv``, once the handle keeps copies of the weights,
-    - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
+    In a model with the names of classes and attributes of ``cs336_basics.model``, modules are known by these names, and
+    left alone where they compute something else: ``RMSNorm``, ``SwiGLU``, ``RotaryEmbedding`` (with its own ``theta``
+    or the model's ``config["rope_theta"]``), ``Embedding`` but for torch's own, ``TransformerBlock``, which adds
+    attention's output in the kernel of its second norm, and, once the handle keeps copies of the weights,
+    ``CausalMultiHeadSelfAttention``. ``lm_head`` is ``linear_cross_entropy`` where the handle's ``loss`` calls the
+    model.
 
     In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
     SwiGLUs, a last layer whose output the model returns unchanged or as ``cap * tanh(output / cap)`` (Gemma 2) and does
@@ -459,20 +470,21 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     kernels = KERNELS if only is None or set(only) == set(KERNELS) else tuple(only)
     names = {type(module).__name__ for module in model.modules()}
     if names.issuperset(ATTRIBUTES):
-        return _fuse_named(model, attention, kernels)
+        return _fuse_course_model(model, attention, kernels)
     return _fuse_recognized(model, kernels)
 
 
-def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
-    replaced = {name for kernel in kernels for name in KERNELS[kernel]}
+def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
+    """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
+    replaced_classes = {name for kernel in kernels for name in KERNELS[kernel]}
     if kernels is KERNELS:
-        replaced |= {"CausalMultiHeadSelfAttention", "Embedding"}
-    named = {
+        replaced_classes |= {"CausalMultiHeadSelfAttention", "Embedding"}
+    course_modules = {
         path: module
         for path, module in model.named_modules()
         if type(module).__name__ in (*ATTRIBUTES, *OPTIONAL) and not isinstance(module, nn.Embedding)
     }
-    for path, module in named.items():
+    for path, module in course_modules.items():
         _refuse_own_forward(path, module)
         name = type(module).__name__
         missing = [attribute for attribute in ATTRIBUTES.get(name, ()) if not hasattr(module, attribute)]
@@ -481,9 +493,9 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
     replacements: dict[nn.Module, Replacement] = {}
-    for path, module in named.items():
+    for path, module in course_modules.items():
         name = type(module).__name__
-        forward = _named_forward(model, path, module, attention) if name in replaced else None
+        forward = _course_forward(model, path, module, attention) if name in replaced_classes else None
         if forward is not None:
             stacks = {
                 copy: tuple(getattr(module, layer) for layer in layers)
@@ -503,7 +515,7 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
     return Fused(model, replacements, kernels, head)
 
 
-def _named_forward(model: nn.Module, path: str, module: Any, attention: Attention | None) -> Callable | None:
+def _course_forward(model: nn.Module, path: str, module: Any, attention: Attention | None) -> Callable | None:
     """Return the fused forward pass of a module with a name of ``cs336_basics``, or None if it computes otherwise."""
     name = type(module).__name__
     if name == "RotaryEmbedding":
@@ -528,38 +540,20 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         raise UsageError(f"{type(model).__name__} is fused already: undo that first")
     head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
     replacements: dict[nn.Module, Replacement] = {}
-    inside_gates: set[nn.Module] = set()
-    counts = Counter({} if head is None else {"linear-cross-entropy": 1})
+    counts: Counter[str] = Counter()
     owners = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
-
-    def owns(*layers: nn.Module) -> bool:
-        # A weight that another module reads, too, would have two copies, of which an optimizer writes one.
-        return all(owners[layer.get_parameter("weight")] == 1 for layer in layers)
-
+    stacked_layers: set[nn.Module] = set()
     for path, module in model.named_modules():
-        if module in inside_gates:
+        if module in stacked_layers:
             continue
-        if "rms-norm" in kernels and (eps := recognition.norm_epsilon(module)) is not None:
-            counts["rms-norm"] += 1
-            replacement = Replacement(norm_forward(eps))
-        elif (
-            "swiglu" in kernels
-            and (gate := recognition.gate_layers(module)) is not None
-            and owns(*(layers := [module.get_submodule(name) for name in gate]))
-        ):
-            counts["swiglu"] += 1
-            inside_gates.update(layers)
-            replacement = Replacement(
-                gate_forward(gate), {"gate_up_copy": tuple(layers[:2]), "down_copy": tuple(layers[2:])}
-            )
-        elif head is not None and module is head.layer:
-            replacement = Replacement(head_forward)
-        elif kernels is KERNELS and recognition.is_linear(module) and owns(module):
-            replacement = Replacement(_linear_forward, {"weight_copy": (module,)})
-        else:
+        kernel, replacement = _recognize(module, kernels, head, owners)
+        if replacement is None:
             continue
         _refuse_own_forward(path, module)
         replacements[module] = replacement
+        stacked_layers.update(itertools.chain.from_iterable(replacement.stacks.values()))
+        if kernel is not None:
+            counts[kernel] += 1
     missing = [kernel for kernel in kernels if kernel not in counts]
     if not counts or (missing and kernels is not KERNELS):
         raise UsageError(
@@ -569,6 +563,28 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         )
     recognized = {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
     return Fused(model, replacements, kernels, head, recognized)
+
+
+def _recognize(
+    module: nn.Module, kernels: Collection[str], head: Head | None, owners: Mapping[nn.Parameter | None, int]
+) -> tuple[str | None, Replacement | None]:
+    """Return the kernel that can replace a module, None for copies of a layer's weight, and the replacement if any.
+
+    Weights with several ``owners`` would have several copies, of which an optimizer writes one: they get none.
+    """
+    if head is not None and module is head.layer:
+        return "linear-cross-entropy", Replacement(head_forward)
+    eps = recognition.norm_epsilon(module) if "rms-norm" in kernels else None
+    if eps is not None:
+        return "rms-norm", Replacement(norm_forward(eps))
+    gate = recognition.gate_layers(module) if "swiglu" in kernels else None
+    if gate is not None:
+        layers = tuple(module.get_submodule(name) for name in gate)
+        if all(owners[layer.get_parameter("weight")] == 1 for layer in layers):
+            return "swiglu", Replacement(gate_forward(gate), {"gate_up_copy": layers[:2], "down_copy": layers[2:]})
+    if kernels is KERNELS and recognition.is_linear(module) and owners[module.get_parameter("weight")] == 1:
+        return None, Replacement(_linear_forward, {"weight_copy": (module,)})
+    return None, None
 
 
 def _refuse_own_forward(path: str, module: nn.Module) -> None:

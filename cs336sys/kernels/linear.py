@@ -1,4 +1,4 @@
-"""Linear layers that read their weights side by side in one tensor, such as half-precision copies, which it keeps."""
+"""Linear layers that read their weights side by side in one tensor, and half-precision copies of weights."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ def _empty_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
+    """Multiply grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
     grad_rows, rows = as_rows(grad), as_rows(x)
     if dtype == rows.dtype:
         return grad_rows.mT @ rows
@@ -42,7 +42,7 @@ def _product_flops(
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
+    """Return the gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
     compute = _weight_gradient_operator if needs_operators(grad) else _weight_gradient
     return compute(grad, x, dtype)
 
@@ -66,17 +66,17 @@ class LinearOfCopy(torch.autograd.Function):
 
 
 def linear_of_copy(x: Tensor, copy: Tensor, *weights: Tensor, gradient_dtype: torch.dtype | None = None) -> Tensor:
-    """``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
+    """Return ``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
 
-    Gradients go to x and to the weights: these straight from the product, which sums in float32, as views of one
+    Gradients go to x and to the weights: the latter straight from the product, which sums in float32, as views of one
     tensor. Differentiable once.
 
     Args:
         x: (..., d_in), of the dtype of ``copy``; under ``torch.autocast`` it is cast.
         copy: (sum of d_out, d_in).
         weights: (d_out, d_in) each, of one dtype. They are not read.
-        gradient_dtype: in which the product writes the weights' gradients, None for the dtype of the weights; autograd
-            casts them to the weights' ``grad_dtype``.
+        gradient_dtype: of the weights' gradients as the product writes them, None for the dtype of the weights;
+            autograd casts them to the weights' ``grad_dtype``.
     """
     device_type = x.device.type
     gradient_dtype = gradient_dtype or weights[0].dtype
@@ -92,10 +92,10 @@ class WeightCopies:
     Iterating over it gives each weight with its copy.
 
     Args:
-        are_separate: whether they have memory of their own; else the weights lie in them.
+        are_separate: whether copies have memory of their own; else the weights lie in them.
 
     Attributes:
-        tensors: those that have memory of their own.
+        tensors: the copies that have memory of their own.
     """
 
     def __init__(self, *, are_separate: bool) -> None:
@@ -108,34 +108,34 @@ class WeightCopies:
         return iter(self._pairs)
 
     def add(self, weights: Sequence[Tensor], copy: Tensor) -> None:
-        """``copy`` (rows of all weights, d) holds the weights (rows, d) one after another."""
+        """Add a copy (rows of all weights, d) that holds these weights (rows, d) one after another."""
         if self._are_separate:
             self.tensors.append(copy)
         self._pairs += zip(weights, copy.split([len(weight) for weight in weights]), strict=True)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write all copies anew."""
+        """Copy all weights."""
         if self._are_separate and self._pairs:
             weights, copies = zip(*self._pairs, strict=True)
             torch._foreach_copy_(copies, weights)
         self._versions = self._versions_now()
 
     def refresh_changed(self) -> None:
-        """:meth:`refresh` if PyTorch has written into a weight since; the GPU is not waited for."""
+        """Copy all weights if PyTorch has written into one since; the host does not wait for the GPU."""
         if self._versions != self._versions_now():
             self.refresh()
 
     @torch.no_grad()
     def differences(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each weight, and how far its copy is from the weight in the copy's dtype: zeros if it is up to date."""
+        """Yield each weight, and its copy's difference from the rounded weight: zeros if the copy is up to date."""
         for weight, copy in self._pairs:
             rounded = weight.to(copy.dtype)
-            off = (copy - rounded).float()
+            difference = (copy - rounded).float()
             if not weight.is_cuda:
                 # Triton's interpreter cuts off instead of rounding.
-                off[off.abs() <= torch.finfo(copy.dtype).eps * rounded.float().abs()] = 0
-            yield weight, off
+                difference[difference.abs() <= torch.finfo(copy.dtype).eps * rounded.float().abs()] = 0
+            yield weight, difference
 
     def _versions_now(self) -> list[tuple[int, int]]:
         return [(id(weight), weight._version) for weight, _ in self._pairs]

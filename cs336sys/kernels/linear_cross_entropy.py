@@ -20,31 +20,31 @@ from cs336sys.kernels.operators import DTYPES, as_rows, check_tensors, define_gr
 def cross_entropy_count_kernel(
     target_ptr, count_ptr, is_allowed_ptr, num_tokens, num_columns, ignore_index, TILE: tl.constexpr
 ):
-    """One program counts the targets that are not ignored, and says whether all of these are in the vocabulary."""
+    """Count the targets that are not ignored, and store whether all of these are in the vocabulary; one program."""
     count = tl.zeros((TILE,), tl.int64)
-    outside = tl.zeros((TILE,), tl.int32)
+    num_outside = tl.zeros((TILE,), tl.int32)
     for start in range(0, num_tokens, TILE):
         token = start + tl.arange(0, TILE)
         target = tl.load(target_ptr + token, mask=token < num_tokens, other=ignore_index)
         is_counted = target != ignore_index
         count += is_counted.to(tl.int64)
-        outside += (is_counted & ((target < 0) | (target >= num_columns))).to(tl.int32)
+        num_outside += (is_counted & ((target < 0) | (target >= num_columns))).to(tl.int32)
     tl.store(count_ptr, tl.sum(count, axis=0))
-    tl.store(is_allowed_ptr, tl.sum(outside, axis=0) == 0)
+    tl.store(is_allowed_ptr, tl.sum(num_outside, axis=0) == 0)
 
 
 @triton.jit
 def _accumulate(x, maximum, total):
-    """The largest logit so far, and the sum of the exponentials of what the others are below it."""
-    larger = tl.maximum(maximum, tl.max(x, axis=0))
-    # Of logits that are all -inf, no difference to the largest can be taken.
-    shift = tl.where(larger == -float("inf"), 0.0, larger)
-    return larger, total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift), axis=0)
+    """Return the maximum of all logits so far, x among them, and the sum of exp(logit - maximum)."""
+    new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
+    # Where all logits are -inf, the difference to their maximum would be NaN.
+    shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    return new_maximum, total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift), axis=0)
 
 
 @triton.jit
 def _load_logits(pointers, mask, other, softcap, CAPPED: tl.constexpr):
-    """Logits in float32; capped: softcap * tanh(x / softcap), to the precision of float32 near 0 as well."""
+    """Load logits in float32; if CAPPED as softcap * tanh(x / softcap), to the precision of float32 near 0 as well."""
     x = tl.load(pointers, mask=mask, other=other).to(tl.float32)
     if CAPPED:
         ratio = x / softcap
@@ -66,23 +66,25 @@ def _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED: tl.cons
 
 @triton.jit
 def _reduce_row(
-    logits_ptr, class_weight_ptr, origin, tile, last, num_columns, row_stride, softcap,
+    logits_ptr, class_weight_ptr, origin, tile, last_start, num_columns, row_stride, softcap,
     SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The last tile of a row's logits, their maximum, the sum of exp(x - maximum), and the sum of weight (x - origin).
+    """Read a row's logits x, and return the last tile and what all logits sum up to.
 
-    The weights, of the last tile, are 1 where they or label smoothing are not asked for.
+    Returns:
+        x of the last tile; the maximum of the row; the sum of exp(x - maximum); the class weights of the last tile, 1
+        without weights or label smoothing; the sum of weight (x - origin), 0 without label smoothing.
     """
     maximum = -float("inf")
     total = 0.0
     sum_of_logits = 0.0
-    for start in range(0, last, COLUMN_TILE):
+    for start in range(0, last_start, COLUMN_TILE):
         x = _load_logits(logits_ptr + start + tile, None, None, softcap, CAPPED)
         maximum, total = _accumulate(x, maximum, total)
         if SMOOTHED:
             weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
             sum_of_logits += tl.sum(weights * (x - origin), axis=0)
-    column = last + tile
+    column = last_start + tile
     in_row = column < num_columns
     # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
     last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
@@ -99,9 +101,9 @@ def _share_loss(
     loss, origin_loss, sum_of_logits, target_weight, total_weight_ptr, num_columns, label_smoothing,
     SMOOTHED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a token, and the shares in it of the target, of each other column, and of the softmax.
+    """Return the loss of a token, and the factors of target, class weight and softmax in its gradient.
 
-    ``origin_loss`` and ``sum_of_logits`` are as if the origin of the logits were the target.
+    ``origin_loss`` is the loss if the target's logit were the origin, ``sum_of_logits`` that of weight (x - origin).
     """
     target_share = target_weight
     softmax_share = target_weight
@@ -125,13 +127,13 @@ Shares = namedtuple("Shares", "target maximum softmax_factor target_share other_
 
 @triton.jit
 def _logit_gradient(x, column, weights, shares, CAPPED: tl.constexpr):
-    """d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j, scaled."""
-    # The maximum and log(sum) stay apart: their sum has no digits left for log(sum) where all logits are large.
+    """Return d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j, scaled."""
+    # maximum + log(sum) would have no digits left for log(sum) where all logits are large.
     softmax = shares.softmax_factor * tl.exp(x - shares.maximum)
     gradient = softmax - shares.other_share * weights - tl.where(column == shares.target, shares.target_share, 0.0)
     if CAPPED:
         gradient *= 1.0 - (x / shares.softcap) * (x / shares.softcap)
-    # Tokens that are left out have a scale of zero, and a gradient of zero whatever their logits are.
+    # Ignored tokens have a scale of zero, and a gradient of zero even where their logits are not finite.
     return tl.where(shares.scale == 0.0, 0.0, gradient * shares.scale)
 
 
@@ -142,7 +144,7 @@ def cross_entropy_forward_kernel(
     CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WITH_GRADIENT: tl.constexpr, AVERAGED: tl.constexpr,
     SCALED: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program turns one token's logits into its loss, and in place into their gradient.
+    """Turn one token's logits into its loss, and in place into their gradient, in each program.
 
     The row is read from the front to the back, and again from the back to the front: its last tile stays in registers.
     """
@@ -150,23 +152,23 @@ def cross_entropy_forward_kernel(
     logits_ptr += row * row_stride
     target = tl.load(target_ptr + row)
     is_target = (target >= 0) & (target < num_columns)
-    # Before the first reduction, behind which other threads overwrite it.
+    # Loaded before the first reduction, behind which other threads overwrite it.
     target_logit = _load_logits(logits_ptr + target, is_target, float("nan"), softcap, CAPPED)
     target_weight = 1.0
     if WEIGHTED:
         target_weight = tl.load(class_weight_ptr + target, mask=is_target, other=0.0)
-    # Of logits in a row the differences to this one are summed, which are small where all logits are large.
+    # Label smoothing sums the logits' differences to this one, which are small where all logits are large.
     origin = tl.where(target_logit == -float("inf"), 0.0, target_logit)
 
     tile = tl.arange(0, COLUMN_TILE)
-    last = (tl.cdiv(num_columns, COLUMN_TILE) - 1) * COLUMN_TILE
+    last_start = (tl.cdiv(num_columns, COLUMN_TILE) - 1) * COLUMN_TILE
     x, maximum, total, weights, sum_of_logits = _reduce_row(
-        logits_ptr, class_weight_ptr, origin, tile, last, num_columns, row_stride, softcap,
+        logits_ptr, class_weight_ptr, origin, tile, last_start, num_columns, row_stride, softcap,
         SMOOTHED, CAPPED, WEIGHTED, COLUMN_TILE,
     )  # fmt: skip
     log_total = tl.log(total)
     tl.store(logsumexp_ptr + row, tl.where(maximum == float("inf"), maximum, maximum + log_total))
-    # As of PyTorch's: the softmax of a row with an infinite logit is NaN.
+    # As in PyTorch, the softmax of a row with an infinite logit is NaN.
     maximum = tl.where(tl.abs(maximum) == float("inf"), float("nan"), maximum)
     logsumexp = maximum + log_total
     loss, target_share, other_share, softmax_share = _share_loss(
@@ -185,11 +187,11 @@ def cross_entropy_forward_kernel(
             scale *= tl.load(grad_loss_ptr + row)
         scale = tl.where(is_counted, scale, 0.0)
         softmax_factor = (softmax_share + 2.0 * z_loss * logsumexp) / total
-        column = last + tile
+        column = last_start + tile
         shares = Shares(target, maximum, softmax_factor, target_share, other_share, scale, softcap)
         tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED), mask=column < row_stride)
-        for done in range(0, last, COLUMN_TILE):
-            column = last - COLUMN_TILE - done + tile
+        for columns_done in range(0, last_start, COLUMN_TILE):
+            column = last_start - COLUMN_TILE - columns_done + tile
             x = _load_logits(logits_ptr + column, None, None, softcap, CAPPED)
             weights = _load_class_weights(class_weight_ptr, column, num_columns, SMOOTHED and WEIGHTED)
             tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED))
@@ -199,7 +201,7 @@ def cross_entropy_forward_kernel(
 def cross_entropy_scale_kernel(
     x_ptr, output_ptr, factor_ptr, num_elements, num_programs, SAME_MEMORY: tl.constexpr, TILE: tl.constexpr
 ):
-    """output = factor x; in the same memory, a factor of 1 is done without reading it."""
+    """Compute output = factor x; in the same memory a factor of 1 reads and writes nothing."""
     factor = tl.load(factor_ptr)
     if not SAME_MEMORY or factor != 1.0:
         first = tl.program_id(0).to(tl.int64) * TILE
@@ -234,7 +236,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossOptions(NamedTuple):
-    """Arguments of the operator behind its three tensors, in its order; see :func:`linear_cross_entropy`.
+    """The operator's arguments after its three tensors, in its order; see :func:`linear_cross_entropy`.
 
     ``dtype`` is that of the products. ``grad_loss`` has a number for each token, by which its gradients are multiplied.
     """
@@ -268,6 +270,7 @@ class LossOptions(NamedTuple):
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions) -> None:
+    """Refuse, in one sentence, tensors that do not fit together and options out of range."""
     dtype, copy, class_weight = options.dtype, options.copy, options.class_weight
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise ValueError(
@@ -317,8 +320,8 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: Lo
 def _count_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
     """Count targets that are not ignored, as a scalar on their device.
 
-    One that is not in the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
-    assertion on a GPU, for which no host waits.
+    A target outside the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
+    assertion on a GPU, for which the host does not wait.
     """
     count = torch.empty((), dtype=torch.int64, device=targets.device)
     is_allowed = torch.empty((), dtype=torch.bool, device=targets.device)
@@ -338,21 +341,34 @@ def _count_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tenso
 
 
 def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> torch.dtype:
-    """The dtype in which the weight's gradient is kept for backward."""
+    """Return the dtype in which the weight's gradient is kept for backward."""
     # float16 sums that are not yet divided by the number of tokens would overflow.
     return torch.float32 if torch.float16 in (dtype, weight_dtype) else gradient_dtype or weight_dtype
 
 
-def _sums_dtype(
-    weight: Tensor, dtype: torch.dtype, kept: torch.dtype, chunk_bytes: int, logits_bytes: int
-) -> torch.dtype:
-    """The dtype in which the weight's gradient is summed over chunks; ``kept`` is that in which it is kept."""
+def _sums_dtype(weight: Tensor, dtype: torch.dtype, kept: torch.dtype, logits_bytes: int) -> torch.dtype:
+    """Return the dtype in which the weight's gradient is summed over chunks; ``kept`` is :func:`kept_dtype`."""
     if dtype != torch.bfloat16 or kept == torch.float32:
         return torch.float32
     # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
     token_bytes = logits_bytes_of_a_token(len(weight), dtype)
-    fits = chunk_bytes - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
-    return torch.float32 if fits and logits_bytes > chunk_bytes else torch.bfloat16
+    sums_fit = CHUNK_BYTES - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
+    has_several_chunks = logits_bytes > CHUNK_BYTES
+    return torch.float32 if sums_fit and has_several_chunks else torch.bfloat16
+
+
+def _allocate_grad_weight(
+    weight: Tensor, kept: torch.dtype, num_tokens: int, options: LossOptions
+) -> tuple[Tensor, int]:
+    """Return memory for sums of the weight's gradient, empty if not needed, and the bytes left for a chunk's logits."""
+    if not options.makes_gradients[1]:
+        return torch.empty(0, dtype=options.dtype, device=weight.device), CHUNK_BYTES
+    logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
+    sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
+    has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
+    allocate = torch.empty if num_tokens else torch.zeros
+    grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
+    return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)
 
 
 def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
@@ -360,14 +376,14 @@ def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
 
 
 def chunk_tokens(num_tokens: int, chunk_bytes: int, token_bytes: int) -> int:
-    """Tokens of a chunk of at most ``chunk_bytes`` of logits; chunks are of about the same size. At least one token."""
-    at_most = max(CHUNK_ALIGNMENT, chunk_bytes // token_bytes // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
-    num_chunks = triton.cdiv(num_tokens, at_most)
+    """Return the tokens of a chunk: about as many in each, of ``chunk_bytes`` of logits at most, but one at least."""
+    most_tokens = max(CHUNK_ALIGNMENT, chunk_bytes // token_bytes // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
+    num_chunks = triton.cdiv(num_tokens, most_tokens)
     return triton.cdiv(triton.cdiv(num_tokens, num_chunks), CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor, is_first: bool) -> None:
-    """total (V, d) (+)= grad_logits (N, V)^T rows (N, d), added up in the dtype of ``total``."""
+    """Add grad_logits (N, V)^T rows (N, d) to total (V, d), in the dtype of ``total``; write it if ``is_first``."""
     beta = 0 if is_first else 1
     if total.dtype == rows.dtype:
         torch.addmm(total, grad_logits.mT, rows, beta=beta, out=total)
@@ -381,9 +397,11 @@ def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor, is_first: boo
 def launch_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
+    """Compute loss and gradients, a chunk of tokens at a time; ``arguments``: :class:`LossOptions`.
 
-    ``arguments``: :class:`LossOptions`.
+    Returns:
+        Loss, logsumexp, gradients of hidden and weight (empty where not needed), and the factor that these still lack
+        (empty if it is 1).
     """
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
@@ -400,22 +418,17 @@ def launch_forward(
 
     losses, logsumexp = (torch.empty(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
     grad_hidden = torch.empty((num_tokens, width) if needs_grad_hidden else 0, dtype=dtype, device=hidden.device)
-    token_bytes, chunk_bytes = logits_bytes_of_a_token(vocab_size, dtype), CHUNK_BYTES
-    grad_weight, kept = hidden.new_empty(0), kept_dtype(weight.dtype, dtype, options.gradient_dtype)
-    if needs_grad_weight:
-        sums_dtype = _sums_dtype(weight, dtype, kept, chunk_bytes, num_tokens * token_bytes)
-        if kept == torch.bfloat16 and sums_dtype == torch.float32:
-            chunk_bytes -= 4 * weight.numel()
-        grad_weight = torch.empty(weight.shape, dtype=sums_dtype, device=hidden.device)
-        if num_tokens == 0:
-            grad_weight.zero_()
+    kept = kept_dtype(weight.dtype, dtype, options.gradient_dtype)
+    grad_weight, chunk_bytes = _allocate_grad_weight(weight, kept, num_tokens, options)
 
-    step = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
-    aligned = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT
-    parts = [part for part in (slice(0, aligned), slice(aligned, vocab_size)) if part.stop > part.start]
-    buffer = torch.empty((min(step, num_tokens), token_bytes // dtype.itemsize), dtype=dtype, device=hidden.device)
-    for start in range(0, num_tokens, step):
-        chunk = slice(start, min(start + step, num_tokens))
+    token_bytes = logits_bytes_of_a_token(vocab_size, dtype)
+    tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
+    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT
+    parts = [part for part in (slice(0, aligned_size), slice(aligned_size, vocab_size)) if part.stop > part.start]
+    buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize
+    buffer = torch.empty(buffer_shape, dtype=dtype, device=hidden.device)
+    for start in range(0, num_tokens, tokens_of_chunk):
+        chunk = slice(start, min(start + tokens_of_chunk, num_tokens))
         logits = buffer[: chunk.stop - start, :vocab_size]
         for part in parts:
             torch.mm(rows[chunk], compute_weight[part].mT, out=logits[:, part])
@@ -441,7 +454,7 @@ def launch_forward(
 
 
 def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Return the sum of the targets' weights, by which a mean is divided, and that of all classes' weights."""
+    """Return the sum of the targets' weights, by which a mean is divided, and the sum of all class weights."""
     count = _count_targets(targets, vocab_size, options.ignore_index)
     if options.class_weight is None:
         return count, count
@@ -451,10 +464,9 @@ def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tu
 
 
 def _split_factor(divisor: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Return the factor that the gradients still lack, empty if it is 1, and the other factor of each token.
+    """Return the factor that the gradients lack until backward, empty if it is 1, and ``grad_loss`` without it.
 
-    Of float16, which could not hold gradients that small, a factor is 1 over the divisor or the largest of
-    ``grad_loss``.
+    float16 could not hold gradients that small, so 1 / divisor, or the largest of ``grad_loss``, is left to backward.
     """
     factor, grad_loss = torch.empty(0, dtype=torch.float32, device=divisor.device), options.grad_loss
     if options.dtype == torch.float16 and options.is_averaged:
@@ -495,7 +507,7 @@ def _launch_kernel(
 
 
 def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
-    """``factor`` times the gradient in ``dtype``, in its own memory where that is allowed and possible."""
+    """Return ``factor`` times the gradient in ``dtype``, in its own memory where that is allowed and possible."""
     overwrite = overwrite and gradient.dtype == dtype
     output = gradient if overwrite else torch.empty_like(gradient, dtype=dtype)
     num_programs = min(MAX_SCALE_PROGRAMS, triton.cdiv(gradient.numel(), SCALE_TILE))
@@ -511,6 +523,7 @@ def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite
 def _fake_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return results like those of :func:`launch_forward`, without values."""
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
     kept = kept_dtype(weight.dtype, options.dtype, options.gradient_dtype)
@@ -547,12 +560,12 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
 
 
 def _gradients(ctx: Any, grad_loss: Tensor, compute: Callable) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Return gradients of hidden and weight, the factor that they lack, and whether nobody else holds them."""
+    """Return gradients of hidden and weight, the factor that they lack, and whether they may be overwritten."""
     if not ctx.options.is_deferred:
         grad_hidden, grad_weight, factor = ctx.saved_tensors
         # A second backward pass would scale gradients in place twice, or change those that the first has returned.
-        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        return grad_hidden, grad_weight, factor * grad_loss if factor.numel() else grad_loss, is_last
+        is_last_pass = not torch._C._autograd._get_current_graph_task_keep_graph()
+        return grad_hidden, grad_weight, factor * grad_loss if factor.numel() else grad_loss, is_last_pass
     hidden, weight, targets, copy, class_weight = ctx.saved_tensors
     options = ctx.options._replace(copy=copy, class_weight=class_weight, grad_loss=grad_loss)
     _, _, grad_hidden, grad_weight, factor = compute(hidden, weight, targets, *options)
@@ -560,7 +573,7 @@ def _gradients(ctx: Any, grad_loss: Tensor, compute: Callable) -> tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor, *others: Any) -> tuple:
-    """For compilers, which write no memory that they keep for backward."""
+    """Return the gradients of the arguments, for compilers, which may not write to memory kept for backward."""
     grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
     if factor is not None:
         grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
@@ -580,7 +593,7 @@ define_gradient("linear_cross_entropy", _differentiate, _save_for_backward)
 
 @register_flop_formula(torch.ops.cs336sys.linear_cross_entropy)
 def _flops(hidden_shape: torch.Size, weight_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """2 N d V for the logits, and as many for each gradient."""
+    """Count 2 N d V for the logits, and as many for each gradient."""
     options = LossOptions(*args[1:])
     num_products = 1 if options.is_deferred else 1 + options.needs_grad_hidden + options.needs_grad_weight
     return 2 * num_products * math.prod(hidden_shape) * weight_shape[0]
@@ -628,22 +641,17 @@ def linear_cross_entropy(
     copy: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross-entropy of the logits ``hidden @ weight.T``, and the gradients of both, without keeping the logits.
+    """Compute the cross-entropy of the logits ``hidden @ weight.T``, without keeping the logits.
 
     With x the logits of a token, t its target, L = logsumexp(x) and w the class weights, the token's loss in nats is
 
         (1 - label_smoothing) w_t (L - x_t) + label_smoothing mean_j w_j (L - x_j) + z_loss L^2
 
-    The forward pass makes both gradients, a chunk of tokens at a time: logits by a matrix product, their gradient in
-    their place by one kernel, and two more products. Memory beyond inputs and gradients is one chunk of logits,
-    at most ``CHUNK_BYTES``, and ``weight`` in the products' dtype where it has another. Backward multiplies the
-    gradients by what comes in; if that is 1 it does not touch them, and the host never waits to know. With reduction
-    "none" backward makes the gradients, from logits that it computes again. What needs no gradient costs none. Under
-    autocast products are in its dtype, and a float32 weight gets a float32 gradient.
-
-    Products are summed in float32. The weight's gradient is summed over chunks in float32, too, except for a bfloat16
-    weight of which the float32 sums would not fit next to a chunk in ``CHUNK_BYTES``: its sums are rounded to bfloat16
-    after each chunk. Results are equal from run to run. Differentiable once, in ``hidden`` and ``weight``.
+    The forward pass makes both gradients, a chunk of tokens at a time, with at most ``CHUNK_BYTES`` of logits; backward
+    multiplies them by what comes in. With reduction "none" backward makes them, from logits that it computes again.
+    Under autocast products are in its dtype, and a float32 weight gets a float32 gradient. Products are summed in
+    float32, and so is the weight's gradient over chunks, but for a bfloat16 weight of which such sums would not fit
+    next to a chunk. Results are equal from run to run. Differentiable once, in ``hidden`` and ``weight``.
 
     Args:
         hidden: (..., d), float32, float16 or bfloat16, any strides.
@@ -658,8 +666,8 @@ def linear_cross_entropy(
         softcap: logits are softcap * tanh(logits / softcap), as in Gemma 2; None leaves them as they are.
         class_weight: (V,), float32, a factor for each target's loss, as torch's ``weight``; not with ``z_loss``.
         return_logsumexp: return the logsumexp as well; no gradient flows through it.
-        copy: the weight in the products' dtype, which is read in its place.
-        gradient_dtype: in which the weight's gradient is made, None for the weight's dtype; autograd casts it to the
+        copy: the weight in the products' dtype, which is read in place of the weight.
+        gradient_dtype: of the weight's gradient as it is made, None for the weight's dtype; autograd casts it to the
             weight's ``grad_dtype``.
 
     Returns:
@@ -668,14 +676,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes or devices do not fit together, or an option is out of range.
-        TypeError: dtypes differ or are not supported.
         IndexError: a target is out of range, on the CPU.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
-    device = hidden.device.type
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    device_type, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         # float64 stays what it is, as in autocast's own products.
         hidden = hidden.to(dtype) if hidden.dtype in DTYPES else hidden
         weight = weight.to(dtype) if weight.dtype in DTYPES and weight.dtype != torch.float32 else weight
@@ -686,7 +692,7 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, z_loss, dtype, needs_hidden, needs_weight, copy, gradient_dtype, reduction,
         softcap, class_weight,
     )  # fmt: skip
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device_type, enabled=False):
         if torch.compiler.is_compiling():
             loss, logsumexp = _operator(hidden, weight, targets, *options)[:2]
         else:

@@ -21,7 +21,7 @@ _library = torch.library.Library("cs336sys", "FRAGMENT")
 
 
 def define_operator(schema: str, function: Callable, fake: Callable) -> Callable:
-    """Makes ``torch.ops.cs336sys.NAME`` of ``NAME(Tensor x, ...) -> Tensor``, on any device and without autograd.
+    """Make ``torch.ops.cs336sys.NAME`` of ``NAME(Tensor x, ...) -> Tensor``, on any device and without autograd.
 
     Args:
         function: computes it. Its results must not share memory with its arguments or with each other.
@@ -35,7 +35,7 @@ def define_operator(schema: str, function: Callable, fake: Callable) -> Callable
 
 
 def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
-    """Gives the operator a gradient: ``save(ctx, inputs, output)`` and ``differentiate(ctx, *grad_outputs)``."""
+    """Give an operator its gradient: ``save(ctx, inputs, output)`` and ``differentiate(ctx, *grad_outputs)``."""
     torch.library.register_autograd(f"cs336sys::{name}", differentiate, setup_context=save, lib=_library)
 
 
@@ -66,13 +66,7 @@ def needs_operators(tensor: Tensor) -> bool:
 
 
 def check_tensors(function: str, kernel: object, **tensors: Tensor) -> None:
-    """Check that ``kernel`` can compute ``function`` from these tensors, by name.
-
-    Raises:
-        TypeError: a dtype is not one of :data:`DTYPES`.
-        ValueError: they are on different devices.
-        CapabilityError: they are not on a CUDA GPU, not fake, and the kernel was not loaded in Triton's interpreter.
-    """
+    """Refuse, in one sentence, tensors from which ``kernel`` cannot compute ``function``; they are given by name."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             choices = ", ".join(map(str, DTYPES))
@@ -84,7 +78,7 @@ def check_tensors(function: str, kernel: object, **tensors: Tensor) -> None:
     is_interpreted = not isinstance(kernel, triton.JITFunction)
     if devices[0].type == "cuda" or (is_interpreted and devices[0].type == "cpu"):
         return
-    # Of fake tensors operators have shapes on any device, and launch nothing.
+    # Fake tensors, on any device, launch nothing.
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
         raise CapabilityError(
             f"{function} runs on CUDA tensors, got {devices[0]}: set TRITON_INTERPRET=1 before the first import to run "
@@ -93,7 +87,7 @@ def check_tensors(function: str, kernel: object, **tensors: Tensor) -> None:
 
 
 def result_dtype(*tensors: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, as what follows would cast to it anyway; else what the tensors promote to."""
+    """Return autocast's dtype where it is on, as later products would cast to it; else what the tensors promote to."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -101,18 +95,19 @@ def result_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """(..., D) as (rows, D): a copy only where the leading dimensions are no single stride apart."""
+    """View (..., D) as (rows, D), or copy it where the leading dimensions are no single stride apart."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few stand for those that the interpreter's CPU does not have."""
+    """Count a GPU's multiprocessors; 3 stand for those that the interpreter's CPU does not have."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-# A program adds up 8 columns, the 32 bytes of a sector, of so many rows at once: there are few, and what takes time is
-# to wait for one load after another. 528 x 768 took 2.3 us on an H200, and 3.8 with 32 columns of 128 rows at a time.
+# A program adds up 8 columns, the 32 bytes of a sector, and so many rows at once (the larger where there are more rows
+# than the smaller), so that few loads wait for each other. 528 x 768 took 2.3 us on an H200; by 32 columns of 128 rows
+# 3.8.
 ROW_TILES = 256, 1024
 COLUMN_TILE = 8
 NUM_WARPS = 8
@@ -130,10 +125,10 @@ def _partial_sums_kernel(partials_ptr, sum_ptr, num_partials, width, ROW_TILE: t
 
 
 def sum_of_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums over the first dimension: (P, D) in float32, contiguous -> (D,), added in float32 and rounded to ``dtype``.
+    """Sum over the first dimension: (P, D) in float32, contiguous -> (D,), added in float32 and rounded to ``dtype``.
 
-    Adds up what each program of a kernel has summed: without atomics, so that the order is always the same.
-    ``torch.sum`` takes 10 microseconds on an H200 for 132 x 4096 and 27 for 660 x 768, most of a backward of few rows.
+    For what each program of a kernel has summed: without atomics, so that the order is always the same. ``torch.sum``
+    takes 10 us on an H200 for 132 x 4096 and 27 for 660 x 768, which with few rows is most of a backward pass.
     """
     num_partials, width = partials.shape
     row_tile = ROW_TILES[num_partials > ROW_TILES[0]]

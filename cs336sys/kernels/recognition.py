@@ -1,4 +1,4 @@
-"""Finds the modules that fused kernels can replace in any model, by comparing their outputs instead of their names."""
+"""Find the modules that fused kernels can replace in any model, by comparing their outputs instead of their names."""
 
 import contextlib
 import functools
@@ -21,24 +21,23 @@ from cs336sys.kernels.rope import reference_rope
 from cs336sys.kernels.swiglu import reference_swiglu
 
 # Attributes in which norms keep their epsilon.
-_EPSILONS = ("eps", "variance_epsilon", "epsilon")
+_EPSILON_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 # Widths of the trial weights of a SwiGLU. They differ, so that no other order of layers fits.
 _WIDTH, _INNER_WIDTH = 4, 6
 # Scales of the rows of an input. The last one reveals modules that clamp large values.
-_SCALES = (0.1, 1.0, 1e3)
+_ROW_SCALES = (0.1, 1.0, 1e3)
 # Leading dimensions of the inputs. A module may refuse all but the first, which are those of a batch of sequences.
-_LEADING = ((2,), (), (1, 2))
+_LEADING_SHAPES = ((2,), (), (1, 2))
 # Largest error of an output, relative to the largest element of its row, by the dtype of input and weights.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 # Largest error of a gradient in float32, likewise.
 _GRADIENT_TOLERANCE = 1e-3
 
-
 # An operation, its arguments and its named arguments, with ... for the result of the operation before.
 _Step = tuple[Callable, tuple, dict[str, Any]]
 
-# A loss times this goes through the cap of logits as it is: tanh(x) is x, and its derivative 1, where x is so small.
+# A loss times this passes the cap of logits unchanged: where x is so small, tanh(x) is x, and its derivative 1.
 CAPPED_LOSS_SCALE = 2.0**-40
 
 
@@ -61,17 +60,17 @@ def norm_epsilon(module: nn.Module) -> float | None:
     """Return the epsilon of an RMSNorm, or None for any other module.
 
     The module runs on random rows with random weights, on the CPU. So Gemma's norm, whose weight is an offset from 1,
-    is not taken for an RMSNorm, and neither is one that returns float32 for a bfloat16 input.
+    is none, and neither is a norm that returns float32 for a bfloat16 input.
     """
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or any(module.children()):
         return None
     shapes = {"weight": tuple(parameters["weight"].shape)}
-    for name in _EPSILONS:
+    for name in _EPSILON_NAMES:
         eps = getattr(module, name, None)
-        # In the first row eps counts as much as the mean square.
+        # In the first row, of size sqrt(eps), eps counts as much as the mean square.
         if isinstance(eps, float) and _computes(
-            module, lambda x, weight, eps=eps: reference_rms_norm(x, weight, eps), shapes, (eps**0.5, *_SCALES[1:])
+            module, lambda x, weight, eps=eps: reference_rms_norm(x, weight, eps), shapes, (eps**0.5, *_ROW_SCALES[1:])
         ):
             return eps
     return None
@@ -80,20 +79,20 @@ def norm_epsilon(module: nn.Module) -> float | None:
 def gate_layers(module: nn.Module) -> Gate | None:
     """Return the gate, up and down projections of a SwiGLU, or None for any other module.
 
-    The module runs with small random weights instead of its own, on the CPU. Layers with hooks, which fused kernels do
-    not call once they read copies of the weights, are left alone.
+    The module runs with small random weights instead of its own, on the CPU. Layers with hooks are left alone: fused
+    kernels that read copies of the weights do not call them.
     """
     layers = {name: child for name, child in module.named_children() if is_linear(child) and not _has_hooks(child)}
     if len(layers) != 3 or len(list(module.parameters())) != 3:
         return None
     for gate in itertools.starmap(Gate, itertools.permutations(layers)):
         shapes = dict.fromkeys((f"{gate.gate}.weight", f"{gate.up}.weight"), (_INNER_WIDTH, _WIDTH))
-        if _computes(module, _gate, shapes | {f"{gate.down}.weight": (_WIDTH, _INNER_WIDTH)}):
+        if _computes(module, _reference_gate, shapes | {f"{gate.down}.weight": (_WIDTH, _INNER_WIDTH)}):
             return gate
     return None
 
 
-def _gate(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _reference_gate(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return reference_swiglu(x @ gate.T, x @ up.T) @ down.T
 
 
@@ -121,7 +120,7 @@ def is_embedding(module: nn.Module) -> bool:
     def compute(weight: Tensor) -> Any:
         return torch.func.functional_call(module, {"weight": weight}, (ids,))
 
-    with _tried_apart():
+    with _isolated_trial():
         weight, ids = torch.randn((_INNER_WIDTH, _WIDTH), device="cpu"), torch.tensor([[0, 5, 2]], device="cpu")
         trials = [[weight.to(dtype)] for dtype in _TOLERANCES]
         return _takes_one_tensor(module) and all(_agrees(compute, lambda w: w[ids], trial) for trial in trials)
@@ -130,13 +129,13 @@ def is_embedding(module: nn.Module) -> bool:
 def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
     """Return whether a module rotates pairs of neighbours, (..., S, head_dim) by positions (S,), with this base.
 
-    On the meta device, where its tables have no values, the module is taken at its word.
+    On the meta device, where its tables have no values, the answer is yes.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in tensors):
         return True
     device = tensors[0].device if tensors else torch.device("cpu")
-    with _tried_apart():
+    with _isolated_trial():
         x, positions = torch.randn((2, 2, head_dim), device="cpu").to(device), torch.tensor([1, 0], device=device)
         return all(
             _agrees(lambda x: module(x, positions), lambda x: reference_rope(x, positions, theta=theta), [x.to(dtype)])
@@ -145,8 +144,10 @@ def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
 
 
 def is_prenorm_block(block: nn.Module) -> bool:
-    """Return whether a block computes ``x + attn(ln1(x))`` and then ``x + ffn(ln2(x))``, whatever its parts compute."""
+    """Return whether a block computes ``x + attn(ln1(x))`` and then ``x + ffn(ln2(x))``, whatever its parts compute.
 
+    The block runs with other functions in place of its parts, which shows how it joins them.
+    """
     parts: dict[str, Callable[[Tensor], Tensor]] = {
         "ln1": torch.sin, "attn": torch.tanh, "ln2": torch.cos, "ffn": torch.sigmoid
     }  # fmt: skip
@@ -165,7 +166,7 @@ def find_head(model: nn.Module) -> Head | None:
     """Return the last linear layer if the model returns its output unchanged or capped, directly or as ``.logits``.
 
     The model runs on two tokens, without attention, whose values do not matter here: in training mode and in
-    evaluation mode. A model that reads its logits or changes them otherwise, in place too, has no head.
+    evaluation mode. A model that reads its logits or changes them otherwise, in place too, has no head: None.
     """
     layers = [module for module in model.modules() if is_linear(module)]
     if not layers:
@@ -176,11 +177,15 @@ def find_head(model: nn.Module) -> Head | None:
     with _restored_modes(model):
 
         def record(*shape: int) -> list[list[_Step] | None]:
-            return [_record_logits(model.train(mode), head, 1 + mode, shape) for mode in (True, False)]
+            # The modes differ in their batch size as well, on which the operations must not depend.
+            return [
+                _record_logits(model.train(is_training), head, batch=1 + is_training, shape=shape)
+                for is_training in (True, False)
+            ]
 
         if record() == [[], []]:
             return Head(head, None)
-        # A loss later stands where logits do.
+        # In place of logits the fused head later returns a loss (1, 1, 1).
         steps, *others = record(1, 1, vocab_size) + record(1, 1, 1)
     softcap = _read_softcap(steps, vocab_size) if steps and all(other == steps for other in others) else None
     return None if softcap is None else Head(head, softcap)
@@ -190,6 +195,7 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
     """Return the operations that turn the output of ``head`` into the model's; None if these are not a chain.
 
     Args:
+        batch: sequences of two tokens that the model is given.
         shape: of the tensor that stands for the logits.
     """
     weight = head.get_parameter("weight")
@@ -204,8 +210,8 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
         watch.results.append(hidden.new_zeros(shape))
         return watch.results[0]
 
-    def no_attention(*inputs: Any, **named: Any) -> Tensor:
-        query, _, value, *_ = (*inputs, *named.values())
+    def zero_attention(*inputs: Any, **named_inputs: Any) -> Tensor:
+        query, _, value, *_ = (*inputs, *named_inputs.values())
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
     name = "scaled_dot_product_attention"
@@ -220,7 +226,7 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
         ):
             for source in dict.fromkeys(sources):
                 if hasattr(source, name):
-                    stack.enter_context(mock.patch.object(source, name, no_attention))
+                    stack.enter_context(mock.patch.object(source, name, zero_attention))
             output = model(torch.full(tokens, batch - 1, dtype=torch.int64, device=device))
     except Exception:
         return None
@@ -229,10 +235,11 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
 
 
 class _Watch(TorchDispatchMode):
-    """Records the operations that take a tensor, what they make of it, or another tensor of the same memory.
+    """Records the operations on a tensor, on their results, and on other tensors of the same memory.
 
     Attributes:
-        results: the tensor, and the result of each operation.
+        results: the tensor, which whoever watches puts here, and the result of each operation.
+        steps: the operations.
         is_chain: whether each operation takes the result of the one before it, and no other tensor.
     """
 
@@ -260,7 +267,7 @@ def _cap(logits: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
 
 
 def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
-    """Return c if the operations cap logits, ``c tanh(logits / c)``, and leave a loss times CAPPED_LOSS_SCALE as it is.
+    """Return c if the operations compute ``c tanh(logits / c)``, and leave a loss times CAPPED_LOSS_SCALE as it is.
 
     Tried in float32 and in bfloat16, with gradients. None for any other operations.
     """
@@ -272,16 +279,16 @@ def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
             results.append(func(*args, **kwargs))
         return results[-1]
 
-    with _tried_apart():
+    with _isolated_trial():
         try:
-            # Infinite logits are capped to c.
+            # c tanh(inf) is c.
             softcap = compute(torch.full((1, 1, vocab_size), torch.inf, device="cpu")).max().item()
         except Exception:
             return None
         if not 0 < softcap < math.inf:
             return None
-        rows = softcap * torch.tensor(_SCALES, device="cpu")[:, None]
-        logits = [rows * torch.randn((batch, len(_SCALES), vocab_size), device="cpu") for batch in (1, 2)]
+        row_sizes = softcap * torch.tensor(_ROW_SCALES, device="cpu")[:, None]
+        logits = [row_sizes * torch.randn((batch, len(_ROW_SCALES), vocab_size), device="cpu") for batch in (1, 2)]
         losses = [CAPPED_LOSS_SCALE * torch.rand(shape, device="cpu") for shape in ((1, 1, 1), (2, 3, 1))]
         for dtype, trial in itertools.product(_TOLERANCES, logits):
             # A model may cap bfloat16 logits in float32.
@@ -295,15 +302,15 @@ def _computes(
     module: nn.Module,
     reference: Callable[..., Any],
     shapes: Mapping[str, tuple[int, ...]],
-    scales: Sequence[float] = _SCALES,
+    scales: Sequence[float] = _ROW_SCALES,
 ) -> bool:
     """Return whether ``module(x)`` is ``reference(x, *weights)`` in values, dtype and gradients, in both modes.
 
-    Tried with random weights in float32 and in bfloat16. A module with more arguments or with buffers is another one.
+    Tried with random weights in float32 and in bfloat16. A module with more arguments or with buffers is not.
 
     Args:
         shapes: of the weights, by their names in the module.
-        scales: of the rows of an input.
+        scales: sizes of the rows of an input.
     """
     if not _takes_one_tensor(module) or any(True for _ in module.buffers(recurse=False)):
         return False
@@ -311,11 +318,11 @@ def _computes(
     def compute(x: Tensor, *values: Tensor) -> Any:
         return torch.func.functional_call(module, dict(zip(shapes, values, strict=True)), (x,))
 
-    with _tried_apart(), _restored_modes(module):
+    with _isolated_trial(), _restored_modes(module):
         weights = [torch.randn(shape, device="cpu") for shape in shapes.values()]
         width = next(iter(shapes.values()))[-1] if shapes else _WIDTH
         rows = torch.tensor(scales, device="cpu")[:, None]
-        inputs = [torch.randn((*leading, len(scales), width), device="cpu") * rows for leading in _LEADING]
+        inputs = [torch.randn((*leading, len(scales), width), device="cpu") * rows for leading in _LEADING_SHAPES]
         for mode, dtype in itertools.product((True, False), _TOLERANCES):
             module.train(mode)
             for x in inputs:
@@ -335,7 +342,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _tried_apart() -> Iterator[None]:
+def _isolated_trial() -> Iterator[None]:
     """Compute with real tensors in their own dtypes, and restore the random state, which dropout advances."""
     with (
         torch.enable_grad(),
@@ -364,7 +371,7 @@ def _agrees(
     """Return whether both compute alike, and ``compute`` leaves its inputs as they are and returns new memory.
 
     Args:
-        must_run: whether ``compute`` may not raise.
+        must_run: count an error of ``compute`` as a difference.
     """
     try:
         output, gradients, leaves = _differentiated(compute, inputs)
@@ -377,10 +384,10 @@ def _agrees(
         return False
     if not all(torch.equal(leaf, tensor) for leaf, tensor in zip(leaves, inputs, strict=True)):
         return False
-    # Those in bfloat16 are sums of rounded numbers.
+    # Gradients in bfloat16, sums of rounded numbers, are not compared.
     return inputs[0].dtype != torch.float32 or all(
-        _is_close(gradient, other, _GRADIENT_TOLERANCE)
-        for gradient, other in zip(gradients, expected_gradients, strict=True)
+        _is_close(gradient, expected_gradient, _GRADIENT_TOLERANCE)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True)
     )
 
 

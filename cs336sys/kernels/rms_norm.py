@@ -32,7 +32,7 @@ def _load_row(matrix, row, column, mask):
 
 @triton.jit
 def _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL: tl.constexpr, STORES: tl.constexpr):
-    """A tile of x, or of x + residual as total holds it, in float32."""
+    """Load a tile of x, or of x + residual rounded as total holds it, in float32; with STORES write it to total."""
     total = _load_row(x, row, column, mask).to(tl.float32)
     if HAS_RESIDUAL:
         rounded = (total + _load_row(residual, row, column, mask).to(tl.float32)).to(total_ptr.dtype.element_ty)
@@ -48,7 +48,7 @@ def rms_norm_forward_kernel(
     num_rows, width, eps, HAS_RESIDUAL: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a tile of rows: y = total * inverse_rms * weight.
+    """Compute y = total * inverse_rms * weight of a tile of rows in each program.
 
     ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
     """
@@ -60,7 +60,7 @@ def rms_norm_forward_kernel(
         column = tl.arange(0, COLUMN_TILE)[None, :]
         mask = row_mask & (column < width)
         weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
-        total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, True)
+        total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, STORES=True)
         sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
         inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
         tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
@@ -69,13 +69,13 @@ def rms_norm_forward_kernel(
         for start in range(0, width, COLUMN_TILE):
             column = start + tl.arange(0, COLUMN_TILE)[None, :]
             mask = row_mask & (column < width)
-            total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, True)
+            total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, STORES=True)
             sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
         inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
         for start in range(0, width, COLUMN_TILE):
             column = start + tl.arange(0, COLUMN_TILE)[None, :]
             mask = row_mask & (column < width)
-            total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, False)
+            total = _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL, STORES=False)
             weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
             tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
     tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
@@ -83,14 +83,14 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def _rows_of_tile(tile, num_rows, ROW_TILE: tl.constexpr):
-    """The rows of a tile (ROW_TILE, 1), and whether they exist."""
+    """Return the row indices of a tile (ROW_TILE, 1), and whether such rows exist."""
     row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
     return row, row < num_rows
 
 
 @triton.jit
 def _load_normalized(total, grad_y, row, column, inverse_rms, mask):
-    """A tile of n = total * inverse_rms and of y's gradient, in float32."""
+    """Load a tile of n = total * inverse_rms and of y's gradient, in float32."""
     total_tile, grad_y_tile = _load_row(total, row, column, mask), _load_row(grad_y, row, column, mask)
     return total_tile.to(tl.float32) * inverse_rms, grad_y_tile.to(tl.float32)
 
@@ -100,7 +100,7 @@ def _store_grad(
     grad, grad_total, grad_x_ptr, grad_residual_ptr, row, column, width, mask,
     HAS_GRAD_TOTAL: tl.constexpr, WRITES_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of the gradient that reached the sum by y, plus what reached it directly, once for each dtype."""
+    """Store a tile of the gradient that reached the sum by y, plus what reached it directly, once for each dtype."""
     if HAS_GRAD_TOTAL:
         offset = row * grad_total.strides[0] + column * grad_total.strides[1]
         grad += tl.load(grad_total.pointer + offset, mask=mask, other=0.0).to(tl.float32)
@@ -116,7 +116,7 @@ def rms_norm_backward_kernel(
     HAS_GRAD_TOTAL: tl.constexpr, WRITES_RESIDUAL: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks along its share of the tiles of rows and keeps one partial sum of the weight's gradient.
+    """Walk along a share of the tiles of rows in each program, which keeps a partial sum of the weight's gradient.
 
     n = x inverse_rms and g = grad_y weight give grad_x = inverse_rms (g - n mean(g n)), grad_weight = sum grad_y n.
     """
@@ -171,26 +171,16 @@ def rms_norm_backward_kernel(
                 tl.store(partial_grad_weight_ptr + column, sums, mask=column_mask)
 
 
-# One H200, triton 3.6, bf16, 32768 rows (16384 of 8192 and more): microseconds, and the share of a copy's 4.25 TB/s.
-# Forward, 1024 elements a warp, against four or eight times as many warps and against programs that walk along rows:
-#   width 768: 30 (79 %) against 34;  1600: 58 (86 %) against 63;  4096: 133 (95 %) against 144;  8192: 134 (94 %)
-#   against 149;  11008 in two tiles: 198 (86 %), in one of 16384 elements 298
-# Backward, (warps, programs on a multiprocessor, stages):
-#   768, two rows a tile: (4, 4, 4) 57 (62 %), (4, 3, 3) 60, (4, 5, 1) 73
-#   1600: (4, 3, 4) 92 (80 %), (4, 3, 3) 98, (4, 5, 1) 107
-#   2560: (8, 2, 4) 135 (88 %), (8, 2, 3) 149, (8, 3, 1) 160
-#   4096: (8, 1, 4) 211 (90 %), (8, 3, 1) 210, (8, 2, 1) 240; with residual (8, 1, 4) 265 (96 %), (8, 2, 3) 272,
-#   (8, 3, 1) 376
-#   8192: (8, 1, 3) 204 (93 %), (16, 1, 3) 206, (16, 1, 1) 260
-#   11008 in several tiles: four rows of 4096 elements 468 (54 %), one of 8192 578; in one of 16384 elements 498
+# The settings below were the fastest on an H200, at 79 to 95 % of a copy's rate forward and 54 to 96 % backward: see
+# docs/results/kernels-h200.md.
 
 # Most elements of a row in one tile. A longer row is walked along twice, in several tiles.
-FORWARD_TILE = 8192
-BACKWARD_TILE = 8192
+FORWARD_ROW_ELEMENTS = 8192
+BACKWARD_ROW_ELEMENTS = 8192
 # Rows and columns of a tile where a row has several, in the backward pass.
 LONG_ROW_TILES = 4, 4096
-# Narrow rows share a tile of so many elements.
-NARROW_TILE = 2048
+# Narrow rows share a tile of so many elements; half as many in the forward pass.
+NARROW_TILE_ELEMENTS = 2048
 # What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has; and
 # those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them: 2048
 # rows of 768 with a float32 stream took 8.4 us, and 10.4 where only three of four programs fitted.
@@ -213,39 +203,40 @@ class RMSNormSettings(NamedTuple):
     stages: int = 1
 
     def constants(self, width: int) -> dict[str, Any]:
-        """The constants of a launch over rows of ``width`` elements, and its warps."""
+        """Return the constants of a launch over rows of ``width`` elements, and its warps."""
         tiles = {"ROW_TILE": self.row_tile, "COLUMN_TILE": self.column_tile, "ONE_TILE": width <= self.column_tile}
         return {**tiles, "num_warps": self.num_warps}
 
 
 def forward_settings(width: int) -> RMSNormSettings:
     column_tile = triton.next_power_of_2(width)
-    if column_tile > FORWARD_TILE:
-        return RMSNormSettings(1, FORWARD_TILE, num_warps=16)
-    row_tile = max(1, NARROW_TILE // 2 // column_tile)
+    if column_tile > FORWARD_ROW_ELEMENTS:
+        return RMSNormSettings(1, FORWARD_ROW_ELEMENTS, num_warps=16)
+    row_tile = max(1, NARROW_TILE_ELEMENTS // 2 // column_tile)
     return RMSNormSettings(row_tile, column_tile, num_warps=max(1, row_tile * column_tile // 1024))
 
 
 def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
-    """``element_bytes``: of one element of each tensor that is read."""
+    """Return the backward pass's settings; ``element_bytes``: of one element of each tensor that is read."""
     column_tile = triton.next_power_of_2(width)
-    if column_tile > BACKWARD_TILE:
+    if column_tile > BACKWARD_ROW_ELEMENTS:
         return RMSNormSettings(*LONG_ROW_TILES, num_warps=16, programs=2)
-    row_tile = max(1, NARROW_TILE // column_tile)
+    row_tile = max(1, NARROW_TILE_ELEMENTS // column_tile)
     if column_tile > 4096:
         num_warps, programs, stages = 8, 1, 3
     elif column_tile > 2048:
         num_warps, programs, stages = 8, 1 if width > 3072 else 2, 4
     else:
         num_warps, programs, stages = 4, 3 if column_tile > 1024 else 4, 4
-    most = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
-    affordable = most // (row_tile * column_tile * element_bytes)
-    return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
+    staged_bytes = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
+    tiles_that_fit = staged_bytes // (row_tile * column_tile * element_bytes)
+    return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, tiles_that_fit))
 
 
 def empty_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Check shapes, and allocate y, x + residual (empty where there is no residual), and 1 / rms of each row."""
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -261,7 +252,7 @@ def empty_results(
 def launch_forward(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
+    """Compute y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
     y, total, inverse_rms = empty_results(x, weight, residual, eps, dtype)
     tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
     check_tensors("rms_norm", rms_norm_forward_kernel, **tensors)
@@ -299,7 +290,7 @@ def launch_backward(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the residual (empty unless its dtype is another than x's) and of the weight."""
+    """Compute the gradients of x, of the residual (empty unless its dtype differs from x's) and of the weight."""
     grad_x, grad_residual, grad_weight = _empty_grads(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
@@ -308,8 +299,8 @@ def launch_backward(
     rows, grad_y_rows = as_rows(total), as_rows(grad_y)
     grad_total_rows = grad_y_rows if grad_total is None else as_rows(grad_total)
     width = total.shape[-1]
-    read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
-    settings = backward_settings(width, sum(tensor.element_size() for tensor in read))
+    tensors_read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
+    settings = backward_settings(width, element_bytes=sum(tensor.element_size() for tensor in tensors_read))
     constants = settings.constants(width)
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
     num_programs = min(num_tiles, settings.programs * num_multiprocessors(rows.device))
@@ -349,6 +340,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
 
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
+    """Return the gradients of x, weight and residual, and None for eps and dtype."""
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:
@@ -388,7 +380,7 @@ class RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None, *, returns_x: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
 
     With a residual the sum x + residual takes the place of x and is returned, too. Arithmetic is in float32, forward
     and backward, of the sum as it is rounded to its dtype. The backward pass reads y's gradient, x (or the sum), and
@@ -408,8 +400,7 @@ def rms_norm(
         by x + residual.
 
     Raises:
-        ValueError: the shapes do not fit together, the tensors are on different devices, or both a residual and x were
-            asked for.
+        ValueError: shapes or devices do not fit together, or both a residual and x were asked for.
         TypeError: a dtype is not supported.
         CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
         RuntimeError: it is differentiated twice.
@@ -427,7 +418,7 @@ def rms_norm(
 def reference_rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same in PyTorch, for any dtypes, half precision in float32: the ground truth of the tests."""
+    """Compute :func:`rms_norm` in PyTorch, any dtypes, half precision in float32: the ground truth of the tests."""
     total = x if residual is None else x + residual
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     y = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(total.dtype)

@@ -25,9 +25,9 @@ from cs336sys.kernels.operators import (
 
 @triton.jit
 def _cos_sin(turns):
-    """Cosine and sine of an angle in units of 2^-64 turns, int64, in which a sum or product wraps around as angles do.
+    """Return cosine and sine of an angle in 2^-64 turns, int64, in which sums and products wrap around as angles do.
 
-    The nearest quarter turn is taken off; of what remains, at most pi / 4, the polynomials are right to float32.
+    The nearest quarter turn is taken off; for the remainder, at most pi / 4, the polynomials are right to float32.
     """
     high = (turns >> 32).to(tl.int32)
     quadrant = (high + (1 << 29)) >> 30
@@ -45,6 +45,7 @@ def _cos_sin(turns):
 
 @triton.jit
 def _position_turns(positions_ptr, row, row_mask, stride, frequency, IMPLIED: tl.constexpr):
+    """Return the angles of rows' positions, which are the rows' numbers if IMPLIED, in 2^-64 turns."""
     if IMPLIED:
         position = row
     else:
@@ -60,15 +61,15 @@ View = namedtuple("View", "pointer strides")
 class RotationConfig:
     """A program's tile of rows of so many heads, with pairs padded to ``half_tile``.
 
-    ``implied``: a row's position is its number. ``shared``: all heads have the same positions, so their cosines and
-    sines are computed once.
+    ``implied_positions``: a row's position is its number. ``shared_positions``: all heads have the same positions, so
+    their cosines and sines are computed once.
     """
 
     heads: int
     row_tile: int
     half_tile: int
-    implied: bool
-    shared: bool
+    implied_positions: bool
+    shared_positions: bool
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def _rotate_heads(
     x, y, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim,
     ROTATES: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a tile of rows of one of ``num_groups`` of heads; without ROTATES it copies them."""
+    """Rotate a tile of rows of one of ``num_groups`` groups of heads in each program; without ROTATES copy it."""
     ROW_TILE: tl.constexpr = CONFIG.row_tile
     HALF_TILE: tl.constexpr = CONFIG.half_tile
     num_row_tiles = tl.cdiv(num_rows, ROW_TILE)
@@ -94,15 +95,17 @@ def _rotate_heads(
         frequency = tl.load(frequencies_ptr + pair, mask=pair < half_dim, other=0)
         positions_ptr = positions.pointer + batch * positions.strides[0]
         row_stride = positions.strides[2]
-        if CONFIG.shared:
-            turns = _position_turns(positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied)
+        if CONFIG.shared_positions:
+            turns = _position_turns(positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied_positions)
             cos, sin = _cos_sin(turns)
     for head in range(first_head, tl.minimum(first_head + CONFIG.heads, num_heads)):
         tile = tl.load(x_ptr + head * x.strides[1], mask=mask, other=0.0).to(tl.float32)
         if ROTATES:
-            if not CONFIG.shared:
+            if not CONFIG.shared_positions:
                 head_positions_ptr = positions_ptr + head * positions.strides[1]
-                turns = _position_turns(head_positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied)
+                turns = _position_turns(
+                    head_positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied_positions
+                )
                 cos, sin = _cos_sin(turns)
             x1, x2 = tl.split(tl.reshape(tile, (ROW_TILE, HALF_TILE, 2)))
             tile = tl.reshape(tl.join(x1 * cos - x2 * sin, x1 * sin + x2 * cos), (ROW_TILE, 2 * HALF_TILE))
@@ -116,7 +119,7 @@ def rope_kernel(
 ):  # fmt: skip
     _rotate_heads(
         View(x_ptr, x_strides), View(y_ptr, y_strides), View(positions_ptr, positions_strides), frequencies_ptr,
-        num_heads, tl.cdiv(num_heads, CONFIG.heads), num_rows, half_dim, True, CONFIG,
+        num_heads, tl.cdiv(num_heads, CONFIG.heads), num_rows, half_dim, ROTATES=True, CONFIG=CONFIG,
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def _part_of_qkv(
     qkv, part, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim,
     ROTATES: tl.constexpr, BACKWARD: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """From the projection to the part, or back."""
+    """Rotate or copy from the projection to query, key or value, or with BACKWARD from these to the projection."""
     if BACKWARD:
         _rotate_heads(part, qkv, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim, ROTATES, CONFIG)
     else:
@@ -138,38 +141,39 @@ def rope_qkv_kernel(
     value_strides, positions_strides, num_heads, num_key_value_heads, num_groups, num_rows, half_dim,
     BACKWARD: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Query and key are rotated out of the projection and value is copied, or back; the grid's second axis has each."""
+    """Rotate query and key out of the projection and copy value, or back: one of them along the grid's second axis."""
     part = tl.program_id(1)
     positions = View(positions_ptr, (positions_strides[0], 0, positions_strides[1]))
     if part == 0:
         _part_of_qkv(
             View(qkv_ptr, qkv_strides), View(query_ptr, query_strides), positions, frequencies_ptr,
-            num_heads, num_groups, num_rows, half_dim, True, BACKWARD, CONFIG,
+            num_heads, num_groups, num_rows, half_dim, ROTATES=True, BACKWARD=BACKWARD, CONFIG=CONFIG,
         )  # fmt: skip
     elif part == 1:
         _part_of_qkv(
             View(qkv_ptr + num_heads * qkv_strides[1], qkv_strides), View(key_ptr, key_strides), positions,
-            frequencies_ptr, num_key_value_heads, num_groups, num_rows, half_dim, True, BACKWARD, CONFIG,
+            frequencies_ptr, num_key_value_heads, num_groups, num_rows, half_dim, ROTATES=True, BACKWARD=BACKWARD,
+            CONFIG=CONFIG,
         )  # fmt: skip
     else:
         _part_of_qkv(
             View(qkv_ptr + (num_heads + num_key_value_heads) * qkv_strides[1], qkv_strides),
             View(value_ptr, value_strides), positions, frequencies_ptr,
-            num_key_value_heads, num_groups, num_rows, half_dim, False, BACKWARD, CONFIG,
+            num_key_value_heads, num_groups, num_rows, half_dim, ROTATES=False, BACKWARD=BACKWARD, CONFIG=CONFIG,
         )  # fmt: skip
 
 
-# Elements of a tile, and the most heads that a program rotates by the same cosines and sines, one after another: fewer
-# where a multiprocessor would get less than so many programs. On an H200, 2048 tokens of 25 heads took 7.2 us with 8.
-TILE = 1024
-HEADS = 8
+TILE_ELEMENTS = 1024
 NUM_WARPS = 4
-MIN_PROGRAMS = 12
+# The most heads that a program rotates by the same cosines and sines, one after another: fewer where a multiprocessor
+# would get less than so many programs. On an H200, 2048 tokens of 25 heads took 7.2 us with 8 heads a program.
+MAX_HEADS_OF_PROGRAM = 8
+MIN_PROGRAMS_OF_MULTIPROCESSOR = 12
 
 
 @functools.lru_cache(maxsize=32)
 def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> Tensor:
-    """theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in units of 2^-64 turns."""
+    """Return theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in 2^-64 turns."""
     turns = (math.fmod(theta ** (-2 * pair / dim) / (2 * math.pi), 1) for pair in range(dim // 2))
     # A fraction of more than a half is a negative int64.
     units = [(round(turn * 2**64) + 2**63) % 2**64 - 2**63 for turn in turns]
@@ -177,30 +181,31 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
 
 
 def _tiling(
-    batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device, *, implied: bool, shared: bool
-) -> tuple[int, int, RotationConfig]:
-    """Return the programs of a launch, the groups of heads that a tensor has at most, and a program's share.
+    batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device
+) -> tuple[int, int, tuple[int, int, int]]:
+    """Return the programs of a launch, the groups of heads that a tensor has at most, and heads, rows, pairs of a tile.
 
     ``heads``: of each tensor that the launch rotates.
     """
     half_tile = triton.next_power_of_2(dim) // 2
-    row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
-    tiles = batches * triton.cdiv(num_rows, row_tile)
-    in_group = HEADS
+    row_tile = min(max(1, TILE_ELEMENTS // (2 * half_tile)), triton.next_power_of_2(num_rows))
+    num_tiles = batches * triton.cdiv(num_rows, row_tile)
+    group_size = MAX_HEADS_OF_PROGRAM
     # The interpreter, which runs one program after another, is best off with few.
     if device.type == "cuda":
-        at_least = MIN_PROGRAMS * num_multiprocessors(device)
-        while in_group > 1 and tiles * sum(triton.cdiv(number, in_group) for number in heads) < at_least:
-            in_group //= 2
-    num_groups = triton.cdiv(max(heads), in_group)
-    return tiles * num_groups, num_groups, RotationConfig(in_group, row_tile, half_tile, implied, shared)
+        min_programs = MIN_PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device)
+        while group_size > 1 and num_tiles * sum(triton.cdiv(number, group_size) for number in heads) < min_programs:
+            group_size //= 2
+    num_groups = triton.cdiv(max(heads), group_size)
+    return num_tiles * num_groups, num_groups, (group_size, row_tile, half_tile)
 
 
 def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, inverse: bool) -> None:
-    """Writes x (..., S, D), rotated, to y of the same shape and any strides; ``positions`` broadcast to (..., S)."""
+    """Write x (..., S, D), rotated, to y of the same shape and any strides; ``positions`` broadcast to (..., S)."""
     if x.numel() == 0:
         return
     *leading, num_rows, dim = x.shape
+    # Batches, heads, rows and columns.
     shape = (math.prod(leading[:-1]), leading[-1] if leading else 1, num_rows, dim)
     x, y = x.reshape(shape), y.view(shape)
     implied = positions is None
@@ -211,7 +216,8 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
         positions_strides = positions.stride()
     shared = positions_strides[1] == 0 or shape[1] == 1
-    num_programs, _, config = _tiling(shape[0], shape[1:2], num_rows, dim, x.device, implied=implied, shared=shared)
+    num_programs, _, tile = _tiling(shape[0], shape[1:2], num_rows, dim, x.device)
+    config = RotationConfig(*tile, implied_positions=implied, shared_positions=shared)
     frequencies, strides = _frequencies(dim, theta, inverse, x.device), (x.stride(), y.stride(), positions_strides)
     with torch.cuda.device_of(x):
         rope_kernel[(num_programs,)](
@@ -220,9 +226,9 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
 
 
 def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, theta: float, backward: bool) -> None:
-    """Rotate qkv (..., S, all heads x D) into ``parts``: query, key, value (..., H, S, D); backward, those into qkv.
+    """Rotate qkv (..., S, all heads x D) into ``parts``: query, key, value (..., H, S, D); backward, parts into qkv.
 
-    ``positions`` broadcast to (..., S). What is written to is not copied when it is reshaped, whatever its strides.
+    ``positions`` broadcast to (..., S). Reshaping may copy inputs, but no results, which are dense.
     """
     if qkv.numel() == 0:
         return
@@ -236,7 +242,8 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
         positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)
     else:
         positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
-    num_programs, num_groups, config = _tiling(batches, heads, num_rows, dim, qkv.device, implied=implied, shared=True)
+    num_programs, num_groups, tile = _tiling(batches, heads, num_rows, dim, qkv.device)
+    config = RotationConfig(*tile, implied_positions=implied, shared_positions=True)
     batch_stride, row_stride, head_stride, column_stride = qkv.stride()
     tensors = qkv, *flat, positions, _frequencies(dim, theta, backward, qkv.device)
     part_strides = [part.stride() for part in flat]
@@ -249,6 +256,7 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
 
 
 def _check_angles(positions: Tensor | None, theta: float, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a theta that is no base of angles, and positions that do not broadcast to rows of shape (..., S)."""
     if not 0 < theta < math.inf:
         raise ValueError(f"theta {theta}: must be a positive number")
     if positions is None:
@@ -267,6 +275,7 @@ def _check_angles(positions: Tensor | None, theta: float, shape: tuple[int, ...]
 def empty_rotated(
     x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
+    """Check arguments, and allocate the rotated x."""
     if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
         raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
     _check_angles(positions, theta, x.shape[:-1], x.device)
@@ -276,10 +285,10 @@ def empty_rotated(
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
 
 
-def compute(
+def compute_rotated(
     x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    """x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
+    """Return x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
     y = empty_rotated(x, positions, theta, inverse, strides, dtype)
     check_tensors("rope", rope_kernel, x=x)
     _rotate(x, y, positions, theta, inverse)
@@ -289,10 +298,11 @@ def compute(
 def empty_qkv(
     qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Check arguments, and allocate query, key and value (..., H, S, D) in memory (..., S, H, D)."""
     if num_heads < 1 or num_key_value_heads < 1:
         raise ValueError(f"num_heads {num_heads}, num_key_value_heads {num_key_value_heads}: must be at least 1")
-    head_dim, rest = divmod(qkv.shape[-1] if qkv.dim() > 1 else 0, num_heads + 2 * num_key_value_heads)
-    if rest or head_dim % 2 or head_dim == 0:
+    head_dim, remainder = divmod(qkv.shape[-1] if qkv.dim() > 1 else 0, num_heads + 2 * num_key_value_heads)
+    if remainder or head_dim % 2 or head_dim == 0:
         raise ValueError(
             f"qkv (..., S, ({num_heads} + 2 * {num_key_value_heads}) D) needs an even D, got {tuple(qkv.shape)}"
         )
@@ -331,7 +341,7 @@ def compute_grad_qkv(
 
 _operator = define_operator(
     "rope(Tensor x, Tensor? positions, float theta, bool inverse, SymInt[]? strides, ScalarType dtype) -> Tensor",
-    compute,
+    compute_rotated,
     empty_rotated,
 )
 
@@ -352,11 +362,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
 
 define_gradient("rope", _differentiate, _save_for_backward)
 # ``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`.
-Rope = define_function("Rope", compute, _differentiate, _save_for_backward, twice=True)
+Rope = define_function("Rope", compute_rotated, _differentiate, _save_for_backward, twice=True)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
-    """Rotates the pair ``(x[2i], x[2i + 1])`` at position p by the angle ``p theta^(-2i / D)``.
+    """Rotate the pair ``(x[2i], x[2i + 1])`` at position p by the angle ``p theta^(-2i / D)``.
 
     RoFormer (https://arxiv.org/abs/2104.09864), eq. 34, with neighbours as pairs. Angles are exact to float32 at any
     position, arithmetic is in float32, and nothing but the positions is kept for the backward pass. A projection
@@ -374,10 +384,10 @@ def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0)
 
     Raises:
         ValueError: D is odd, or shapes or devices do not fit together.
-        TypeError: a dtype is not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        TypeError, CapabilityError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     rotate = _operator if needs_operators(x) else Rope.apply
+    # Not inverse, and without strides of the caller's.
     return rotate(x, positions, theta, False, None, result_dtype(x))
 
 
@@ -421,26 +431,23 @@ def rope_qkv(
     *,
     theta: float = 10_000.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key, rotated by :func:`rope`, and value, out of one fused projection and each in memory of its own.
+    """Split a fused projection into query and key, rotated by :func:`rope`, and value, each in memory of its own.
 
-    The backward pass writes the projection's whole gradient at once, which slicing it would add up from three.
+    The backward pass writes the projection's whole gradient at once, which autograd would add up from three slices.
     Differentiable once.
 
     Args:
         qkv: (..., S, (H + 2 H_kv) D): the heads of the query, then those of key and value, D even; any strides.
         num_heads: H.
         num_key_value_heads: H_kv; None stands for H.
-        positions: int32 or int64, broadcasts to (..., S); None stands for 0 to S - 1.
-        theta: base of the angles.
+        positions, theta: as in :func:`rope`.
 
     Returns:
         (..., H, S, D), (..., H_kv, S, D) and (..., H_kv, S, D), in memory (..., S, H, D) as attention reads them.
 
     Raises:
         ValueError: D is odd, the heads do not divide the projection, or shapes or devices do not fit together.
-        TypeError: a dtype is not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
-        RuntimeError: it is differentiated twice.
+        TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     if num_key_value_heads is None:
         num_key_value_heads = num_heads
@@ -449,7 +456,7 @@ def rope_qkv(
 
 
 def reference_rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
-    """:func:`~cs336sys.kernels.rope.rope` in PyTorch, with angles in float64: the ground truth of the tests."""
+    """Compute :func:`rope` in PyTorch, with angles in float64: the ground truth of the tests."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if positions is None:
         positions = torch.arange(x.shape[-2], device=x.device)

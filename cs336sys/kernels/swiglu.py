@@ -20,14 +20,13 @@ from cs336sys.kernels.operators import (
     result_dtype,
 )
 
-# Elements of a tile.
-TILE = 1024
+TILE_ELEMENTS = 1024
 NUM_WARPS = 4
 
 
 @triton.jit
 def _tile_of_program(num_rows, num_columns, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr):
-    """Row and column indices, int64, of the tile that this program takes, and which of them there are."""
+    """Return row and column indices, int64, of the tile that this program takes, and which of them exist."""
     num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
     tile = tl.program_id(0).to(tl.int64)
     row = ((tile // num_column_tiles) * ROW_TILE + tl.arange(0, ROW_TILE))[:, None]
@@ -68,17 +67,17 @@ def _swiglu_backward_kernel(
 
 
 def _as_matrices(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views of equally shaped tensors as rows and columns: one row where all are contiguous."""
+    """View equally shaped tensors as rows and columns: as one row where all are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return tuple(tensor.view(1, -1) for tensor in tensors)
     return tuple(as_rows(tensor) for tensor in tensors)
 
 
 def _swiglu_tiling(matrix: Tensor) -> tuple[int, dict[str, int]]:
-    """Programs and constants of a launch over a matrix."""
+    """Return the number of programs and the constants of a launch over a matrix."""
     num_rows, num_columns = matrix.shape
-    column_tile = min(triton.next_power_of_2(num_columns), TILE)
-    row_tile = TILE // column_tile if num_rows > 1 else 1
+    column_tile = min(triton.next_power_of_2(num_columns), TILE_ELEMENTS)
+    row_tile = TILE_ELEMENTS // column_tile if num_rows > 1 else 1
     num_programs = triton.cdiv(num_rows, row_tile) * triton.cdiv(num_columns, column_tile)
     return num_programs, {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "num_warps": NUM_WARPS}
 
@@ -109,7 +108,7 @@ def _empty_grads(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tu
 
 
 def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up, and the product in the dtype of ``grad``, empty unless it was asked for."""
+    """Return the gradients of gate and up, and the product in the dtype of ``grad``, empty unless recomputed."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
     inputs = _as_matrices(gate, up, grad)
     _launch_backward(inputs, (grad_gate, grad_up, product), inputs[0].shape[1])
@@ -117,11 +116,12 @@ def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple
 
 
 def _launch_backward(inputs: Sequence[Tensor], results: Sequence[Tensor], grad_row_stride: int) -> None:
-    """Launch on matrices gate, up and grad.
+    """Launch the backward kernel.
 
     Args:
+        inputs: matrices gate, up, and the product's gradient.
         results: gradients of gate and up, and the product, which is written if it has elements.
-        grad_row_stride: from one row of either gradient to the next.
+        grad_row_stride: elements from one row of either gradient to the next.
     """
     gate, product = inputs[0], results[2]
     if gate.numel() == 0:
@@ -135,12 +135,13 @@ def _launch_backward(inputs: Sequence[Tensor], results: Sequence[Tensor], grad_r
 
 
 def _empty_grad_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (gate_up, grad))
-    return first, second
+    # Not empty_like: the strides of the inputs may be others.
+    grad_gate_up, product = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (gate_up, grad))
+    return grad_gate_up, product
 
 
 def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of (..., gate and up side by side), likewise, and the product in the dtype of ``grad``."""
+    """Return the gradient of ``gate_up`` (..., gate, then up), as a whole, and the product in the dtype of ``grad``."""
     grad_gate_up, product = _empty_grad_of_pair(gate_up, grad)
     rows = as_rows(gate_up)
     gate, up = rows.chunk(2, -1)
@@ -169,7 +170,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     gate, up = ctx.saved_tensors
     backward = _backward_operator if needs_operators(grad) else _backward
-    grad_gate, grad_up, _ = backward(gate, up, grad, False)
+    grad_gate, grad_up, _ = backward(gate, up, grad, recomputes=False)
     return grad_gate, grad_up, None
 
 
@@ -179,7 +180,7 @@ SwiGLU = define_function("SwiGLU", _forward, _differentiate, _save_for_backward,
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (https://arxiv.org/abs/2002.05202, eq. 6), with silu(x) = x sigmoid(x).
+    """Compute ``silu(gate) * up`` (https://arxiv.org/abs/2002.05202, eq. 6), with silu(x) = x sigmoid(x).
 
     Keeps its two inputs for the backward pass, which computes both gradients at once; arithmetic is in float32.
     Differentiable once. ``torch.compile`` keeps it in one graph. Under ``torch.autocast`` the result has its dtype.
@@ -192,10 +193,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         (..., d), contiguous, of the dtype to which the two promote.
 
     Raises:
-        ValueError: the shapes differ, or the tensors are on different devices.
-        TypeError: a dtype is not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
-        RuntimeError: it is differentiated twice.
+        ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     dtype = result_dtype(gate, up)
     return _forward_operator(gate, up, dtype) if needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
@@ -234,26 +232,23 @@ def swiglu_linear_of_copy(
     half precision, and as much less to keep.
 
     Args:
-        gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; the gradient is made whole, too.
+        gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; its gradient is one tensor.
         copy: (d_out, d).
         weight: (d_out, d), which gets its gradient and is not read.
-        gradient_dtype: of that, as of :func:`~cs336sys.kernels.linear.linear_of_copy`.
+        gradient_dtype: of the weight's gradient, as in :func:`~cs336sys.kernels.linear.linear_of_copy`.
 
     Returns:
         (..., d_out), of the dtype of ``copy``.
 
     Raises:
-        ValueError: the shapes do not fit together, or the tensors are on different devices.
-        TypeError: a dtype is not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
-        RuntimeError: it is differentiated twice.
+        ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     with torch.autocast(gate_up.device.type, enabled=False):
         return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight)
 
 
 def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The same as :func:`swiglu` in PyTorch, half precision in float32: the ground truth of the tests."""
+    """Compute :func:`swiglu` in PyTorch, half precision in float32: the ground truth of the tests."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(dtype)

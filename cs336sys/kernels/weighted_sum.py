@@ -10,10 +10,10 @@ from torch import Tensor
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import as_rows, check_tensors, sum_of_partials
 
-# A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
+# A tile of the forward pass: 16 elements in each of a program's 128 threads; a row fills whole 128-byte cache lines.
 ROW_TILE = 16
 COLUMN_TILE = 128
-# Of the backward pass, which adds up columns: wide tiles, of 32 elements in each thread, and at least so many rows to a
+# The backward pass adds up columns: in wide tiles, of 32 elements in each thread, and at least so many rows to a
 # program, so that the partial sums are 1/128 of x or less.
 BACKWARD_TILE_ELEMENTS = 4096
 MAX_BACKWARD_COLUMNS = 1024
@@ -27,7 +27,7 @@ def _weighted_sum_forward_kernel(
     x_ptr, weight_ptr, output_ptr, x_row_stride, x_column_stride, weight_stride, num_rows, num_columns,
     ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program sums one tile of rows, walking along the columns."""
+    """Sum one tile of rows, walking along the columns, in each program."""
     # Offsets are int64, for tensors of more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
     row_mask = row < num_rows
@@ -51,7 +51,7 @@ def _weighted_sum_backward_kernel(
     weight_stride, grad_output_stride, grad_x_row_stride, grad_x_column_stride, num_rows, num_columns,
     ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one tile of columns and walks along its strip of ROWS rows."""
+    """Take one tile of columns, walking along a strip of ROWS rows, in each program."""
     num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
     strip = tl.program_id(0).to(tl.int64) // num_column_tiles
     column = (tl.program_id(0).to(tl.int64) % num_column_tiles) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
@@ -75,6 +75,7 @@ def _weighted_sum_backward_kernel(
 
 
 def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    """Check the tensors and return their weighted sum (...)."""
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
@@ -91,6 +92,7 @@ def _forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _backward(x: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight."""
     num_columns = x.shape[-1]
     rows = as_rows(x)
     grad_output = grad_output.reshape(len(rows))
@@ -140,13 +142,11 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
         (...), of the dtype of ``x``.
 
     Raises:
-        ValueError: the shapes do not fit together, or the tensors are on different devices.
-        TypeError: the dtypes differ or are not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     return WeightedSum.apply(x, weight)
 
 
 def reference_weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in one line of PyTorch, (..., D) and (D,) -> (...), for any dtypes: the ground truth of the tests."""
+    """Compute :func:`weighted_sum` in one line of PyTorch, for any dtypes: the ground truth of the tests."""
     return (x * weight).sum(dim=-1)

@@ -83,7 +83,7 @@ def norm(width: int, dtype: torch.dtype = BF16, residual: bool = False) -> None:
 
 def rotate(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
     x = empty(1, ROWS, heads, head_dim, dtype=dtype).transpose(1, 2)
-    rope.compute(x, None, 10_000.0, False, None, dtype)
+    rope.compute_rotated(x, None, 10_000.0, False, None, dtype)
 
 
 def split_and_rotate(heads: int, head_dim: int) -> None:

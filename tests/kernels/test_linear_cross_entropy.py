@@ -173,7 +173,7 @@ def test_dtype_of_sums_over_chunks(weight_dtype, dtype, shape, chunks, sums):
     weight = torch.empty(shape, dtype=getattr(torch, weight_dtype), device="meta")
     logits_bytes = (chunks - 1) * module.CHUNK_BYTES + 1
     kept = module.kept_dtype(weight.dtype, getattr(torch, dtype))
-    chosen = module._sums_dtype(weight, getattr(torch, dtype), kept, module.CHUNK_BYTES, logits_bytes)
+    chosen = module._sums_dtype(weight, getattr(torch, dtype), kept, logits_bytes)
     assert chosen == getattr(torch, sums)
 
 

@@ -58,8 +58,8 @@ def test_output_and_gradients(shape, dtype, residual, device):
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_rows_of_several_tiles(residual, device, monkeypatch):
-    monkeypatch.setattr(module, "FORWARD_TILE", 32)
-    monkeypatch.setattr(module, "BACKWARD_TILE", 16)
+    monkeypatch.setattr(module, "FORWARD_ROW_ELEMENTS", 32)
+    monkeypatch.setattr(module, "BACKWARD_ROW_ELEMENTS", 16)
     monkeypatch.setattr(module, "LONG_ROW_TILES", (4, 16))
     inputs, grads = problem((17, 75), device, residual=residual)
     matches(inputs, grads)

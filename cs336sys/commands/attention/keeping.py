@@ -56,6 +56,7 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     in_force = kept_settings.settings_on(inputs.query.device)
 
     def use(key: str, settings: str | None) -> None:
+        """Put settings in force under a key; None: the built-in ones."""
         in_force.pop(key, None)
         in_force.update({} if settings is None else {key: settings})
         operators.forget_plans()
@@ -75,11 +76,11 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
 
     sentences = []
     for pass_name, built_in in kept_settings.BUILT_IN.items():
-        key, text = kept_settings.key_of(pass_name, problem), str(built_in(problem))
-        alternatives = [settings for settings in candidates(built_in, problem) if settings != text]
+        key, built_in_settings = kept_settings.key_of(pass_name, problem), str(built_in(problem))
+        alternatives = [settings for settings in candidates(built_in, problem) if settings != built_in_settings]
         chosen, tried = choose_settings(alternatives, partial(check, key), partial(time, pass_name, key))
         use(key, chosen)
-        sentences.append(f"{key}: {chosen or 'nothing'} kept in place of the built-in {text}: {tried}")
+        sentences.append(f"{key}: {chosen or 'nothing'} kept in place of the built-in {built_in_settings}: {tried}")
     kept_settings.write_settings(gpu, in_force)
     return sentences
 
@@ -90,8 +91,8 @@ def choose_settings(
     """Check candidates, time the right ones in turn with the built-in settings, and choose the fastest.
 
     Args:
-        check: returns why settings are wrong.
-        time: returns the median time in one round, in ms; of None that of the built-in settings.
+        check: returns why settings are wrong, None if they are right.
+        time: returns the median time of settings in one round, in ms; of None that of the built-in ones.
 
     Returns:
         The settings to keep, None for the built-in ones; and all medians, with what did not run.

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,17 +18,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
-from cs336sys.commands.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
+from cs336sys.commands.own_kernels import PARTS, OddCase, UsersProblem, measure_users_function
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.machine.device import DTYPES, choose_device, peak_memory_gib, reset_peak_memory
+from cs336sys.machine.device import DTYPES, choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.checked import KernelTimer
 from cs336sys.timing.phases import time_calls, time_phases
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.model import model_attention
@@ -54,14 +53,11 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
+    """Draw normal inputs by the workload's seed, the same for every implementation but for their order in memory."""
     generator = torch.Generator(device).manual_seed(workload.seed)
+    random = functools.partial(torch.randn, generator=generator, device=device, dtype=DTYPES[workload.dtype])
     tensors = [
-        torch.randn(
-            (workload.batch_size, heads, workload.context, workload.head_dim),
-            generator=generator,
-            device=device,
-            dtype=DTYPES[workload.dtype],
-        )
+        random((workload.batch_size, heads, workload.context, workload.head_dim))
         for heads in (workload.heads, workload.key_heads, workload.key_heads, workload.heads)
     ]
     if workload.implementation in FLASH_ATTENTION_4:
@@ -73,11 +69,11 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
 
 
 FA4_MODULE = "flash_attn.cute.interface"
-_DTYPES = ("bf16", "fp16")
+_FA4_DTYPES = ("bf16", "fp16")
 
 
-def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``flash_attn_func`` of the package ``flash-attn-4``, on (batch, heads, context, head_dim).
+def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Attention:
+    """Return ``flash_attn_func`` of the package ``flash-attn-4``, on (batch, heads, context, head_dim).
 
     It takes (batch, context, heads, head_dim) of any strides but the last, so it is given views, and nothing is copied.
 
@@ -87,8 +83,8 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Call
     name = workload.implementation
     if device.type != "cuda":
         raise CapabilityError(f"implementation '{name}' needs a CUDA GPU")
-    if workload.dtype not in _DTYPES:
-        raise CapabilityError(f"implementation '{name}' takes {' and '.join(_DTYPES)}, got {workload.dtype}")
+    if workload.dtype not in _FA4_DTYPES:
+        raise CapabilityError(f"implementation '{name}' takes {' and '.join(_FA4_DTYPES)}, got {workload.dtype}")
     try:
         function = importlib.import_module(FA4_MODULE).flash_attn_func
     except ModuleNotFoundError as error:
@@ -102,13 +98,13 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Call
     if workload.window is not None:
         # How many keys to the left and to the right of the query's own.
         options |= {"causal": False, "window_size": (workload.window - 1, 0)}
-    return functools.partial(_transposed, functools.partial(function, **options))
 
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)), **options)
+        out = result[0] if isinstance(result, tuple) else result
+        return out.transpose(1, 2)
 
-def _transposed(function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    result = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    out = result[0] if isinstance(result, tuple) else result
-    return out.transpose(1, 2)
+    return attention
 
 
 _SDPA_BACKENDS = {
@@ -120,7 +116,7 @@ _SDPA_BACKENDS = {
 
 @contextlib.contextmanager
 def implementation(workload: AttentionWorkload, device: torch.device):
-    """The workload's implementation as a function of query, key and value.
+    """Yield the workload's implementation, a function of query, key and value.
 
     What an implementation needs once (a backend choice, a compiled function, a block mask) is done on entry, so that it
     is not timed with every call. A compiled backward pass may be repeated on one graph: it keeps its saved tensors
@@ -138,25 +134,26 @@ def implementation(workload: AttentionWorkload, device: torch.device):
             yield functools.partial(F.scaled_dot_product_attention, is_causal=workload.causal, enable_gqa=grouped)
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
-            compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **_causal_mask(workload))
+            compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **_mask_options(workload))
             yield _flex(workload, device) if name == "flex" else compiled
     elif name == "model":
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
-        yield functools.partial(plain_attention, **_causal_mask(workload))
+        yield functools.partial(plain_attention, **_mask_options(workload))
     elif name in FLASH_ATTENTION_4:
         yield flash_attention_4(workload, device)
     else:
         wait_until_compiled()
-        chosen = {"deterministic": True} if name == "deterministic" else {"implementation": name}
-        yield functools.partial(flash_attention, **_causal_mask(workload), **chosen)
+        selection = {"deterministic": True} if name == "deterministic" else {"implementation": name}
+        yield functools.partial(flash_attention, **_mask_options(workload), **selection)
 
 
-def _causal_mask(workload: AttentionWorkload) -> dict[str, Any]:
+def _mask_options(workload: AttentionWorkload) -> dict[str, Any]:
     return {"is_causal": workload.causal} | ({} if workload.window is None else {"window": workload.window})
 
 
 def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
+    """Return torch's compiled flex attention with the workload's mask, whose blocks are found here."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if device.type != "cuda":
@@ -179,15 +176,12 @@ _REFERENCE_ROWS = 1024
 
 @functools.lru_cache(maxsize=1)
 def reference_results(workload: AttentionWorkload, device: torch.device) -> dict[str, Tensor]:
-    """:func:`exact_results` of :func:`random_inputs`.
-
-    The last result is kept, because every implementation of a sweep is compared with the same one.
-    """
+    """Return :func:`exact_results` of :func:`random_inputs`, and keep the last: a sweep's implementations share it."""
     return exact_results(random_inputs(workload, device), workload)
 
 
 def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tensor]:
-    """Output and gradients in float64, computed a few rows of scores at a time.
+    """Compute ``out``, ``dq``, ``dk`` and ``dv`` in float64, a few rows of scores at a time.
 
     Plain softmax attention and its derivative (FlashAttention-2 handout, equations 4 to 6 and 13 to 19).
     """
@@ -199,25 +193,24 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
     for batch in range(len(query)):
         for head in range(workload.heads):
             for start in range(0, workload.context, _REFERENCE_ROWS):
-                at = batch, head, slice(start, start + _REFERENCE_ROWS)
-                first = 0 if workload.window is None else max(0, start + 1 - workload.window)
-                keys = slice(first, start + _REFERENCE_ROWS if workload.causal else None)
-                seen = batch, head // group, keys
-                scores = scale * query[at] @ key[seen].mT
+                rows = batch, head, slice(start, start + _REFERENCE_ROWS)
+                first_key = 0 if workload.window is None else max(0, start + 1 - workload.window)
+                keys = batch, head // group, slice(first_key, start + _REFERENCE_ROWS if workload.causal else None)
+                scores = scale * query[rows] @ key[keys].mT
                 if workload.causal:
-                    row, column = (torch.arange(size, device=device) for size in scores.shape)
-                    row, column = start + row[:, None], first + column
-                    invisible = column > row
+                    query_position = start + torch.arange(scores.shape[0], device=device)[:, None]
+                    key_position = first_key + torch.arange(scores.shape[1], device=device)
+                    invisible = key_position > query_position
                     if workload.window is not None:
-                        invisible |= column <= row - workload.window
+                        invisible |= key_position <= query_position - workload.window
                     scores.masked_fill_(invisible, -math.inf)
                 weights = scores.softmax(-1)
-                out[at] = weights @ value[seen]
-                grad_value[seen] += weights.mT @ grad_out[at]
-                delta = (grad_out[at] * out[at]).sum(-1, keepdim=True)
-                grad_scores = weights * (grad_out[at] @ value[seen].mT - delta)
-                grad_query[at] = scale * grad_scores @ key[seen]
-                grad_key[seen] += scale * grad_scores.mT @ query[at]
+                out[rows] = weights @ value[keys]
+                grad_value[keys] += weights.mT @ grad_out[rows]
+                delta = (grad_out[rows] * out[rows]).sum(-1, keepdim=True)
+                grad_scores = weights * (grad_out[rows] @ value[keys].mT - delta)
+                grad_query[rows] = scale * grad_scores @ key[keys]
+                grad_key[keys] += scale * grad_scores.mT @ query[rows]
     return {"out": out, "dq": grad_query, "dk": grad_key, "dv": grad_value}
 
 
@@ -230,23 +223,19 @@ def attention_errors(attention: Attention, workload: AttentionWorkload, device: 
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
     # Without a name, so that all implementations of a sweep share it: their inputs differ in strides alone.
     expected = reference_results(replace(workload, implementation=""), device)
-    return relative_errors(_results(attention, inputs), expected)
+    return relative_errors(_output_and_gradients(attention, inputs), expected)
 
 
-def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
+def _output_and_gradients(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
     out = attention(*inputs.differentiable)
-    return {"out": out.detach(), **input_gradients(out, inputs)}
-
-
-def input_gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
-    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 
 
 def errors_of_first_sequence(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
-    """As :func:`attention_errors` of one call, whose first sequence alone is looked at: in float64 all take long."""
+    """Return the errors of one call in its first sequence: of all, the reference in float64 would take long."""
     inputs = random_inputs(workload, device)
-    results = {name: tensor[:1] for name, tensor in _results(attention, inputs).items()}
+    results = {name: tensor[:1] for name, tensor in _output_and_gradients(attention, inputs).items()}
     first = Inputs(*(tensor.detach()[:1] for tensor in inputs))
     return relative_errors(results, exact_results(first, workload))
 
@@ -268,7 +257,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     progress("checking")
     with implementation(workload, device) as attention:
-        errors = _checked_attention(attention, workload, device)
+        errors = _errors_if_supported(attention, workload, device)
         derived, failure = judged(errors, TOLERANCES[workload.dtype])
         if failure is not None:
             return failure
@@ -279,7 +268,8 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
 
-def _checked_attention(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
+def _errors_if_supported(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Errors:
+    """Return :func:`attention_errors`, or raise a CapabilityError if an implementation refuses this call."""
     try:
         return attention_errors(attention, workload, device)
     except (NotImplementedError, AssertionError) as error:
@@ -297,11 +287,9 @@ def _checked_attention(attention: Attention, workload: AttentionWorkload, device
 
 
 def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: torch.device) -> float | None:
-    """GiB held at once by inputs, output, gradients and whatever the implementation keeps."""
+    """Return the GiB held at once by inputs, output, gradients and whatever is kept for backward; None on a CPU."""
     reset_peak_memory(device)
-    others_gib = 0.0
-    if device.type == "cuda":
-        others_gib = (torch.cuda.memory_allocated(device) - sum(tensor.nbytes for tensor in inputs)) / GIB
+    others_gib = held_memory_gib(device) - sum(tensor.nbytes for tensor in inputs) / GIB
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
     peak_gib = peak_memory_gib(device)
     return None if peak_gib is None else peak_gib - others_gib
@@ -310,27 +298,25 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
 def _time_attention(
     attention: Attention, inputs: Inputs, workload: AttentionWorkload, device: torch.device
 ) -> dict[str, Samples]:
-    def forward() -> Tensor:
-        return attention(*inputs.differentiable)
+    """Time the forward pass, the backward pass repeated on one graph, and both in one call."""
 
-    def backward() -> None:
-        torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=True)
-
-    def end_to_end() -> None:
-        torch.autograd.grad(forward(), inputs.differentiable, inputs.grad_out)
+    def differentiate(out: Tensor, retain_graph: bool = False) -> None:
+        torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=retain_graph)
 
     def time(call: Callable[[], Any]) -> Samples:
         return time_calls(call, device, workload.warmup_ms, workload.repetition_ms)
 
+    forward = functools.partial(attention, *inputs.differentiable)
     samples = {"forward": time(forward)}
     out = forward()
-    return samples | {"backward": time(backward), "end_to_end": time(end_to_end)}
+    samples["backward"] = time(lambda: differentiate(out, retain_graph=True))
+    return samples | {"end_to_end": time(lambda: differentiate(forward()))}
 
 
 def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time plain attention and the memory it holds: a cell of ``attn``, run in the worker process.
 
-    An implementation that is ``wrong``, as of :func:`measure_flash`, is not timed.
+    An implementation that is ``wrong``, as in :func:`measure_flash`, is not timed.
 
     Samples (ms): ``forward`` and ``backward``; the device is synchronized after each step of both. Derived: memory in
     use when the forward pass is done and the backward pass has not begun, and the peak, both including the inputs.
@@ -345,10 +331,9 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         if failure is not None:
             return failure
         progress("building the inputs")
-        base_bytes = 0
         if device.type == "cuda":
             _settle_gpu_memory(device)
-            base_bytes = torch.cuda.memory_allocated(device)
+        base_gib = held_memory_gib(device)
         inputs = random_inputs(workload, device)
         out: Tensor | None = None
 
@@ -367,11 +352,11 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         peak_gib = peak_memory_gib(device)
         derived |= {"held_gib": None, "peak_gib": None}
         if peak_gib is not None:
-            derived["peak_gib"] = peak_gib - base_bytes / GIB
+            derived["peak_gib"] = peak_gib - base_gib
             _settle_gpu_memory(device)
             # One more forward pass, to see what is held before its backward pass.
             forward()
-            derived["held_gib"] = (torch.cuda.memory_allocated(device) - base_bytes) / GIB
+            derived["held_gib"] = held_memory_gib(device) - base_gib
     return Outcome("ok", samples, derived)
 
 
@@ -379,8 +364,8 @@ def _settle_gpu_memory(device: torch.device) -> None:
     """Make the memory in use on a GPU that of the tensors that are alive.
 
     A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own, and so
-    have batched products. And autograd's thread may hold the last pass's gradients for a while after that has returned,
-    but not once it has taken up the next pass.
+    have batched products. And autograd's thread may hold the last pass's gradients for a while after that pass has
+    returned, but not once it has begun the next one.
     """
     factors = torch.ones(2, 16, 16, device=device, requires_grad=True)
     (factors[0].mm(factors[1]).sum() + factors.bmm(factors).sum()).backward()
@@ -393,53 +378,32 @@ _ODD_CONTEXTS = (131, 1)
 _ODD_MOST_HEADS = 4
 
 
-class ChangingAttentionInputs:
-    """Query, key, value and the output's gradient, of which one head of one sequence is new before each call.
+class UsersAttention(UsersProblem):
+    """The user's attention; one head of one sequence of query, key, value and the output's gradient is new each time.
 
-    Args:
-        workload: its shape; its seed is not used, for a seed that is known can be prepared for.
+    The workload's seed is not used, for a seed that is known can be prepared for.
     """
 
-    def __init__(self, workload: AttentionWorkload, device: torch.device):
-        self._workload = workload
-        self._master = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
-        self._expected = exact_results(self._master, workload)
+    input_names = ("q", "k", "v")
 
-        self.given = tuple(tensor.detach().clone() for tensor in self._master)
-        self._group = workload.heads // workload.key_heads
+    def __init__(self, attention: Attention, workload: AttentionWorkload, device: torch.device):
+        self._workload, self._group = workload, workload.heads // workload.key_heads
         self._head_workload = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
+        inputs = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
+        self.intended, self.right = inputs, exact_results(inputs, workload)
+        super().__init__(lambda inputs: (attention(*inputs.values()),))
 
-    @property
-    def inputs(self) -> Inputs:
-        """The inputs as leaves of a new graph, in the memory of ``given``."""
-        query, key, value, grad_out = (tensor.detach() for tensor in self.given)
-        return Inputs(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
-
-    def draw_new_inputs(self) -> Callable[[], None]:
-        """Draw one head anew, and return what copies the inputs to ``given``."""
+    def draw_intended(self) -> None:
         batch, head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
         queries = batch, slice(head * self._group, (head + 1) * self._group)
         keys = batch, slice(head, head + 1)
         new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.given[0].device)
         results = exact_results(new, self._head_workload)
         with torch.no_grad():
-            for tensor, new_tensor, where in zip(self._master, new, (queries, keys, keys, queries), strict=True):
+            for tensor, new_tensor, where in zip(self.intended, new, (queries, keys, keys, queries), strict=True):
                 tensor[where] = new_tensor[0]
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
-                self._expected[name][where] = results[name][0]
-
-        def write_to_given() -> None:
-            with torch.no_grad():
-                for input_tensor, tensor in zip(self.given, self._master, strict=True):
-                    input_tensor.copy_(tensor)
-
-        return write_to_given
-
-    def is_as_given(self) -> bool:
-        return all(map(torch.equal, self.given, self._master))
-
-    def expected(self) -> Mapping[str, Tensor]:
-        return self._expected
+                self.right[name][where] = results[name][0]
 
 
 def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -452,39 +416,32 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     if not is_user_code(workload.implementation):
         return measure_flash(configuration, progress)
     device = choose_device(workload.device)
-    reference, tolerance = workload.implementation, TOLERANCES[workload.dtype]
-    attention = _called(reference, workload)
+    attention = _load_attention(workload)
 
-    def check() -> str | None:
-        cases = _odd_contexts(attention, workload, device)
-        cases = counted(cases, 2 * len(_ODD_CONTEXTS), "checking odd lengths and strides", progress)
-        return check_odd(cases, tolerance)
+    def find_least_ms(problem: UsersProblem) -> dict[str, float]:
+        has_gradient = attention(*problem.inputs.values()).requires_grad
+        return {part: _least_attention_ms(workload, device, part) for part in (PARTS if has_gradient else PARTS[:1])}
 
-    def time(timer: KernelTimer) -> dict[str, Samples]:
-        problem: Any = timer.problem
-        has_gradient = attention(*problem.inputs.differentiable).requires_grad
-        parts = PARTS if has_gradient else PARTS[:1]
-        least_ms = {part: _least_attention_ms(workload, device, part) for part in parts}
-        return time_parts(
-            timer,
-            workload,
-            lambda inputs: attention(*inputs.differentiable),
-            lambda out: {"out": out},
-            input_gradients,
-            least_ms,
-            progress,
-        )
-
-    problem = functools.partial(ChangingAttentionInputs, workload, device)
-    return measure_users_function(reference, check, problem, time, workload.tflops, device, tolerance)
+    return measure_users_function(
+        workload,
+        device,
+        TOLERANCES[workload.dtype],
+        progress,
+        odd_cases=[
+            functools.partial(_odd_length_case, attention, workload, device, context, is_strided)
+            for context, is_strided in itertools.product(_ODD_CONTEXTS, (False, True))
+        ],
+        odd_shapes="odd lengths and strides",
+        make_problem=functools.partial(UsersAttention, attention, workload, device),
+        find_least_ms=find_least_ms,
+        rates=workload.tflops,
+    )
 
 
-def _called(reference: str, workload: AttentionWorkload) -> Attention:
-    """The user's function, called as torch's ``scaled_dot_product_attention`` is."""
+def _load_attention(workload: AttentionWorkload) -> Attention:
+    """Return the user's function, called as torch's ``scaled_dot_product_attention`` is."""
+    reference, options = workload.implementation, _mask_options(workload)
     function = load(reference)
-    options: dict[str, Any] = {"is_causal": workload.causal}
-    if workload.window is not None:
-        options["window"] = workload.window
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = function(query, key, value, **options)
@@ -495,24 +452,26 @@ def _called(reference: str, workload: AttentionWorkload) -> Attention:
     return attention
 
 
-def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Iterator[OddCase]:
-    """Lengths that no tile divides, and inputs whose heads lie behind their tokens in memory."""
+def _odd_length_case(
+    attention: Attention, workload: AttentionWorkload, device: torch.device, context: int, is_strided: bool
+) -> OddCase:
+    """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
+    # Few heads, of which as many as in the workload share keys.
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
     kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-    for context, is_strided in itertools.product(_ODD_CONTEXTS, (False, True)):
-        window = None if workload.window is None else min(workload.window, context)
-        odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
-        # random_inputs makes fa4's with tokens before heads in memory.
-        odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
-        inputs = random_inputs(odd, device)
-        # Before the kernel can change them.
-        expected = {"out": exact_results(inputs, odd)["out"]}
-        run = functools.partial(lambda tensors: {"out": attention(*tensors.differentiable).detach()}, inputs)
-        yield f"a context of {context}" + (" with strided inputs" if is_strided else ""), run, expected
+    window = None if workload.window is None else min(workload.window, context)
+    odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
+    # random_inputs puts tokens before heads for fa4.
+    odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
+    inputs = random_inputs(odd, device)
+    # Before the kernel can change them.
+    expected = {"out": exact_results(inputs, odd)["out"]}
+    description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
+    return description, lambda: {"out": attention(*inputs.differentiable).detach()}, expected
 
 
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
-    """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    """Return the least ms that FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
     if device.type != "cuda":
         return 0.0
     heads, rows = workload.heads + workload.key_heads, workload.batch_size * workload.context

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
@@ -19,12 +19,13 @@ from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns
 
 _SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
-_PARTS = ("forward", "backward", "end_to_end")
-_KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
+# The parts of a call that are timed, with their headers.
+_PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "end-to-end"}
+_KEPT_SETTINGS_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
 
 
-def _flash_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
-    """TFLOP/s are of the medians of all samples, errors and peak the largest."""
+def _combine_derived(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
+    """Return the derived columns of pooled rounds: TFLOP/s of the medians of all samples, largest errors and peak."""
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
     derived: dict[str, Any] = {name: titles.largest_known(rounds, name) for name in names if name != "notes"}
     derived["notes"] = list(titles.found_in_user_code(rounds))
@@ -32,40 +33,41 @@ def _flash_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
     return derived | workload.tflops(pooled.samples) if pooled.samples else derived
 
 
-pool_flash_rounds = partial(titles.pool_cells, combine_derived=_flash_of_rounds)
+pool_flash_rounds = partial(titles.pool_cells, combine_derived=_combine_derived)
 
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
-    """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
+    """Build the table of every implementation's times, errors and speed-up over ``baseline`` on every shape."""
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
     rows = list(map(_flash_row, cells, baselines))
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
-        *(Column(f"{part}_ms", part.replace("_", "-"), "ms") for part in _PARTS),
+        *(Column(f"{part}_ms", header, "ms") for part, header in _PARTS.items()),
         *named_columns(end_to_end_p20_ms="p20", end_to_end_p80_ms="p80"),
-        *(Column(f"{part}_tflops", part.replace("_", "-"), "tflops") for part in _PARTS),
+        *(Column(f"{part}_tflops", header, "tflops") for part, header in _PARTS.items()),
         *(
-            Column(f"{part}_speedup", f"{part.replace('_', '-')} over {baseline}", "ratio", spread="interval")
-            for part in _PARTS
+            Column(f"{part}_speedup", f"{header} over {baseline}", "ratio", spread="interval")
+            for part, header in _PARTS.items()
         ),
         *(Column(f"{name}_error", f"{name} error") for name in ("out", "dq", "dk", "dv")),
         *named_columns("peak_gib", "status"),
     ]
-    notes = [
+    notes = (
         titles.ERROR_NOTE,
         *titles.interpreted_notes(cells, run),
-        *([_KEPT_NOTE] if run is not None and "attention_settings" in run.environment else []),
+        *([_KEPT_SETTINGS_NOTE] if run is not None and "attention_settings" in run.environment else []),
         *titles.found_in_user_code(cells),
         *titles.failure_notes(cells, "implementation"),
-    ]
-    notes += without_baseline
+        *without_baseline,
+    )
     heading = titles.title("flash", cells, run, _SHAPE_COLUMNS, varying)
-    return [Table("flash", heading, columns, rows, tuple(notes), "--rounds 5 or more --repetition-ms")]
+    return [Table("flash", heading, columns, rows, notes, "--rounds 5 or more --repetition-ms")]
 
 
 def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
+    """Return a row of ``flash``; of an implementation that was not timed, its errors alone."""
     row = dict(cell.configuration) | {"status": cell.status}
     row |= {name: f"{value:.1e}" for name, value in cell.derived.items() if name.endswith("_error")}
     if cell.status != "ok":
@@ -84,10 +86,11 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory that plain attention of its shape needs."""
     cells = [Cell(command, dict(configuration), "ok") for configuration in configurations]
-    rows: list[dict[str, Any]] = []
-    for cell in cells:
-        is_plain = cell.configuration["implementation"] in PLAIN_ATTENTION
-        rows.append(cell.configuration | (_predicted_memory(cell) if is_plain else {}))
+    rows = [
+        cell.configuration
+        | (_predicted_memory(cell) if cell.configuration["implementation"] in PLAIN_ATTENTION else {})
+        for cell in cells
+    ]
     notes = ["predicted for plain attention, eager with torch.softmax; fused kernels hold a row statistic a query"]
     if capacity is not None:
         too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows)
@@ -102,7 +105,7 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
 
 
 def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Times and memory of plain attention, and the memory of the smallest shape that does not fit, worked through."""
+    """Build the tables of plain attention: times and memory, the smallest shape that does not fit, and growth."""
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     columns = (
         *varying.values(),
@@ -137,13 +140,13 @@ def predicted_eager_memory(cell: Cell) -> AttentionMemory:
 
 
 def _sequences(cell: Cell) -> tuple[int, int, int, str]:
-    """Sequences of all heads, their length, the head dimension, and the dtype."""
+    """Return the number of sequences of all heads, their length, the head dimension, and the dtype."""
     shape = cell.configuration
     return shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]
 
 
 def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
-    """Derive the memory of the smallest shape tensor by tensor, as ``account attention`` does."""
+    """Derive the memory of the smallest shape that did not fit, tensor by tensor, as ``account attention`` does."""
     if not out_of_memory:
         return answers_table("accounting", "attn: no shape out of memory", ())
     cell = min(out_of_memory, key=lambda cell: predicted_eager_memory(cell).peak)
@@ -154,18 +157,19 @@ def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
 
 
 def _growth(cells: Sequence[Cell]) -> Table:
-    """Return the growth of memory held for the backward pass from each context to the next."""
+    """Build the table of the growth of memory held for the backward pass from each context to the next."""
     measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
-    alike = titles.by_configuration(measured, ignore=("context",))
+    cells_of_shape = titles.by_configuration(measured, ignore=("context",))
     rows = []
     for cell in measured:
         context = cell.configuration["context"]
-        same_shape = alike[configuration_key(cell.configuration, ignore=("context",))]
-        shorter = {other.configuration["context"]: other for other in same_shape[::-1]}
-        previous = max((length for length in shorter if length < context), default=None)
-        if previous is not None:
-            growth = {"contexts": f"{previous} to {context}", "context_ratio": context / previous}
-            growth["held_ratio"] = cell.derived["held_gib"] / shorter[previous].derived["held_gib"]
+        same_shape = cells_of_shape[configuration_key(cell.configuration, ignore=("context",))]
+        shorter = [other for other in same_shape if other.configuration["context"] < context]
+        if shorter:
+            previous = max(shorter, key=lambda other: other.configuration["context"])
+            length = previous.configuration["context"]
+            growth = {"contexts": f"{length} to {context}", "context_ratio": context / length}
+            growth["held_ratio"] = cell.derived["held_gib"] / previous.derived["held_gib"]
             rows.append(cell.configuration | growth)
     columns = (
         *named_columns("implementation", "head_dim", contexts="context", context_ratio="context grows"),
@@ -175,38 +179,41 @@ def _growth(cells: Sequence[Cell]) -> Table:
     return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))
 
 
-# Of the implementations of attn, in their order.
+# The line styles of attn's implementations, in their order.
 _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
-# The axes of attn: what they show, of a cell.
-_ATTN_PARTS: dict[str, tuple[str, Callable[[Cell], float | None]]] = {
-    "forward": ("forward pass, ms", lambda cell: cell.samples["forward"].median),
-    "backward": ("backward pass, ms", lambda cell: cell.samples["backward"].median),
-    "held": ("held for the backward pass, GiB", lambda cell: cell.derived.get("held_gib")),
-    "peak": ("peak, GiB", lambda cell: cell.derived.get("peak_gib")),
-}
-_PREDICTED: dict[str, Callable[[Cell], float]] = {
-    "held": lambda cell: predicted_eager_memory(cell).held / GIB,
-    "peak": lambda cell: predicted_eager_memory(cell).peak / GIB,
-}
+
+class _AttnAxes(NamedTuple):
+    """Axes of attn: their title, a cell's measured value, and its key in :func:`_predicted_memory`, if predicted."""
+
+    title: str
+    measured: Callable[[Cell], float | None]
+    predicted: str = ""
+
+
+_ATTN_AXES = (
+    _AttnAxes("forward pass, ms", lambda cell: cell.samples["forward"].median),
+    _AttnAxes("backward pass, ms", lambda cell: cell.samples["backward"].median),
+    _AttnAxes("held for the backward pass, GiB", lambda cell: cell.derived.get("held_gib"), "predicted_held_gib"),
+    _AttnAxes("peak, GiB", lambda cell: cell.derived.get("peak_gib"), "predicted_peak_gib"),
+)
 
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:
-    """TFLOP/s over the context, forward above backward, a column of axes for each head dim and dtype."""
+    """Draw TFLOP/s over the context: a row of axes for each part, a column for each head dim and dtype."""
     measured = [cell for cell in cells if cell.status == "ok"]
     groups = list(dict.fromkeys(_shape_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
-    parts = {"forward_tflops": "forward", "backward_tflops": "backward", "end_to_end_tflops": "end-to-end"}
     columns = max(1, len(groups))
-    figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(parts), columns, sharex="col")
+    figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(_PARTS), columns, sharex="col")
     for column, group in enumerate(groups):
-        for row, (name, part) in enumerate(parts.items()):
+        for row, (part, header) in enumerate(_PARTS.items()):
             drawing = axes[row][column]
             for number, implementation in enumerate(implementations):
                 points = sorted(
-                    (cell.configuration["context"], cell.derived[name])
+                    (cell.configuration["context"], cell.derived[f"{part}_tflops"])
                     for cell in measured
-                    if name in cell.derived
+                    if f"{part}_tflops" in cell.derived
                     and (_shape_label(cell), cell.configuration["implementation"]) == (group, implementation)
                 )
                 if points:
@@ -217,7 +224,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
             drawing.set_xscale("log", base=2)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
-            axes[row][0].set_ylabel(f"{part}, TFLOP/s")
+            axes[row][0].set_ylabel(f"{header}, TFLOP/s")
         axes[0][column].set_title(group, fontsize=10)
         axes[-1][column].set_xlabel("context")
     handles = {
@@ -238,7 +245,7 @@ def _shape_label(cell: Cell) -> str:
 
 
 def plot_attn(cells: Sequence[Cell], path: Path) -> None:
-    """Time of both passes, memory held between them and its peak over the context, with what is predicted for eager.
+    """Draw the time of both passes, memory held between them and its peak over the context, and eager's prediction.
 
     Colours are head dims (and dtypes), line styles implementations.
     """
@@ -248,21 +255,21 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in cells))
     contexts = sorted({cell.configuration["context"] for cell in cells})
     figure, axes = new_axes(11, 7.5, 2, 2, sharex=True)
-    for drawing, (name, (label, value)) in zip(axes.flat, _ATTN_PARTS.items(), strict=True):
-        for cell in cells:
-            context, color = cell.configuration["context"], f"C{shapes.index(_shape_in_words(cell))}"
-            predicted = _PREDICTED.get(name)
-            if predicted is not None and cell.configuration["implementation"] == "eager":
-                drawing.plot(context, predicted(cell), "+", color="black", markersize=9, zorder=3)
-            if predicted is not None and cell.status == "oom":
-                drawing.plot(context, predicted(cell), "x", color=color, markersize=9, markeredgewidth=2, zorder=3)
-        lines = _points_by_line(cells, value)
+    for drawing, (title, measured, predicted) in zip(axes.flat, _ATTN_AXES, strict=True):
+        for cell in cells if predicted else ():
+            point = cell.configuration["context"], _predicted_memory(cell)[predicted]
+            if cell.configuration["implementation"] == "eager":
+                drawing.plot(*point, "+", color="black", markersize=9, zorder=3)
+            if cell.status == "oom":
+                color = f"C{shapes.index(_shape_in_words(cell))}"
+                drawing.plot(*point, "x", color=color, markersize=9, markeredgewidth=2, zorder=3)
+        lines = _points_by_line(cells, measured)
         for (shape, implementation), points in lines.items():
             style = _LINES[implementations.index(implementation) % len(_LINES)]
             color = f"C{shapes.index(shape)}"
             drawing.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
         _draw_square_law(drawing, [point for points in lines.values() for point in points])
-        drawing.set_title(label, fontsize=10, loc="left")
+        drawing.set_title(title, fontsize=10, loc="left")
         drawing.set_xscale("log", base=2)
         drawing.set_yscale("log")
         drawing.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
@@ -287,18 +294,19 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
 def _points_by_line(
     cells: Sequence[Cell], value: Callable[[Cell], float | None]
 ) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Contexts with their values, by shape and implementation."""
+    """Return contexts with their values, sorted, by shape and implementation."""
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for cell in cells:
         # A logarithmic axis has no place for zero.
-        if cell.status == "ok" and (measured := value(cell)):
+        y = value(cell) if cell.status == "ok" else None
+        if y:
             key = (_shape_in_words(cell), cell.configuration["implementation"])
-            series.setdefault(key, []).append((cell.configuration["context"], measured))
+            series.setdefault(key, []).append((cell.configuration["context"], y))
     return {key: sorted(points) for key, points in series.items()}
 
 
 def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None:
-    """A broad line through the least value at the longest context, as far down as the values go."""
+    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards."""
     if not points:
         return
     longest = max(context for context, _ in points)

@@ -2,24 +2,22 @@
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
-from cs336sys.commands.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
+from cs336sys.commands.own_kernels import OUTPUT_NAMES, PARTS, OddCase, UsersProblem, measure_users_function
 from cs336sys.machine.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.operations import KernelWorkload
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.checked import KernelTimer
 from cs336sys.timing.phases import time_queued_calls
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
@@ -37,13 +35,13 @@ COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
 def kernel_errors(function: Function, operation: Operation, workload: KernelWorkload, device: torch.device) -> Errors:
-    """The errors of each output and each gradient, by name."""
+    """Return the errors of each output and each gradient, by name."""
     return relative_errors(operation.results(function, workload, device), operation.expected(workload, device))
 
 
 @functools.cache
 def copy_gbps(device: torch.device) -> float:
-    """Bytes that a copy within the device's memory reads and writes, in 1e9 a second."""
+    """Measure the bytes that a copy within the device's memory reads and writes, in 1e9 a second."""
     source = torch.empty(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samples = time_queued_calls(lambda: target.copy_(source), device, warmup_ms=25, repetition_ms=100)
@@ -71,7 +69,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
             return failure
         progress("timing")
         calls = operation.calls(function, workload, device)
-        derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)
+        derived["over_inputs_gib"] = _memory_over_inputs_gib(calls["end_to_end"], device)
         samples = {
             part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
             for part, call in calls.items()
@@ -82,20 +80,20 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
 def part_rates(
     operation: Operation, workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
 ) -> dict[str, Any]:
-    """Return TFLOP/s and GB/s of each part, and what share of a copy's rate these are."""
+    """Return TFLOP/s and GB/s of each part, and the percentage of a copy's rate that GB/s are."""
     derived: dict[str, Any] = {}
     for part, flops in operation.flops(workload).items():
         derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
     moved_bytes = operation.moved_bytes(workload)
     derived["copy_gbps"] = copy_gbps(device) if moved_bytes else None
-    for part, count in moved_bytes.items():
-        gbps = count / samples[part].median / 1e6
+    for part, num_bytes in moved_bytes.items():
+        gbps = num_bytes / samples[part].median / 1e6
         derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / copy_gbps(device)}
     return derived
 
 
-def _memory_of(call: Callable[[], object], device: torch.device) -> float | None:
-    """GiB held at once beyond what is there already: results, what is kept for the backward pass, scratch."""
+def _memory_over_inputs_gib(call: Callable[[], object], device: torch.device) -> float | None:
+    """Return the GiB that a call holds at once beyond what is there: results, what backward needs, scratch."""
     before_gib = held_memory_gib(device)
     reset_peak_memory(device)
     call()
@@ -103,52 +101,26 @@ def _memory_of(call: Callable[[], object], device: torch.device) -> float | None
     return None if peak_gib is None else peak_gib - before_gib
 
 
-class ChangingFunctionInputs:
-    """Inputs of an op and gradients of its outputs, all of them new before each call."""
+class UsersOperation(UsersProblem):
+    """The user's function of an op; all inputs, and the gradients of its outputs, are new before each call."""
 
-    def __init__(self, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device):
+    def __init__(
+        self, function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
+    ):
         self._operation, self._workload, self._device = operation, workload, device
-        self._choose()
-        self.given: Sequence[Tensor] = [tensor.detach().clone() for tensor in self._new]
+        self.draw_intended()
+        super().__init__(lambda inputs: as_tuple(function(**inputs)))
 
-    def _choose(self) -> None:
+    def draw_intended(self) -> None:
         workload = replace(self._workload, seed=secrets.randbits(60))
-        self._expected = self._operation.expected(workload, self._device)
+        self.right = self._operation.expected(workload, self._device)
         inputs = self._operation.random_inputs(workload, self._device)
-        self.names = list(inputs)
-        outputs = [self._expected[name] for name in ("out", "sum") if name in self._expected]
+        self.input_names = list(inputs)
+        outputs = [self.right[name] for name in OUTPUT_NAMES if name in self.right]
         dtype = next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
-        dtypes = [torch.float32 if output.dim() == 0 else dtype for output in outputs]
-        like = tuple(output.to(dtype) for output, dtype in zip(outputs, dtypes, strict=True))
-        self._new = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
-
-    def draw_new_inputs(self) -> Callable[[], None]:
-        self._choose()
-
-        def write_to_given() -> None:
-            for input_tensor, new in zip(self.given, self._new, strict=True):
-                input_tensor.copy_(new)
-
-        return write_to_given
-
-    def is_as_given(self) -> bool:
-        return all(map(torch.equal, self.given, self._new))
-
-    def expected(self) -> Mapping[str, Tensor]:
-        return self._expected
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The inputs as leaves of a new graph, in the memory of ``given``."""
-        tensors = [tensor.detach() for tensor in self.given[: len(self.names)]]
-        return {
-            name: tensor.requires_grad_() if tensor.is_floating_point() else tensor
-            for name, tensor in zip(self.names, tensors, strict=True)
-        }
-
-    @property
-    def grad_outputs(self) -> Sequence[Tensor]:
-        return self.given[len(self.names) :]
+        # A loss is in float32.
+        like = tuple(output.to(torch.float32 if output.dim() == 0 else dtype) for output in outputs)
+        self.intended = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
 
 
 # Numbers of rows that no tile divides.
@@ -158,8 +130,8 @@ _ODD_TOKENS = (131, 1)
 def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
-    Samples and derived columns are those of :func:`.measurement.measure_kernel`. Each call that is timed has new
-    inputs, and is checked (:mod:`cs336sys.timing.checked`).
+    Samples and derived columns are those of :func:`measure_kernel`. Each call that is timed has new inputs, and is
+    checked (:mod:`cs336sys.timing.checked`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):
@@ -167,48 +139,32 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     device = choose_device(workload.device)
     operation = import_named(_OPERATIONS)[workload.op]
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
-    reference, tolerance = workload.implementation, TOLERANCES[workload.dtype]
-    function = load(reference)
-
-    def check() -> str | None:
-        cases = _odd_tokens(function, operation, workload, device)
-        cases = counted(cases, len(_ODD_TOKENS), "checking odd numbers of rows", progress)
-        return check_odd(cases, tolerance)
-
-    def time(timer: KernelTimer) -> dict[str, Samples]:
-        problem: Any = timer.problem
-
-        def gradients(outputs: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
-            tensors = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
-            return dict(zip(leaves, tensors, strict=True))
-
-        return time_parts(
-            timer,
-            workload,
-            lambda inputs: function(**inputs),
-            lambda outputs: dict(zip(("out", "sum"), as_tuple(outputs), strict=False)),
-            gradients,
-            {part: _least_ms(operation, workload, device, part) for part in PARTS},
-            progress,
-        )
-
-    problem = functools.partial(ChangingFunctionInputs, operation, workload, device)
-    rates = functools.partial(part_rates, operation, workload, device=device)
-    return measure_users_function(reference, check, problem, time, rates, device, tolerance)
+    function = load(workload.implementation)
+    return measure_users_function(
+        workload,
+        device,
+        TOLERANCES[workload.dtype],
+        progress,
+        odd_cases=[
+            functools.partial(_odd_rows_case, function, operation, workload, device, tokens) for tokens in _ODD_TOKENS
+        ],
+        odd_shapes="odd numbers of rows",
+        make_problem=functools.partial(UsersOperation, function, operation, workload, device),
+        find_least_ms=lambda problem: {part: _least_ms(operation, workload, device, part) for part in PARTS},
+        rates=functools.partial(part_rates, operation, workload, device=device),
+    )
 
 
-def _odd_tokens(
-    function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
-) -> Iterator[OddCase]:
-    for tokens in _ODD_TOKENS:
-        odd = replace(workload, tokens=tokens, seed=secrets.randbits(60))
-        run = functools.partial(operation.results, function, odd, device)
-        yield f"{tokens} rows", run, operation.expected(odd, device)
+def _odd_rows_case(
+    function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, tokens: int
+) -> OddCase:
+    odd_workload = replace(workload, tokens=tokens, seed=secrets.randbits(60))
+    run = functools.partial(operation.results, function, odd_workload, device)
+    return f"{tokens} rows", run, operation.expected(odd_workload, device)
 
 
 def _least_ms(operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, part: str) -> float:
-    """The least that a part's FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    """Return the least ms that a part's FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    flops, moved = operation.flops(workload).get(part, 0), operation.moved_bytes(workload).get(part, 0)
-    return least_ms(gpu, workload.dtype, flops, moved)
+    flops, moved_bytes = operation.flops(workload).get(part, 0), operation.moved_bytes(workload).get(part, 0)
+    return least_ms(gpu, workload.dtype, flops, moved_bytes)

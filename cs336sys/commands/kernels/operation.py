@@ -21,27 +21,30 @@ Random = Callable[..., Tensor]
 class Operation(Protocol):
     """One op, whose implementations are functions of the same kind."""
 
-    @property
-    def implementations(self) -> Implementations: ...
+    implementations: Implementations
 
     def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         """Return what a function computes from the workload's random inputs, by name."""
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-        """The same in float64."""
+        """Return the same in float64."""
 
     def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
         """Return the timed calls by part; ``end_to_end`` is among them."""
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
-        """The least that each part must read and write; empty for matrix products."""
+        """Return the least that each part must read and write; empty for matrix products."""
 
     def flops(self, workload: KernelWorkload) -> dict[str, int]:
         """Return the FLOPs of matrix products by part."""
+        return {}
 
 
 def random_tensors(workload: KernelWorkload, device: torch.device, stream: int = 0) -> tuple[Random, torch.Generator]:
-    """Makes normal random tensors, the same for every implementation; another ``stream`` makes others."""
+    """Return what draws normal tensors of a shape, the same for every implementation, and its generator.
+
+    Another ``stream`` draws others.
+    """
     generator = torch.Generator(device).manual_seed(workload.seed + stream)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype = DTYPES[workload.dtype]) -> Tensor:
@@ -51,7 +54,7 @@ def random_tensors(workload: KernelWorkload, device: torch.device, stream: int =
 
 
 @dataclass(frozen=True)
-class DifferentiatedFunction:
+class DifferentiatedFunction(Operation):
     """A function of tensors, timed forward and backward.
 
     Attributes:

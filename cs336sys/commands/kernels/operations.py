@@ -40,16 +40,16 @@ STEPS = 3
 Step = tuple[torch.optim.Optimizer, Callable[[], Any]]
 
 
-def ours(parameters: list[Tensor], copies: list[Tensor]) -> Step:
-    """Our optimizer of the parameters, and what takes a step and writes the copies."""
+def our_adamw(parameters: list[Tensor], copies: list[Tensor]) -> Step:
+    """Return our optimizer of the parameters, and what takes a step and writes the copies."""
     optimizer = AdamW(parameters)
     for parameter, copy in zip(parameters, copies, strict=False):
         optimizer.attach_copy(parameter, copy)
     return optimizer, optimizer.step
 
 
-def torchs(parameters: list[Tensor], copies: list[Tensor], **settings: Any) -> Step:
-    """The same with torch's, of these settings."""
+def torch_adamw(parameters: list[Tensor], copies: list[Tensor], **settings: Any) -> Step:
+    """Return torch's optimizer with these settings, and what takes a step and writes the copies."""
     optimizer = torch.optim.AdamW(parameters, **settings)
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ def torchs(parameters: list[Tensor], copies: list[Tensor], **settings: Any) -> S
 
 
 @dataclass(frozen=True)
-class OptimizerStep:
+class OptimizerStep(Operation):
     """AdamW of float32 parameters with float32 gradients, and of the copies in half precision that a model reads.
 
     Tokens x width elements in :data:`NUM_PARAMETERS` tensors. Copies are written where the dtype is not fp32.
@@ -79,7 +79,7 @@ class OptimizerStep:
         states = [optimizer.state[parameter] for parameter in parameters]
         tensors = {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")}
         tensors |= {"parameter": parameters} | ({"copy": copies} if copies else {})
-        return {name: torch.cat([tensor.detach().flatten() for tensor in several]) for name, several in tensors.items()}
+        return {name: torch.cat([part.detach().flatten() for part in parts]) for name, parts in tensors.items()}
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         parameters, copies, random = self._tensors(workload, device)
@@ -105,11 +105,8 @@ class OptimizerStep:
         elements = workload.tokens * workload.width
         return {"end_to_end": 7 * 4 * elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
 
-    def flops(self, workload: KernelWorkload) -> dict[str, int]:
-        return {}
-
     def _tensors(self, workload: KernelWorkload, device: torch.device) -> tuple[list[Tensor], list[Tensor], Function]:
-        """Parameters, their copies, and what makes random gradients."""
+        """Return parameters, their copies, and what makes random gradients."""
         random, _ = random_tensors(workload, device)
         values = random((workload.tokens, workload.width), torch.float32).tensor_split(NUM_PARAMETERS)
         parameters = [value.clone().requires_grad_() for value in values if value.numel()]
@@ -124,12 +121,12 @@ class OptimizerStep:
 
 
 EPS = 1e-5
-# Tokens whose logits are held at a time by what recomputes them: 1.2 GB in bf16 for a vocabulary of 151,936.
-CHUNK = 4096
+# Tokens whose logits ``chunked`` holds at a time: 1.2 GB in bf16 for a vocabulary of 151,936.
+CHUNK_TOKENS = 4096
 
 
-def _plain_function(ours: Function, reference: Function, **others: Callable[[Any], Function]) -> Implementations:
-    """Implementations of which the first three are the same for all workloads."""
+def _implementations(ours: Function, reference: Function, **others: Callable[[Any], Function]) -> Implementations:
+    """Return implementations of which the first three are the same for all workloads."""
     return {
         "ours": lambda workload: ours,
         "eager": lambda workload: reference,
@@ -138,7 +135,8 @@ def _plain_function(ours: Function, reference: Function, **others: Callable[[Any
     }
 
 
-def _installed(module: str, distribution: str) -> Any:
+def _import_from(distribution: str, module: str) -> Any:
+    """Import a module, or raise a CapabilityError that names the distribution to install."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise CapabilityError(f"implementation '{package}' needs the package {distribution}, which is not installed")
@@ -146,28 +144,29 @@ def _installed(module: str, distribution: str) -> Any:
 
 
 def _quack_rms_norm(workload: KernelWorkload, **settings: Any) -> Function:
-    return functools.partial(_installed("quack.rmsnorm", "quack-kernels").rmsnorm, eps=EPS, **settings)
+    return functools.partial(_import_from("quack-kernels", "quack.rmsnorm").rmsnorm, eps=EPS, **settings)
 
 
 def _liger_rms_norm(workload: KernelWorkload) -> Function:
-    function = _installed("liger_kernel.ops.rms_norm", "liger-kernel").LigerRMSNormFunction
+    function = _import_from("liger-kernel", "liger_kernel.ops.rms_norm").LigerRMSNormFunction
     # Not in place: the gradient that comes in is used by every repetition.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 
 def _liger_swiglu(workload: KernelWorkload) -> Function:
-    function = _installed("liger_kernel.ops.swiglu", "liger-kernel").LigerSiLUMulFunction
+    function = _import_from("liger-kernel", "liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda gate, up: function.apply(gate, up)
 
 
 def _on_heads(workload: KernelWorkload, rotate: Function) -> Function:
-    """View a projection (1, tokens, width) as attention wants it: (1, heads, tokens, head_dim)."""
+    """Return ``rotate`` of a projection (1, tokens, width) seen as attention wants it: (1, heads, tokens, head_dim)."""
     return lambda x: rotate(x.unflatten(-1, (-1, workload.head_dim)).transpose(-3, -2))
 
 
 def _rope_by_table(workload: KernelWorkload) -> Function:
     """Return a rotation as models have it, with cosines and sines prepared."""
     assert workload.head_dim is not None
+    # Rotated, the pair (1, 0) is (cos, sin).
     unit = torch.zeros(workload.tokens, workload.head_dim, dtype=torch.float64, device=choose_device(workload.device))
     unit[:, ::2] = 1
     cos, sin = reference_rope(unit).float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -208,65 +207,67 @@ def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: s
 
 
 def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Logits of a chunk of tokens at a time, and computed again in the backward pass."""
-    chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-    losses = [checkpoint(_cross_entropy, some, weight, of_them, "sum", use_reentrant=False) for some, of_them in chunks]
+    """Compute logits of a chunk of tokens at a time, and again in the backward pass."""
+    losses = [
+        checkpoint(_cross_entropy, hidden_chunk, weight, target_chunk, "sum", use_reentrant=False)
+        for hidden_chunk, target_chunk in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+    ]
     return torch.stack(losses).sum() / targets.numel()
 
 
 def _liger_cross_entropy(workload: KernelWorkload) -> Function:
-    module = _installed("liger_kernel.ops.fused_linear_cross_entropy", "liger-kernel")
+    module = _import_from("liger-kernel", "liger_kernel.ops.fused_linear_cross_entropy")
     return lambda hidden, weight, targets: module.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
 
 
 OPERATIONS: dict[str, Operation] = {
     "rms-norm": DifferentiatedFunction(
-        _norm_inputs,
-        lambda workload: functools.partial(reference_rms_norm, eps=EPS),
-        _plain_function(
+        inputs=_norm_inputs,
+        reference=lambda workload: functools.partial(reference_rms_norm, eps=EPS),
+        implementations=_implementations(
             functools.partial(rms_norm, eps=EPS), _eager_rms_norm, quack=_quack_rms_norm, liger=_liger_rms_norm
         ),
         # Forward: x, y. Backward: x and the gradients of both.
-        (2, 3),
+        moved_tensors=(2, 3),
     ),
     "add-rms-norm": DifferentiatedFunction(
-        lambda workload, random, generator: {
+        inputs=lambda workload, random, generator: {
             **_norm_inputs(workload, random, generator),
             "residual": random((workload.tokens, workload.width)),
         },
-        lambda workload: functools.partial(reference_rms_norm, eps=EPS),
-        _plain_function(
+        reference=lambda workload: functools.partial(reference_rms_norm, eps=EPS),
+        implementations=_implementations(
             functools.partial(rms_norm, eps=EPS),
             _eager_add_rms_norm,
             quack=functools.partial(_quack_rms_norm, prenorm=True),
         ),
         # Forward: x, residual, their sum, y. Backward: the sum, both outputs' gradients, one that both inputs share.
-        (4, 4),
+        moved_tensors=(4, 4),
     ),
     "rope": DifferentiatedFunction(
-        lambda workload, random, generator: {"x": random((1, workload.tokens, workload.width))},
-        lambda workload: _on_heads(workload, reference_rope),
-        {
+        inputs=lambda workload, random, generator: {"x": random((1, workload.tokens, workload.width))},
+        reference=lambda workload: _on_heads(workload, reference_rope),
+        implementations={
             "ours": lambda workload: _on_heads(workload, rope),
             "eager": _rope_by_table,
             "compiled": lambda workload: torch.compile(_rope_by_table(workload), dynamic=False),
         },
-        (2, 2),
+        moved_tensors=(2, 2),
     ),
     "swiglu": DifferentiatedFunction(
-        lambda workload, random, generator: {
+        inputs=lambda workload, random, generator: {
             "gate": random((workload.tokens, workload.width)),
             "up": random((workload.tokens, workload.width)),
         },
-        lambda workload: reference_swiglu,
-        _plain_function(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
+        reference=lambda workload: reference_swiglu,
+        implementations=_implementations(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
         # Forward: gate, up, product. Backward: gate and up again, and the gradients of all three.
-        (3, 5),
+        moved_tensors=(3, 5),
     ),
     "linear-cross-entropy": DifferentiatedFunction(
-        _classifier_inputs,
-        lambda workload: _chunked_cross_entropy,
-        _plain_function(
+        inputs=_classifier_inputs,
+        reference=lambda workload: _chunked_cross_entropy,
+        implementations=_implementations(
             linear_cross_entropy, _cross_entropy, chunked=lambda _: _chunked_cross_entropy, liger=_liger_cross_entropy
         ),
         # Logits, and the gradients of both inputs.
@@ -274,19 +275,19 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "adamw": OptimizerStep(
         {
-            "ours": lambda workload: ours,
-            "eager": lambda workload: functools.partial(torchs, foreach=True),
-            "fused": lambda workload: functools.partial(torchs, fused=True),
+            "ours": lambda workload: our_adamw,
+            "eager": lambda workload: functools.partial(torch_adamw, foreach=True),
+            "fused": lambda workload: functools.partial(torch_adamw, fused=True),
         }
     ),
     "weighted-sum": DifferentiatedFunction(
-        lambda workload, random, generator: {
+        inputs=lambda workload, random, generator: {
             "x": random((workload.tokens, workload.width)),
             "weight": random((workload.width,)),
         },
-        lambda workload: reference_weighted_sum,
-        _plain_function(weighted_sum, reference_weighted_sum),
+        reference=lambda workload: reference_weighted_sum,
+        implementations=_implementations(weighted_sum, reference_weighted_sum),
         # Forward: x. Backward: x and its gradient.
-        (1, 2),
+        moved_tensors=(1, 2),
     ),
 }

@@ -14,7 +14,7 @@ from cs336sys.errors import UsageError
 from cs336sys.run.sweep import run_sweep
 from cs336sys.settings.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
-# What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
+# Default tokens, width and vocabulary: those of an 8B model at 32k, and what Triton's interpreter computes in seconds.
 DEFAULT_SHAPES = {"cuda": (32768, 4096, 151936), "cpu": (32, 128, 97)}
 
 
@@ -32,7 +32,7 @@ class KernelOptions(OperationOptions):
     plot: Annotated[Path | None, writes_file(help="Draw shares of the copy rate.")] = None
 
     def configurations(self) -> list[dict[str, Any]]:
-        """A cell for each op, shape and implementation.
+        """Return a cell for each op, shape and implementation.
 
         Raises:
             UsageError: nothing is left, or an option has no effect on these ops.
@@ -72,9 +72,8 @@ def kernels(
     kernel, plot = chosen.kernel, chosen.plot
     if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
-    over = chosen.checked_baseline
+    tables = partial(kernel_tables, baseline=chosen.checked_baseline)
     output.check(plot=plot)
-    tables = partial(kernel_tables, baseline=over)
     output.check_selection("kernels", tables)
     configurations = chosen.configurations()
     measure = f"cs336sys.commands.kernels.measure:measure_{'own_kernel' if kernel else 'kernel'}"

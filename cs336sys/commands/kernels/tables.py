@@ -16,7 +16,7 @@ PARTS = ("forward", "backward", "end_to_end")
 
 
 def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
-    """Times and rates of every implementation of every op, its largest error, and its speed-up over ``baseline``."""
+    """Build the table of every implementation's times, rates, largest error and speed-up over ``baseline``."""
     settings = titles.columns_of(KernelWorkload)
     varying = titles.shown_settings(cells, settings)
     baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
@@ -37,8 +37,8 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
     notes += titles.interpreted_notes(cells, run)
-    heading = titles.title("kernels", cells, run, settings, varying)
     notes += [*without_baseline, *titles.found_in_user_code(cells), *titles.failure_notes(cells, "implementation")]
+    heading = titles.title("kernels", cells, run, settings, varying)
     return [Table("kernels", heading, columns, rows, notes, "more --repetition-ms")]
 
 
@@ -60,7 +60,7 @@ def _kernel_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
-    """Share of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
+    """Draw shares of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
     from matplotlib.patches import Patch
 
     measured = [cell for cell in cells if cell.status == "ok" and "end_to_end_copy_percent" in cell.derived]

@@ -61,7 +61,7 @@ def _pointers(address, offset, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(x, random_bits):
-    """To bfloat16; up with a probability of what is cut off. ``random_bits``: uint32, of which 16 count."""
+    """Round to bfloat16, up with the probability of the fraction cut off; of ``random_bits``, uint32, 16 count."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + (random_bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x).to(tl.bfloat16)
@@ -86,10 +86,11 @@ def _store_moment(address, offset, mask, moment, random_bits, IN_BFLOAT16: tl.co
 def _update(
     addresses, factors, clip, offset, mask, moment_bits, weight_bits, VECTORS: tl.constexpr, CONFIG: tl.constexpr
 ):
+    """Update half a tile of one parameter; the random bits round its moments and its weight."""
     weight_address, gradient_address, exp_avg_address, exp_avg_sq_address, other_address = addresses
     BFLOAT16_MOMENTS: tl.constexpr = CONFIG.bfloat16_moments
     COPY_DTYPE: tl.constexpr = CONFIG.copy_dtype
-    keep, step_size, inverse_root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
+    weight_share, step_size, inverse_root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
 
     gradient_pointers = _pointers(gradient_address, offset, CONFIG.gradient_dtype, VECTORS)
     gradient = tl.load(gradient_pointers, mask=mask).to(tl.float32) * clip
@@ -112,7 +113,7 @@ def _update(
     exp_avg = tl.fma(exp_avg_share, gradient - exp_avg, exp_avg)
     exp_avg_sq = tl.fma(exp_avg_sq_share * gradient, gradient, exp_avg_sq_decay * exp_avg_sq)
     denominator = tl.fma(tl.sqrt(exp_avg_sq), inverse_root, eps)
-    weight = tl.fma(keep, weight, -(step_size * exp_avg) / denominator)
+    weight = tl.fma(weight_share, weight, -(step_size * exp_avg) / denominator)
 
     _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)
     _store_moment(exp_avg_sq_address, offset, mask, exp_avg_sq, moment_bits >> 16, BFLOAT16_MOMENTS, VECTORS)
@@ -134,6 +135,7 @@ def _update(
 
 @triton.jit
 def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFIG: tl.constexpr):
+    """Update a chunk of the parameter in a row of the table, from element ``start`` on; VECTORS: 128 bits at a time."""
     HALF_TILE: tl.constexpr = CONFIG.half_tile
     RANDOM: tl.constexpr = CONFIG.bfloat16_moments or CONFIG.weights == BFLOAT16
     # Before the loop, whose stores might be to these tables for all that the compiler knows.
@@ -162,27 +164,19 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
         first = start + tile + tl.arange(0, HALF_TILE)
         random_bits = 0, 0, 0, 0
         if RANDOM:
-            # Other bits for every element of every parameter in every step, and the same in every run.
+            # Different bits for every element of every parameter in every step, the same in every run.
             low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)
             random_bits = tl.philox(seed, low, zero + high, zero + number, zero, PHILOX_ROUNDS)
         for half in tl.static_range(2):
             offset = first + half * HALF_TILE
-            _update(
-                addresses,
-                factors,
-                clip,
-                offset,
-                None if VECTORS else offset < num_elements,
-                random_bits[2 * half],
-                random_bits[2 * half + 1],
-                VECTORS,
-                CONFIG,
-            )
+            mask = None if VECTORS else offset < num_elements
+            moment_bits, weight_bits = random_bits[2 * half], random_bits[2 * half + 1]
+            _update(addresses, factors, clip, offset, mask, moment_bits, weight_bits, VECTORS, CONFIG)
 
 
 @triton.jit
 def adamw_update_kernel(rows_ptr, chunks_ptr, factors_ptr, clip_ptr, first_chunk, CONFIG: tl.constexpr):
-    """Each program updates one chunk of one parameter."""
+    """Update one chunk of one parameter in each program."""
     chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))
     row = tl.load(chunk_ptr)
     start = tl.load(chunk_ptr + 1).to(tl.int64) * CONFIG.chunk
@@ -193,9 +187,9 @@ def adamw_update_kernel(rows_ptr, chunks_ptr, factors_ptr, clip_ptr, first_chunk
         clip = tl.load(clip_ptr + 1)
     # Compiled twice: with 128-bit accesses for whole, aligned chunks, and with masks for the others.
     if (start + CONFIG.chunk <= tl.load(row_ptr + NUM_ELEMENTS)) & (tl.load(row_ptr + ALIGNED) == 1):
-        _update_chunk(row_ptr, factor_ptr, clip, start, True, CONFIG)
+        _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS=True, CONFIG=CONFIG)
     else:
-        _update_chunk(row_ptr, factor_ptr, clip, start, False, CONFIG)
+        _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS=False, CONFIG=CONFIG)
 
 
 @triton.jit
@@ -203,13 +197,15 @@ def _sum_of_squares(
     gradient_address, start, num_elements, DTYPE: tl.constexpr, VECTORS: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
+    """Return the sum of a chunk's squares in float32."""
     sums = tl.zeros((TILE,), tl.float32)
     for tile in range(0, CHUNK, TILE):
         offset = start + tile + tl.arange(0, TILE)
         if VECTORS:
-            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, True))
+            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, VECTORS))
         else:
-            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, False), mask=offset < num_elements, other=0.0)
+            pointers = _pointers(gradient_address, offset, DTYPE, VECTORS)
+            gradient = tl.load(pointers, mask=offset < num_elements, other=0.0)
         gradient = gradient.to(tl.float32)
         sums += gradient * gradient
     return tl.sum(sums, axis=0)
@@ -219,16 +215,16 @@ def _sum_of_squares(
 def adamw_norm_kernel(
     rows_ptr, chunks_ptr, sums_ptr, first_chunk, GRADIENT_DTYPE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Each program sums the squares of one chunk of one gradient."""
+    """Sum the squares of one chunk of one gradient in each program."""
     chunk = first_chunk + tl.program_id(0)
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
     row_ptr = rows_ptr + tl.load(chunks_ptr + 2 * chunk) * NUM_COLUMNS
     address = tl.load(row_ptr + GRADIENT)
     num_elements = tl.load(row_ptr + NUM_ELEMENTS)
     if (start + CHUNK <= num_elements) & (tl.load(row_ptr + ALIGNED) == 1):
-        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, True, CHUNK, TILE)
+        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, VECTORS=True, CHUNK=CHUNK, TILE=TILE)
     else:
-        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, False, CHUNK, TILE)
+        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, VECTORS=False, CHUNK=CHUNK, TILE=TILE)
     tl.store(sums_ptr + chunk, total)
 
 
@@ -237,12 +233,12 @@ def adamw_prepare_kernel(
     rows_ptr, groups_ptr, factors_ptr, sums_ptr, clip_ptr, num_rows, num_sums, max_norm,
     CLIPPED: tl.constexpr, ROW_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program counts the step of every parameter, and computes its factors and that of clipping."""
+    """Count the step of every parameter, and compute its factors and the factor of clipping, in one program."""
     if CLIPPED:
         sums = tl.zeros((SUM_TILE,), tl.float64)
         for start in range(0, num_sums, SUM_TILE):
-            place = start + tl.arange(0, SUM_TILE)
-            sums += tl.load(sums_ptr + place, mask=place < num_sums, other=0.0).to(tl.float64)
+            chunk = start + tl.arange(0, SUM_TILE)
+            sums += tl.load(sums_ptr + chunk, mask=chunk < num_sums, other=0.0).to(tl.float64)
         norm = tl.sqrt(tl.sum(sums, axis=0)).to(tl.float32)
         clip = max_norm / (norm + 1e-6)
         tl.store(clip_ptr, norm)
@@ -277,8 +273,6 @@ INTERPRETED = not isinstance(adamw_update_kernel, triton.JITFunction)
 # 0.94 B float32 parameters with float32 states reached 0.95, 0.97, 0.98 and 0.98 of the copy rate.
 CHUNK = 65536 if INTERPRETED else 4096
 
-# The ground truth of the AdamW kernels.
-
 
 def reference_adamw(
     parameter: Tensor,
@@ -292,7 +286,7 @@ def reference_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Step number ``step`` (the first is 1) of one parameter in plain PyTorch, as ``torch.optim.AdamW`` takes it.
+    """Take step number ``step`` (the first is 1) of one parameter in PyTorch: the ground truth of the tests.
 
     All tensors have one shape and dtype, any; returns the new parameter and moments.
     """

@@ -5,7 +5,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from cs336sys.kernels.operators import check_tensors
 
 STATE_DTYPES = ("fp32", "bf16", "split")
 
-# What torch.optim.AdamW updates otherwise with, and this would leave out in silence.
-_OF_TORCH = ("amsgrad", "maximize")
+# Flags of torch.optim.AdamW that change its updates, and that this one lacks.
+_MISSING_FLAGS = ("amsgrad", "maximize")
 
 
 class SideStream:
@@ -40,14 +39,14 @@ class SideStream:
 
     Args:
         device: a GPU; on a CPU, work is done at once, and tensors are held as on a GPU.
-        depth: of so many pieces of work at most, the tensors are held; the backward pass waits for the oldest of more.
+        depth: the most pieces of work whose tensors are held; with more, the backward pass waits for the oldest.
     """
 
     def __init__(self, device: torch.device, depth: int):
         self._depth = depth
         # Of each piece of work: the event of its end (None on a CPU), and its tensors.
-        self._held: deque[tuple[torch.cuda.Event | None, Sequence[Tensor]]] = deque()
-        self._pass = -1  # the id of the backward pass at whose end join() is queued
+        self._unfinished: deque[tuple[torch.cuda.Event | None, Sequence[Tensor]]] = deque()
+        self._backward_pass = -1  # the id of the one at whose end join() is queued
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
@@ -56,41 +55,38 @@ class SideStream:
         Args:
             tensors: what it reads and writes, made on the current stream.
         """
-        if self._pass != torch._C._current_graph_task_id():
-            self._pass = torch._C._current_graph_task_id()
+        if self._backward_pass != torch._C._current_graph_task_id():
+            self._backward_pass = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self.join)
-        while len(self._held) >= self._depth:
-            done, _ = self._held.popleft()
-            if done is not None:
-                torch.cuda.current_stream(done.device).wait_event(done)
-        # Held until that work is done: else the allocator gives their memory to later work of the current stream.
-        self._held.append((self._launch(run), tensors))
-
-    def _launch(self, run: Callable[[], object]) -> torch.cuda.Event | None:
+        while len(self._unfinished) >= self._depth:
+            oldest_end, _ = self._unfinished.popleft()
+            if oldest_end is not None:
+                torch.cuda.current_stream(oldest_end.device).wait_event(oldest_end)
+        end = None
         if self._stream is None:
             run()
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            run()
-        return self._stream.record_event()
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                run()
+            end = self._stream.record_event()
+        # Tensors are held until that work ends: else the allocator gives their memory to later work of this stream.
+        self._unfinished.append((end, tensors))
 
     def join(self) -> None:
-        """Let the current stream wait for all that was launched; called at the end of every backward pass."""
+        """Let the current stream wait for all work; called at the end of every backward pass."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._held.clear()
-        self._pass = -1
+        self._unfinished.clear()
+        self._backward_pass = -1
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2), as ``torch.optim.AdamW``.
 
-    A step is one launch that prepares and one for each combination of dtypes, whatever the number of parameters; with
-    clipping another one each. Arithmetic is in float32, bias corrections in float64. Step counts are tensors on the
-    device, and a learning rate may be one, so a step can be captured in a CUDA graph once one has been taken; the host
-    never waits. Results are equal from run to run. ``grad_norm`` is the norm of the last step's gradients with
-    ``max_grad_norm``.
+    A step is a few launches, whatever the number of parameters. Arithmetic is in float32, bias corrections in float64,
+    and results are equal from run to run. The host never waits, and once a step has been taken, steps can be captured
+    in a CUDA graph.
 
     What a step reads and writes, besides the gradient, which may be in float32, float16 or bfloat16:
 
@@ -107,11 +103,9 @@ class AdamW(torch.optim.Optimizer):
     Stochastic rounding takes its bits from Philox by step, parameter and element. A split weight is exactly the float32
     one, and its parameter that weight rounded to the nearest (ties away from zero).
 
-    A model that computes in bfloat16 with float32 parameters reads copies: make a tensor of the parameter's shape, and
-    every step after ``attach_copy(parameter, copy)`` writes it in the same pass. A parameter that something else has
-    written since needs ``refresh_copies()``. Masters and low bits are made in the first step, out of the parameter.
-
-    ``torch.optim.AdamW`` reads the state dict, and this its; "master" and "low_bits" are then left out and made anew.
+    The first step makes masters and low bits out of the parameters. Steps also write copies of float32 parameters in
+    half precision: :meth:`attach_copy`. ``torch.optim.AdamW`` reads the state dict, and this class reads its; "master"
+    and "low_bits" are then made anew.
 
     Args:
         params: float32, float16 or bfloat16 parameters on one device, dense in memory, or dicts with ``params`` and
@@ -150,10 +144,10 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, but must be above 0")
         self.max_grad_norm = max_grad_norm
         self.state_dtype = state_dtype
-        self._forget()
+        self._reset_tables()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def _forget(self) -> None:
+    def _reset_tables(self) -> None:
         self._outside_backward = ParameterSet([])
         self._in_backward: list[ParameterSet] = []
         self._clip: Tensor | None = None
@@ -164,10 +158,11 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         if "state_dtype" in state:
-            self._forget()
+            self._reset_tables()
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict) -> None:
+        """Check a group, and add it; a group that is refused is not added."""
         settings = {**self.defaults, **param_group}
         for name in ("lr", "eps", "weight_decay"):
             value = settings[name]
@@ -177,7 +172,7 @@ class AdamW(torch.optim.Optimizer):
             elif not value >= 0:
                 raise ValueError(f"AdamW: {name} is {value}, but must be at least 0")
         _check_betas(settings["betas"])
-        for name in _OF_TORCH:
+        for name in _MISSING_FLAGS:
             if settings.get(name):
                 raise ValueError(f"AdamW: {name}={settings[name]} in a group: this optimizer does not have it")
         for name in ("max_grad_norm", "state_dtype"):
@@ -186,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         parameters = self.param_groups[-1]["params"]
         try:
-            # torch only warns: it would update the parameter twice, and one launch of all of them undefined times.
+            # torch only warns and updates it twice; one launch of all parameters would race.
             if len(set(parameters)) < len(parameters):
                 raise ValueError("AdamW: a parameter is twice in a group: give it once")
             for parameter in parameters:
@@ -196,19 +191,19 @@ class AdamW(torch.optim.Optimizer):
             raise
 
     def _check_parameter(self, parameter: Tensor) -> None:
+        """Refuse a dtype, device or memory that the kernels do not take, and clipping by the norm of a slice."""
         if parameter.dtype not in TRITON_DTYPES:
             raise TypeError(
                 f"AdamW: dtype {parameter.dtype} is not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
             )
-        # As parallel.gradient_slices marks them, which kernels do not import.
+        # parallel.gradient_slices, which kernels do not import, marks slices so.
         if self.max_grad_norm is not None and hasattr(parameter, "is_slice_of_this_rank"):
             raise ValueError(
                 f"AdamW: max_grad_norm {self.max_grad_norm} would clip by the norm of this rank's share of the "
                 "gradients: leave it out, and call clip_grad_norm_() of the module that shares them before step()"
             )
-        device = self.param_groups[0]["params"][0].device
-        if parameter.device != device:
-            raise ValueError(f"AdamW: parameters must be on one device, got {device} and {parameter.device}")
+        if parameter.device != self._device:
+            raise ValueError(f"AdamW: parameters must be on one device, got {self._device} and {parameter.device}")
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             raise ValueError(
                 "AdamW: parameters must be dense in memory, got one of shape "
@@ -217,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all gradients of the last step before clipping, a float32 scalar on the device.
+        """Return the L2 norm of all gradients of the last step before clipping, a float32 scalar on the device.
 
         Raises:
             RuntimeError: there is no ``max_grad_norm``, or no step was taken.
@@ -227,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
         return self._clip[0]
 
     def attach_copy(self, parameter: Tensor, copy: Tensor) -> None:
-        """Writes ``copy`` now and in every step: the float32 ``parameter`` in float16 or bfloat16.
+        """Write ``copy`` now and in every step: the float32 ``parameter`` in float16 or bfloat16.
 
         Raises:
             ValueError: the parameter is not one of this optimizer's, or the copy has another shape, device or strides.
@@ -247,19 +242,19 @@ class AdamW(torch.optim.Optimizer):
                 f"for {tuple(parameter.shape)}, {parameter.stride()}, {parameter.device}"
             )
         self._copies[parameter] = copy
-        for part in (self._outside_backward, *self._in_backward):
-            part.described = None
+        for parameters in (self._outside_backward, *self._in_backward):
+            parameters.described_signature = None
         copy.detach().copy_(parameter.detach())
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
-        """Writes all attached copies anew, for parameters that something else than :meth:`step` has changed."""
+        """Write all attached copies anew, for parameters that something else than :meth:`step` has changed."""
         for parameter, copy in self._copies.items():
             copy.copy_(parameter)
 
     @torch.no_grad()
     def float32_weight(self, parameter: Tensor) -> Tensor:
-        """The weight as steps update it: a parameter of 16 bits with what the state keeps next to it, else itself."""
+        """Return the weight as steps update it: of a 16-bit parameter the one that the state completes, else itself."""
         state = self.state.get(parameter, {})
         if "low_bits" in state:
             high = parameter.detach().view(torch.int16).int() << 16
@@ -267,15 +262,15 @@ class AdamW(torch.optim.Optimizer):
         return state.get("master", parameter.detach())
 
     @torch.no_grad()
-    def make_state(self, members: Sequence[GroupedParameter] | None = None) -> None:
-        """Makes the state of every parameter that has a gradient and no state yet, as the first step would."""
-        for parameter, *_ in self._members() if members is None else members:
+    def make_state(self, members: Sequence[GroupedParameter]) -> None:
+        """Make the state of every parameter that has a gradient and no state yet, as the first step would."""
+        for parameter, *_ in members:
             if parameter.grad is not None and not self.state[parameter]:
                 self.state[parameter].update(self._initial_state(parameter))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
             closure: computes the loss and the gradients anew; its result is returned, a tensor or a number.
@@ -287,28 +282,29 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inside = {id(member.parameter) for part in self._in_backward for member in part.members}
-        self._outside_backward.members = [member for member in self._members() if id(member.parameter) not in inside]
+        in_backward = {id(member.parameter) for part in self._in_backward for member in part.members}
+        self._outside_backward.members = [
+            member for member in self._members() if id(member.parameter) not in in_backward
+        ]
         for part in (self._outside_backward, *self._in_backward):
             self._update(part)
         return loss
 
-    def around_capture(self) -> AbstractContextManager[None]:
-        """To enter around the capture of CUDA graphs that hold steps: else every replay copies tables to the device."""
-        return tables_after_capture()
+    # A context around the capture of CUDA graphs that hold steps.
+    around_capture = staticmethod(tables_after_capture)
 
     def update_in_backward(self, groups: Sequence[Sequence[Tensor]], depth: int) -> Callable[[], None]:
-        """From now on the backward pass updates parameters: each group as soon as all in it have gradients.
+        """Let the backward pass update parameters: each group as soon as all in it have gradients.
 
-        These are dropped then. :meth:`step` updates all other parameters. Gradients of several backward passes cannot
-        be summed for one step. Updates run on a stream of their own while the backward pass goes on, until it ends.
+        The gradients are dropped then. :meth:`step` updates all other parameters. Gradients of several backward passes
+        cannot be summed for one step. Updates run on a stream of their own while the backward pass goes on.
 
         Args:
             groups: parameters that are updated together, such as a block's.
-            depth: of so many groups that are complete, gradients are held.
+            depth: the most complete groups whose gradients are held.
 
         Returns:
-            What ends it.
+            A function that ends this.
 
         Raises:
             ValueError: there is a ``max_grad_norm``, which needs all gradients first, or a parameter is none of this
@@ -324,11 +320,11 @@ class AdamW(torch.optim.Optimizer):
             parts.append(ParameterSet([members.pop(id(parameter)) for parameter in group]))
         side_stream = SideStream(self._device, depth)
         self._in_backward += parts
-        # Python's collector does not see through a parameter what its hooks refer to: they must not keep it alive.
-        optimizer = weakref.ref(self)
+        # Python's collector does not see what a parameter's hooks refer to: they must not keep the optimizer alive.
+        optimizer_ref = weakref.ref(self)
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
-                functools.partial(_update_if_complete, optimizer, weakref.ref(part), side_stream)
+                functools.partial(_update_complete_part, optimizer_ref, weakref.ref(part), side_stream)
             )
             for part in parts
             for member in part.members
@@ -341,40 +337,27 @@ class AdamW(torch.optim.Optimizer):
 
         return end
 
-    @torch.no_grad()
-    def _update_if_complete(self, part: ParameterSet, side_stream: SideStream) -> None:
-        gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
-        if len(gradients) < len(part.members):
-            return
-        # On the current stream, which owns what it allocates.
-        self.make_state(part.members)
-        side_stream.launch(functools.partial(self._update, part), gradients)
-        for member in part.members:
-            member.parameter.grad = None
-
     def _members(self) -> list[GroupedParameter]:
-        numbers = itertools.count()
-        return [
-            GroupedParameter(parameter, number, group)
-            for group, settings in enumerate(self.param_groups)
-            for parameter, number in zip(settings["params"], numbers, strict=False)
+        parameters = [
+            (parameter, group) for group, settings in enumerate(self.param_groups) for parameter in settings["params"]
         ]
+        return [GroupedParameter(parameter, number, group) for number, (parameter, group) in enumerate(parameters)]
 
     def _update(self, part: ParameterSet) -> None:
-        """Updates those of its members that have a gradient."""
+        """Update those of its members that have a gradient."""
         signature = self._signature(part.members)
         if signature == []:
             return
         updates = None
-        if signature is None or signature != part.described:
+        if signature is None or signature != part.described_signature:
             # Kept until the launch: copies of gradients are held by nothing else.
             updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
             if part.tables is None:
                 check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
                 part.tables = UpdateTables(self._device)
             part.tables.describe(updates)
-            # What a graph that is being captured copies to the device is not there before it runs.
-            part.described = None if is_capturing(self._device) else signature
+            # Tables that a graph copies to the device are there only once it runs.
+            part.described_signature = None if is_capturing(self._device) else signature
         assert part.tables is not None
         self._clip = part.tables.step([_group_settings(group) for group in self.param_groups], self.max_grad_norm)
         del updates
@@ -384,7 +367,10 @@ class AdamW(torch.optim.Optimizer):
         return self.param_groups[0]["params"][0].device
 
     def _signature(self, members: Sequence[GroupedParameter]) -> list | None:
-        """Equal to that of the last step if all tensors are where they were; None where that cannot be said."""
+        """Return a signature that is equal while all tensors stay where they are; None where that cannot be said.
+
+        It is empty if no member has a gradient.
+        """
         signature: list[tuple | None] = []
         for parameter, *_ in members:
             gradient = parameter.grad
@@ -419,16 +405,16 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
-        weight, weights, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
-        kept = self._kept_state(parameter)
-        if kept == "master":
+        weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
+        extra_state = self._extra_state_name(parameter)
+        if extra_state == "master":
             weight, other = state["master"], parameter
-        elif kept == "low_bits":
-            weights, other = kernels.SPLIT, state["low_bits"]
+        elif extra_state == "low_bits":
+            weight_format, other = kernels.SPLIT, state["low_bits"]
         elif parameter.dtype != torch.float32:
-            weights = kernels.BFLOAT16
-        copy_dtype = TRITON_DTYPES[other.dtype] if other is not None and weights == kernels.FLOAT32 else None
-        variant = Variant(TRITON_DTYPES[gradient.dtype], self.state_dtype == "bf16", weights.value, copy_dtype)
+            weight_format = kernels.BFLOAT16
+        copy_dtype = TRITON_DTYPES[other.dtype] if other is not None and weight_format == kernels.FLOAT32 else None
+        variant = Variant(TRITON_DTYPES[gradient.dtype], self.state_dtype == "bf16", weight_format.value, copy_dtype)
         return Update(
             variant, weight, gradient, state["exp_avg"], state["exp_avg_sq"], other, state["step"], number, group
         )
@@ -437,8 +423,8 @@ class AdamW(torch.optim.Optimizer):
     def _moment_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.state_dtype == "bf16" else torch.float32
 
-    def _kept_state(self, parameter: Tensor) -> str | None:
-        """Return the part of a weight's state that its parameter cannot hold."""
+    def _extra_state_name(self, parameter: Tensor) -> str | None:
+        """Return the name of the state that holds what a parameter of 16 bits lacks of its weight; None for none."""
         if parameter.dtype == torch.float32:
             return None
         if parameter.dtype == torch.float16 or self.state_dtype == "fp32":
@@ -446,17 +432,17 @@ class AdamW(torch.optim.Optimizer):
         return "low_bits" if self.state_dtype == "split" else None
 
     def _initial_state(self, parameter: Tensor, saved: dict | None = None) -> dict:
-        """Make the state of a first step, or the ``saved`` one, whose dtypes and devices may differ."""
+        """Return the state of a first step, or the ``saved`` one, whose dtypes and devices may differ."""
         saved = saved or {}
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, dtype=self._moment_dtype),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=self._moment_dtype),
         }
-        kept = self._kept_state(parameter)
-        if kept == "master":
+        extra_state = self._extra_state_name(parameter)
+        if extra_state == "master":
             state["master"] = parameter.detach().float()
-        elif kept == "low_bits":
+        elif extra_state == "low_bits":
             state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16)
         for name, tensor in state.items():
             if name in saved:
@@ -465,14 +451,14 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes over a state of this class or of ``torch.optim.AdamW``.
+        """Load a state of this class or of ``torch.optim.AdamW``.
 
         Raises:
-            ValueError: it was made with ``amsgrad`` or ``maximize``, its betas are no two numbers, or its groups are
-                others than this optimizer's.
+            ValueError: it was made with ``amsgrad`` or ``maximize``, its betas are no two numbers, or its groups differ
+                from this optimizer's.
         """
         for group in state_dict["param_groups"]:
-            for name in _OF_TORCH:
+            for name in _MISSING_FLAGS:
                 if group.get(name):
                     raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
             _check_betas(group["betas"])
@@ -485,12 +471,22 @@ class AdamW(torch.optim.Optimizer):
                 self.state[parameter] = self._initial_state(parameter, state_dict["state"][saved_id])
 
 
-def _update_if_complete(
-    optimizer: weakref.ref[AdamW], part: weakref.ref[ParameterSet], side_stream: SideStream, _: Tensor
+@torch.no_grad()
+def _update_complete_part(
+    optimizer_ref: weakref.ref[AdamW], part_ref: weakref.ref[ParameterSet], side_stream: SideStream, _: Tensor
 ) -> None:
-    owner, complete = optimizer(), part()
-    if owner is not None and complete is not None:
-        owner._update_if_complete(complete, side_stream)
+    """Update a part on the side stream and drop its gradients, if all of its members have one."""
+    optimizer, part = optimizer_ref(), part_ref()
+    if optimizer is None or part is None:
+        return
+    gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
+    if len(gradients) < len(part.members):
+        return
+    # On the current stream, which owns what it allocates.
+    optimizer.make_state(part.members)
+    side_stream.launch(functools.partial(optimizer._update, part), gradients)
+    for member in part.members:
+        member.parameter.grad = None
 
 
 def _check_betas(betas: tuple[float, float]) -> None:
@@ -501,7 +497,7 @@ def _check_betas(betas: tuple[float, float]) -> None:
 
 
 def _group_settings(group: dict) -> list[float | Tensor]:
-    """As ``kernels.SETTINGS``; a learning rate on the device stays there."""
+    """Return the values of ``kernels.SETTINGS``; a learning rate on the device stays there."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and not lr.is_cuda:
         lr = lr.item()

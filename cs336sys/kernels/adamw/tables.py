@@ -1,8 +1,9 @@
-"""Tables on the device that tell the AdamW kernels about tensors, made anew only when tensors change."""
+"""Tables on the device that describe tensors to the AdamW kernels, made anew only when tensors change."""
 
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ class Variant(NamedTuple):
 
 
 def tile_settings(variant: Variant) -> tuple[int, int]:
-    """Elements of half a tile and warps of a program.
+    """Return the elements of half a tile and the warps of a program.
 
     On an H200, as a share of the copy rate (0.94 B parameters, 28, 30, 26, 20 and 14 bytes of each; torch's fused
     AdamW with float32 states: 0.82): float32 0.98, with copies 0.97, split 0.97, bfloat16 states 0.99, bfloat16
@@ -39,7 +40,7 @@ def tile_settings(variant: Variant) -> tuple[int, int]:
 
 
 class Update(NamedTuple):
-    """One parameter's tensors, all dense with the same strides, its place in the optimizer, and its group's."""
+    """One parameter's tensors, dense with the same strides, in fields that are called like ``kernels.COLUMNS``."""
 
     variant: Variant
     weight: Tensor
@@ -52,7 +53,7 @@ class Update(NamedTuple):
     group: int
 
     def row(self) -> list[int]:
-        """As ``kernels.COLUMNS``."""
+        """Return the values of ``kernels.COLUMNS``."""
         tensors = self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, self.other
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = int(all(address % 16 == 0 for address in addresses))
@@ -72,7 +73,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
 
 
-# Device memory and what is to be copied there when a capture has ended; None outside of `tables_after_capture`.
+# Device memory, and the values to copy there when a capture has ended; None outside of `tables_after_capture`.
 _pending: list[tuple[Tensor, Tensor]] | None = None
 
 
@@ -80,7 +81,7 @@ _pending: list[tuple[Tensor, Tensor]] | None = None
 def tables_after_capture() -> Iterator[None]:
     """Copy the tables of graphs that are captured in this context to the device once, when it ends.
 
-    Else every replay copies it anew: of a step of 5 ms (``small`` on an H200) 16 us.
+    Else every replay copies them anew: 16 us of a step of 5 ms (``small`` on an H200).
     """
     global _pending
     pending: list[tuple[Tensor, Tensor]] = []
@@ -96,18 +97,19 @@ def tables_after_capture() -> Iterator[None]:
 class Uploader:
     """Copies tables to the device without making the host wait, also as part of a CUDA graph.
 
-    A graph that copies does so from the same host memory at every replay, so what it was given stays as it is. Host
-    memory cannot be pinned while a graph is captured, and what is allocated on the device then is memory that replays
-    write other things to: a spare piece of either is kept of every size that was uploaded before.
+    A graph copies from the same host memory at every replay, so that memory stays as it is. Host memory cannot be
+    pinned while a graph is captured, and device memory that is allocated then is overwritten by replays: so a spare
+    buffer of each is kept for every size that was uploaded before.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # Pinned, and on the device.
+        # By the number of bytes: pinned, and on the device.
         self._spares: dict[int, tuple[Tensor, Tensor]] = {}
         self._captured: list[Tensor] = []
 
     def __call__(self, values: Tensor) -> Tensor:
+        """Return the values on the device."""
         if self._device.type != "cuda":
             return values
         num_bytes = values.nbytes
@@ -131,25 +133,30 @@ class Uploader:
 
 
 class Chunks:
-    """The division of the parameters' elements among programs, and what kernels leave for each other."""
+    """The division of the parameters' elements among programs, and the results that kernels pass to each other.
+
+    Args:
+        sizes: variant and number of elements of each parameter, in the order of the launches.
+    """
 
     def __init__(self, sizes: Sequence[tuple[Variant, int]], upload: Uploader, device: torch.device):
-        """``sizes``: variant and number of elements of each parameter, in the order of the launches."""
         counts = [triton.cdiv(num_elements, kernels.CHUNK) for _, num_elements in sizes]
         num_chunks = torch.tensor(counts)
         rows = torch.arange(len(sizes)).repeat_interleave(num_chunks)
-        firsts = num_chunks.cumsum(0) - num_chunks
+        first_chunks = num_chunks.cumsum(0) - num_chunks
         total = sum(counts)
-        self.table = upload(torch.stack([rows, torch.arange(total) - firsts[rows]], dim=1).int())
+        # Of each chunk its parameter's row, and its place among that parameter's chunks.
+        self.table = upload(torch.stack([rows, torch.arange(total) - first_chunks[rows]], dim=1).int())
         self.launches: list[ChunkRange] = []
-        for (variant, _), first, count in zip(sizes, firsts.tolist(), counts, strict=True):
-            if self.launches and self.launches[-1].variant == variant:
-                variant, first, count_before = self.launches.pop()
-                count += count_before
-            self.launches.append(ChunkRange(variant, first, count))
+        # Parameters of one variant, which are next to each other, are updated by one launch.
+        first_chunk = 0
+        for variant, group in itertools.groupby(zip(sizes, counts, strict=True), key=lambda pair: pair[0][0]):
+            count = sum(count for _, count in group)
+            self.launches.append(ChunkRange(variant, first_chunk, count))
+            first_chunk += count
         self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
         self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
-        # The norm of the gradients, and what they are multiplied by.
+        # The norm of the gradients, and the factor that clips them.
         self.clip = torch.empty(2, dtype=torch.float32, device=device)
 
 
@@ -167,44 +174,43 @@ class UpdateTables:
         self._captured: list = []
 
     def describe(self, updates: list[Update]) -> None:
-        """Tells the kernels of the tensors of the next steps."""
-        by_variant: dict[Variant, list[Update]] = {}
-        for update in updates:
-            by_variant.setdefault(update.variant, []).append(update)
-        updates = list(itertools.chain.from_iterable(by_variant.values()))
+        """Upload the table of the tensors of the next steps, those of one variant next to each other."""
+        variants = list(dict.fromkeys(update.variant for update in updates))
+        updates = sorted(updates, key=lambda update: variants.index(update.variant))
         sizes = [(update.variant, update.weight.numel()) for update in updates]
         if self._chunks is None or sizes != self._sizes:
             self._chunks, self._sizes = Chunks(sizes, self._upload, self._device), sizes
         self._rows = self._upload(torch.tensor([update.row() for update in updates]))
 
     def step(self, settings: list[list[float | Tensor]], max_norm: float | None) -> Tensor:
-        """Updates all parameters.
+        """Update all parameters.
 
         Args:
             settings: ``kernels.SETTINGS`` of each group, of which learning rates may be tensors on the device.
             max_norm: of all gradients together.
 
         Returns:
-            Two float32: the norm of the gradients and what they were multiplied by, if there is a ``max_norm``.
+            Two float32: the norm of the gradients and the factor that clipped them, if there is a ``max_norm``.
         """
         assert self._chunks is not None
-        groups = self._groups_of(settings)
-        with torch.cuda.device_of(groups):
-            _launch(self._chunks, self._rows, groups, max_norm)
+        setting_table = self._upload_settings(settings)
+        with torch.cuda.device_of(setting_table):
+            _launch(self._chunks, self._rows, setting_table, max_norm)
         if is_capturing(self._device):
-            # The graph goes on using these.
-            self._captured.append((self._chunks, self._rows, groups))
+            # Replays of the graph use these tables.
+            self._captured.append((self._chunks, self._rows, setting_table))
         return self._chunks.clip
 
-    def _groups_of(self, settings: list[list[float | Tensor]]) -> Tensor:
+    def _upload_settings(self, settings: list[list[float | Tensor]]) -> Tensor:
+        """Return the settings on the device, (groups, ``kernels.SETTINGS``), uploaded only if numbers have changed."""
         numbers = [[0.0 if isinstance(value, Tensor) else float(value) for value in group] for group in settings]
         if numbers != self._settings:
             self._setting_table = self._upload(torch.tensor(numbers, dtype=torch.float64))
             self._settings = numbers
         for group, values in enumerate(settings):
-            for place, value in enumerate(values):
+            for column, value in enumerate(values):
                 if isinstance(value, Tensor):
-                    self._setting_table[group, place].copy_(value.squeeze())
+                    self._setting_table[group, column].copy_(value.squeeze())
         return self._setting_table
 
 
@@ -216,24 +222,24 @@ class GroupedParameter(NamedTuple):
     group: int
 
 
+@dataclass(eq=False)
 class ParameterSet:
-    """Parameters that are updated together, and what the kernels have been told of them."""
+    """Parameters that are updated together, their tables, and a signature of the tensors that these describe."""
 
-    def __init__(self, members: Sequence[GroupedParameter]):
-        self.members = members
-        self.tables: UpdateTables | None = None
-        self.described: list | None = None
+    members: Sequence[GroupedParameter]
+    tables: UpdateTables | None = None
+    described_signature: list | None = None
 
 
-def _launch(chunks: Chunks, rows: Tensor, groups: Tensor, max_norm: float | None) -> None:
-    """Launch a step's kernels: norms if clipped, the factors of all groups, then the updates by variant."""
+def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float | None) -> None:
+    """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
     launches = [launch for launch in chunks.launches if launch.num_chunks]
     tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}
     for variant, first, count in launches if max_norm is not None else ():
         kernels.adamw_norm_kernel[(count,)](
             rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
         )
-    tables = rows, groups, chunks.factors, chunks.sums_of_squares, chunks.clip
+    tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
     numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
     constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
     kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.problem import (
-    CAUSAL_ALIGNMENTS,
     FLOAT32_PRECISIONS,
     check_attention_inputs,
     check_mask,
@@ -15,12 +14,7 @@ from cs336sys.kernels.attention.problem import (
     check_scale,
     is_aligned_at_end,
 )
-from cs336sys.kernels.attention.reference import (
-    FlashAttentionTorch,
-    reference_attention,
-    score_rule,
-    tiled_backward,
-)
+from cs336sys.kernels.attention.reference import FlashAttentionTorch, reference_attention, score_rule, tiled_backward
 from cs336sys.kernels.autograd import refuse_transforms
 from cs336sys.machine.triton_package import why_no_triton
 
@@ -33,7 +27,7 @@ __all__ = [
     "wait_until_compiled",
 ]
 
-# Each says itself, by a CapabilityError, what it lacks on this machine.
+# Each says by a CapabilityError what it lacks on this machine.
 IMPLEMENTATIONS = ("triton", "hopper", "tiled", "reference")
 
 if why_no_triton() is None:
@@ -50,36 +44,18 @@ else:
 
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool = ...,
-    *,
-    window: int | None = ...,
-    scale: float | None = ...,
-    causal_alignment: str = ...,
-    deterministic: bool = ...,
-    return_logsumexp: Literal[False] = ...,
-    implementation: str = ...,
-    float32_precision: str | None = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = ..., *, window: int | None = ...,
+    scale: float | None = ..., causal_alignment: str = ..., deterministic: bool = ...,
+    return_logsumexp: Literal[False] = ..., implementation: str = ..., float32_precision: str | None = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool = ...,
-    *,
-    window: int | None = ...,
-    scale: float | None = ...,
-    causal_alignment: str = ...,
-    deterministic: bool = ...,
-    return_logsumexp: Literal[True],
-    implementation: str = ...,
-    float32_precision: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = ..., *, window: int | None = ...,
+    scale: float | None = ..., causal_alignment: str = ..., deterministic: bool = ...,
+    return_logsumexp: Literal[True], implementation: str = ..., float32_precision: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def flash_attention(
@@ -148,15 +124,9 @@ def flash_attention(
         # In float32, because the logsumexp of half precision scores has their few digits.
         dtype = torch.promote_types(query.dtype, torch.float32) if return_logsumexp else None
         out, logsumexp = reference_attention(
-            query,
-            key,
-            value,
-            is_causal,
-            window=window,
-            scale=scale,
-            causal_alignment=causal_alignment,
+            query, key, value, is_causal, window=window, scale=scale, causal_alignment=causal_alignment,
             compute_dtype=dtype,
-        )
+        )  # fmt: skip
         return (out.to(query.dtype), logsumexp.detach()) if return_logsumexp else out
     refuse_transforms("flash_attention", "take implementation 'reference' there", query, key, value)
     if implementation == "tiled":
@@ -166,11 +136,10 @@ def flash_attention(
     precision = float32_precision or FLOAT32_PRECISIONS[0]
     check_scale(scale)
     if scale is not None and scale <= 0:
-        # The kernels take the maximum of the scores before they scale them.
+        # The kernels take the maximum of the scores before they scale them: by a positive scale, so that it stays the
+        # maximum. The query takes the sign, or the zero.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
-    aligned_at_end = causal_alignment != CAUSAL_ALIGNMENTS[0] and is_aligned_at_end(
-        causal_alignment, is_causal, query, key
-    )
+    aligned_at_end = causal_alignment != "start" and is_aligned_at_end(causal_alignment, is_causal, query, key)
     options = is_causal, precision, deterministic, implementation, window, scale, aligned_at_end
     return triton_attention(query, key, value, options, return_logsumexp)
 
@@ -191,7 +160,7 @@ def flash_attention_backward(
     implementation: str = "auto",
     float32_precision: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients that one block of keys takes part in, where the softmax goes over more keys than these.
+    """Return the gradients of one block of keys, where the softmax goes over more keys than these.
 
     Where the keys of a sequence are split into blocks (ring attention, Liu et al., 2023: a block on each GPU of a
     context parallel group), P = exp(S - L) of a block needs the logsumexp L over all keys, and dS = P (dP - delta)
@@ -246,10 +215,7 @@ def flash_attention_backward(
 
 
 def wait_until_compiled() -> None:
-    """Returns when calls are as short as they get: for whoever times them. At once without a CUDA GPU.
-
-    The C++ behind them is compiled once for a machine, in the background, while the first calls go through Python.
-    """
+    """Wait until the C++ behind calls is compiled, for whoever times them; return at once without a CUDA GPU."""
     if native_call is not None and torch.cuda.is_available():
         native_call.library.wait()
 
@@ -270,15 +236,13 @@ def _resolved_implementation(implementation: str, query: Tensor, float32_precisi
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does where it is on: every floating dtype but float64."""
     first = tensors[0]
     device_type = "cuda" if first.is_cuda else first.device.type  # the latter takes 0.2 us
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    # Autocast lowers every floating dtype but float64.
     return tuple(
-        tensor.to(dtype)
-        if tensor.dtype != dtype and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in tensors
     )

@@ -33,13 +33,7 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
-    """Refuse what no kernel computes.
-
-    Raises:
-        ValueError: shapes or devices do not fit together, or an option has a value that does not exist.
-        TypeError: dtypes differ or are not supported.
-        CapabilityError: the device, or the backend that is asked for, cannot compute it.
-    """
+    """Refuse, in one sentence, what no kernel computes, or not those that are asked for."""
     is_causal, float32_precision, _, kernels, window, scale, aligned_at_end = options
     check_attention_inputs(query, key, value)
     check_mask(window, is_causal, aligned_at_end)
@@ -62,7 +56,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
 
 
 def _why_unavailable(query: Tensor) -> str | None:
-    """Return why these kernels cannot run on the device and dtype of ``query``, a sentence, or None if they can."""
+    """Return why plain Triton's kernels cannot run on the query's device and dtype, a sentence; None if they can."""
     if not query.is_cuda:
         if INTERPRETED and query.device.type == "cpu":
             return None
@@ -81,13 +75,14 @@ def _why_unavailable(query: Tensor) -> str | None:
 def _takes_hopper(
     kernels: str, query: Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
 ) -> bool:
+    """Return whether the Hopper kernels compute this: if asked for, or of "auto" where they can and are faster."""
     if kernels != "auto":
         return kernels == "hopper"
     return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
 
 
 def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
-    """``tensors``: query, key, value and output."""
+    """Plan the forward pass of these tensors: query, key, value and output."""
     query, key = tensors[:2]
     operands = [Operand(tensor) for tensor in tensors]
     problem = make_problem(query, key, operands, options)
@@ -99,19 +94,22 @@ def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
 
 
 def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: AttentionOptions) -> BackwardPlan:
-    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
+    """Plan the backward pass.
 
-    In the place of the output may stand D = rowsum(dO * O), which has one dimension less.
+    Args:
+        tensors: query, key, value, output, and its gradient; the output may be D = rowsum(dO * O) instead, which has
+            one dimension less.
+        grads: of query, key and value.
     """
-    query, key, value, output, gradient = tensors
-    operands = [Operand(tensor) for tensor in (query, key, value, gradient)]
-    out = Operand(output) if output.dim() == query.dim() else None
+    query, key, value, out_or_delta, grad_out = tensors
+    operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
+    out = Operand(out_or_delta) if out_or_delta.dim() == query.dim() else None
     results = [Operand(grad) for grad in grads]
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
     # The Hopper kernels write by TMA.
-    may_take_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
+    fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
     is_faster = functools.partial(settings.hopper_backward_is_faster, deterministic=options.deterministic)
-    if may_take_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
+    if fits_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
     return plan_class(problem, operands, out, results, query.device, options.deterministic)

@@ -1,7 +1,7 @@
-"""Makes a file by a command, once for however many processes ask: ``python native_build.py FILE COMMAND [ARGUMENTS]``.
+"""Make a file by a command, once for however many processes ask: ``python native_build.py FILE COMMAND [ARGUMENTS]``.
 
-Started next to a process that goes on without the file, and may end before it is there. It imports nothing but Python's
-own library. The command is given ``-o`` and a path next to FILE; what it says goes to FILE.log.
+It runs alongside a process that may end before the file is there, and imports nothing but Python's own library. The
+command is given ``-o`` and a path next to FILE; its errors go to FILE.log.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ from pathlib import Path
 
 
 def build(file: Path, command: list[str]) -> int:
+    """Make the file unless it exists, and return the command's exit code; other processes wait meanwhile."""
     # The system opens the lock again however this process ends.
     with Path(f"{file}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -20,13 +21,13 @@ def build(file: Path, command: list[str]) -> int:
         for unfinished in file.parent.glob(f"{file.name}.*.part"):
             unfinished.unlink()
         part = Path(f"{file}.{os.getpid()}.part")
-        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        result = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+        if result.returncode == 0:
             part.replace(file)  # whole or not at all
         else:
-            message = (done.stderr + done.stdout).strip() or f"it ended with {done.returncode} and said nothing"
+            message = (result.stderr + result.stdout).strip() or f"it ended with {result.returncode} and said nothing"
             Path(f"{file}.log").write_text(message)
-        return done.returncode
+        return result.returncode
 
 
 if __name__ == "__main__":

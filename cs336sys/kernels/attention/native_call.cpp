@@ -144,31 +144,31 @@ struct Layout {
 };
 
 // A constant, or a scratch tensor, which lives for one run.
-using Own = std::variant<Tensor, Layout>;
+using Addition = std::variant<Tensor, Layout>;
 
 // Launches over slots: the tensors it is run with, its results, then its own.
 class Plan {
  public:
-  Plan(std::vector<Layout> results, std::vector<Own> own, std::vector<std::shared_ptr<Launch>> launches)
-      : results_(std::move(results)), own_(std::move(own)), launches_(std::move(launches)) {}
+  Plan(std::vector<Layout> results, std::vector<Addition> additions, std::vector<std::shared_ptr<Launch>> launches)
+      : results_(std::move(results)), additions_(std::move(additions)), launches_(std::move(launches)) {}
 
   Tensors run(at::ArrayRef<Tensor> given) {
     const auto device = given[0].device();
     Tensors results, scratch;
     std::vector<void*> addresses;
     results.reserve(results_.size());
-    addresses.reserve(given.size() + results_.size() + own_.size());
+    addresses.reserve(given.size() + results_.size() + additions_.size());
     for (const auto& tensor : given) addresses.push_back(tensor.data_ptr());
     for (const auto& layout : results_) {
       results.push_back(allocate(layout, device));
       addresses.push_back(results.back().data_ptr());
     }
-    for (const auto& one : own_) {
-      if (const auto* layout = std::get_if<Layout>(&one)) {
+    for (const auto& addition : additions_) {
+      if (const auto* layout = std::get_if<Layout>(&addition)) {
         scratch.push_back(allocate(*layout, device));
         addresses.push_back(scratch.back().data_ptr());
       } else {
-        addresses.push_back(std::get<Tensor>(one).data_ptr());
+        addresses.push_back(std::get<Tensor>(addition).data_ptr());
       }
     }
     void* stream = nullptr;
@@ -187,7 +187,7 @@ class Plan {
   }
 
   std::vector<Layout> results_;
-  std::vector<Own> own_;
+  std::vector<Addition> additions_;
   std::vector<std::shared_ptr<Launch>> launches_;
   std::mutex mutex_;  // a launch keeps its parameters' values; autograd's thread may run beside the main one
 };
@@ -277,28 +277,32 @@ std::optional<Tensors> run_backward(const Tensors& tensors, int64_t options) {
   return plan->run(tensors);
 }
 
-// What decides, beside the tensors, how attention is computed; a plan's signature holds its number among all there are,
-// and for each key of a window their count on top.
-struct Options {
-  bool is_causal;
-  std::string float32_precision;
-  bool deterministic;
-  std::string kernels;
-};
-std::vector<Options> all_options;
-
 using Window = std::optional<int64_t>;
 using Scale = std::optional<double>;
 
+// What decides, beside the tensors, how attention is computed.
+struct Options {
+  bool is_causal;
+  std::string_view float32_precision;
+  bool deterministic;
+  std::string_view kernels;
+  Window window = {};
+  Scale scale = {};
+  bool aligned_at_end = false;
+};
+
+// The combinations of the first four options. A plan's signature holds the number of its own among them, and for each
+// key of a window their count on top.
+using FirstOptions = std::tuple<bool, std::string, bool, std::string>;
+std::vector<FirstOptions> combinations;
+
 // -1 for what only Python computes.
-int64_t number_of(
-    bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels, Window window,
-    Scale scale, bool aligned_at_end) {
-  if ((window && *window < 1) || scale || aligned_at_end) return -1;
-  for (size_t number = 0; number < all_options.size(); ++number) {
-    const auto& one = all_options[number];
-    const bool same = one.is_causal == is_causal && one.deterministic == deterministic && one.kernels == kernels;
-    if (same && one.float32_precision == float32_precision) return number + window.value_or(0) * all_options.size();
+int64_t number_of(const Options& options) {
+  if ((options.window && *options.window < 1) || options.scale || options.aligned_at_end) return -1;
+  const auto first_options =
+      std::tie(options.is_causal, options.float32_precision, options.deterministic, options.kernels);
+  for (size_t number = 0; number < combinations.size(); ++number) {
+    if (combinations[number] == first_options) return number + options.window.value_or(0) * combinations.size();
   }
   return -1;
 }
@@ -308,19 +312,17 @@ PyObject* python_forward = nullptr;
 PyObject* python_backward = nullptr;
 PyObject* python_node_backward = nullptr;
 
-Tensors call_python(
-    PyObject* function, const Tensors& tensors, bool is_causal, std::string_view float32_precision, bool deterministic,
-    std::string_view kernels, Window window, Scale scale = {}, bool aligned_at_end = false) {
+Tensors call_python(PyObject* function, const Tensors& tensors, const Options& options) {
   const py::gil_scoped_acquire gil;
   py::list arguments;
   for (const auto& tensor : tensors) arguments.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
-  arguments.append(is_causal);
-  arguments.append(float32_precision);
-  arguments.append(deterministic);
-  arguments.append(kernels);
-  arguments.append(window);
-  arguments.append(scale);
-  arguments.append(aligned_at_end);
+  arguments.append(options.is_causal);
+  arguments.append(options.float32_precision);
+  arguments.append(options.deterministic);
+  arguments.append(options.kernels);
+  arguments.append(options.window);
+  arguments.append(options.scale);
+  arguments.append(options.aligned_at_end);
   const auto results = py::reinterpret_steal<py::object>(PyObject_CallObject(function, py::tuple(arguments).ptr()));
   if (!results) {
     python_error error;
@@ -349,12 +351,11 @@ struct FlashAttentionTriton : torch::autograd::Function<FlashAttentionTriton> {
     const int64_t number = context->saved_data["options"].toInt();
     auto gradients = run_backward(tensors, number);
     if (!gradients) {
-      const int64_t count = all_options.size();
-      const auto& options = all_options.at(number % count);
+      const int64_t count = combinations.size();
+      const auto& [is_causal, float32_precision, deterministic, kernels] = combinations.at(number % count);
       const Window window = number < count ? Window() : Window(number / count);
       gradients = call_python(
-          python_node_backward, tensors, options.is_causal, options.float32_precision, options.deterministic,
-          options.kernels, window);
+          python_node_backward, tensors, {is_causal, float32_precision, deterministic, kernels, window});
     }
     gradients->resize(5);  // none for the options and the plan
     return std::move(*gradients);
@@ -388,12 +389,9 @@ std::tuple<Tensor, Tensor> forward_operator(
     const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, std::string_view float32_precision,
     bool deterministic, std::string_view kernels, Window window, Scale scale, bool aligned_at_end) {
   const Tensors inputs{query, key, value};
-  auto results = run_forward(
-      inputs, number_of(is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end));
-  if (!results) {
-    results = call_python(
-        python_forward, inputs, is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end);
-  }
+  const Options options{is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end};
+  auto results = run_forward(inputs, number_of(options));
+  if (!results) results = call_python(python_forward, inputs, options);
   return {results->at(0), results->at(1)};
 }
 
@@ -402,12 +400,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_operator(
     const Tensor& grad_out, bool is_causal, std::string_view float32_precision, bool deterministic,
     std::string_view kernels, Window window, Scale scale, bool aligned_at_end) {
   const Tensors tensors{query, key, value, out, logsumexp, grad_out};
-  auto results = run_backward(
-      tensors, number_of(is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end));
-  if (!results) {
-    results = call_python(
-        python_backward, tensors, is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end);
-  }
+  const Options options{is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end};
+  auto results = run_backward(tensors, number_of(options));
+  if (!results) results = call_python(python_backward, tensors, options);
   return {results->at(0), results->at(1), results->at(2)};
 }
 
@@ -422,13 +417,13 @@ void register_operators(const std::string& library_name, at::DeviceType device_t
 
 std::vector<Parameter> parameters_of(const py::list& list) {
   std::vector<Parameter> parameters;
-  for (const auto one : list) {
-    if (py::isinstance<py::bytes>(one)) {
-      parameters.emplace_back(one.cast<std::string>());
-    } else if (py::isinstance<py::int_>(one)) {
-      parameters.emplace_back(one.cast<size_t>());
+  for (const auto parameter : list) {
+    if (py::isinstance<py::bytes>(parameter)) {
+      parameters.emplace_back(parameter.cast<std::string>());
+    } else if (py::isinstance<py::int_>(parameter)) {
+      parameters.emplace_back(parameter.cast<size_t>());
     } else {
-      parameters.emplace_back(one.cast<std::shared_ptr<Descriptor>>());
+      parameters.emplace_back(parameter.cast<std::shared_ptr<Descriptor>>());
     }
   }
   return parameters;
@@ -449,7 +444,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return std::make_shared<Launch>(function, grid, threads, bytes, is_early, parameters_of(list));
       }));
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan", py::module_local())
-      .def(py::init<std::vector<Layout>, std::vector<Own>, std::vector<std::shared_ptr<Launch>>>());
+      .def(py::init<std::vector<Layout>, std::vector<Addition>, std::vector<std::shared_ptr<Launch>>>());
 
   module.def("use_driver", [](uintptr_t launch, uintptr_t encode) {
     launch_kernel = reinterpret_cast<LaunchKernel>(launch);
@@ -460,12 +455,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     python_backward = backward.release().ptr();
     python_node_backward = node_backward.release().ptr();
   });
-  module.def("use_options", [](const std::vector<std::tuple<bool, std::string, bool, std::string>>& options) {
-    all_options.clear();
-    for (const auto& [is_causal, float32_precision, deterministic, kernels] : options) {
-      all_options.push_back({is_causal, float32_precision, deterministic, kernels});
-    }
-  });
+  module.def("use_options", [](std::vector<FirstOptions> options) { combinations = std::move(options); });
   module.def("register_operators", [](const std::string& library_name, const std::string& device) {
     register_operators(library_name, at::Device(device).type());
   });

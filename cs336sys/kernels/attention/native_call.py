@@ -1,7 +1,6 @@
-"""The C++ of native_call.cpp: compiled once for a machine and a torch, while calls go on, and given what the plans say.
+"""Compile native_call.cpp once for a machine and a torch, while calls go on, and translate plans for it.
 
-An ``autograd.Function`` in Python costs about what torch's own attention costs the CPU altogether. With a plan known to
-the C++ a call runs no Python between its arguments and its launches, forward or backward.
+With a plan known to the C++ a call runs no Python between its arguments and its launches, forward or backward.
 """
 
 import ctypes
@@ -52,7 +51,7 @@ class UnknownLaunchError(Exception):
 
 
 def compiler() -> str | None:
-    """The C++ compiler: what CXX names, or g++ or clang++; None without any."""
+    """Return the C++ compiler: what CXX names, or g++ or clang++; None without any."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -77,15 +76,14 @@ class Library:
     def __init__(self) -> None:
         self._module: ModuleType | None = None
         self._build: subprocess.Popen | None = None
-        self._starter_pid = 0  # the process that started it: one that was forked has no such child
+        self._starter_pid = 0  # the process that started the build: one that was forked has no such child
         self._is_off = False
 
     def start(self) -> None:
         """Start compiling the C++ in another process, unless it is done, begun or impossible; say so once a machine.
 
-        Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
-        The other process goes on when this one ends, so that the next finds the library; of several that compile at
-        once, ranks for instance, all but one wait for that one.
+        Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines. The other process goes on when this one
+        ends, so that the next finds the library; of several, such as ranks, one compiles and the others wait for it.
         """
         if self._is_off or self._module is not None or self._starter_pid == os.getpid():
             return
@@ -121,19 +119,17 @@ class Library:
     def load(
         self, forward: Callable, backward: Callable, node_backward: Callable, options: tuple[tuple, ...]
     ) -> ModuleType | None:
-        """The module, ready to launch on CUDA; None while it is compiled, or after a warning where it cannot be had.
+        """Return the module, ready to launch on CUDA; None while it is compiled, or after a warning where it fails.
 
-        Its operators take the place of those in Python for CUDA tensors.
+        Its operators take the place of those in Python for CUDA tensors, and call Python where they know no plan.
 
         Args:
-            forward: what the operator calls where no plan is known, with query, key, value and options; returns output
-                and logsumexp.
-            backward: likewise, with query, key, value, output, logsumexp, the output's gradient and options; returns
+            forward: called with query, key, value and all options; returns output and logsumexp.
+            backward: called with query, key, value, output, logsumexp, the output's gradient and all options; returns
                 the gradients of query, key and value.
-            node_backward: what autograd's node calls instead, outside of the operators.
-            options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of
-                them, named by its index, to which a window adds their number times its keys. A window, a scale and the
-                causal mask's alignment are the last arguments of all three functions.
+            node_backward: what autograd's node calls in place of ``backward``.
+            options: the combinations of is_causal, float32_precision, deterministic and kernels. The C++ knows them by
+                their index, to which a window adds their count times its keys.
         """
         if self._module is not None or self._is_off:
             return self._module
@@ -160,7 +156,7 @@ class Library:
         return module
 
     def wait(self) -> None:
-        """Until the library is compiled, or could not be."""
+        """Wait until the library is compiled, or could not be."""
         self.start()
         if self._build is not None:
             self._build.wait()
@@ -170,7 +166,7 @@ library = Library()
 
 
 def _make_lock(lock: Path) -> bool:
-    """Return whether nobody else on this machine has made it before."""
+    """Make the lock's file, and return whether nobody on this machine had made it before."""
     try:
         lock.touch(exist_ok=False)
     except FileExistsError:
@@ -189,8 +185,8 @@ def _warn(reason: str) -> None:
 
 def library_path() -> Path:
     """Return where the shared library is, or will be, in Triton's cache."""
-    described = SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())
-    return Path(CACHE, hashlib.sha256("\n".join(described).encode()).hexdigest(), _LIBRARY_NAME)
+    key = "\n".join((SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())))
+    return Path(CACHE, hashlib.sha256(key.encode()).hexdigest(), _LIBRARY_NAME)
 
 
 def _build_command() -> list[str]:
@@ -219,7 +215,7 @@ def import_from(path: str, package: str = "") -> ModuleType:
 
 
 def translate(module: ModuleType, plan: Plan) -> Any | None:
-    """A plan that has run once, for the C++; None, after a warning, if it does not know a kernel's way of launching.
+    """Return the C++'s form of a plan that has run once; None, after a warning, if a kernel is launched in another way.
 
     The last of the tensors that the plan is given are its results, which the C++ allocates.
     """
@@ -237,25 +233,25 @@ def translate(module: ModuleType, plan: Plan) -> Any | None:
 
 
 def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -> Any:
-    """As :func:`translate` does it for each of a plan's steps; raises an :class:`UnknownLaunchError`."""
+    """Return the C++'s form of a launch over the tensors in these slots, or raise an :class:`UnknownLaunchError`."""
     compiled = launch.compiled
     metadata = compiled.metadata
-    _check_plain(metadata)
+    _check_plain_launch(metadata)
     parameters = _launch_parameters(module, compiled, (*slots, *launch.arguments), launch.descriptors)
     _check_sizes(compiled.asm["ptx"], parameters)
     threads, is_early = 32 * metadata.num_warps, metadata.launch_pdl
     return module.Launch(compiled.function, launch.num_programs, threads, metadata.shared, is_early, parameters)
 
 
-def _check_plain(metadata) -> None:
+def _check_plain_launch(metadata) -> None:
     """Refuse a launch with attributes, with scratch memory of Triton's or with descriptors other than tiled ones."""
-    plain = {
+    plain_values = {
         "num_ctas": 1,
         "launch_cooperative_grid": False,
         "global_scratch_size": 0,
         "profile_scratch_size": 0,
     }
-    for name, expected in plain.items():
+    for name, expected in plain_values.items():
         if getattr(metadata, name) != expected:
             raise UnknownLaunchError(f"a kernel has {name} {getattr(metadata, name)}")
     if metadata.shared > MAX_SHARED_BYTES:
@@ -269,20 +265,20 @@ def _check_plain(metadata) -> None:
 def _check_sizes(ptx: str, parameters: Sequence) -> None:
     """Refuse a kernel that declares another number of parameters than it will be given, or other sizes."""
     declaration = ptx.partition(".entry")[2].partition(")")[0]
+    # As in ".param .align 64 .b8 name[128]": bits of an element, and their number.
     sizes = [
         int(bits) // 8 * int(count or 1)
         for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", declaration)
     ]
-    expected_sizes = [
-        len(parameter)
-        if isinstance(parameter, bytes)
-        else len(_NULL)
-        if isinstance(parameter, int)
-        else _DESCRIPTOR_BYTES
-        for parameter in parameters
-    ]
+    expected_sizes = list(map(_parameter_bytes, parameters))
     if sizes != expected_sizes:
         raise UnknownLaunchError(f"a kernel takes parameters of {sizes} bytes, expected were {expected_sizes}")
+
+
+def _parameter_bytes(parameter: Any) -> int:
+    if isinstance(parameter, bytes):
+        return len(parameter)
+    return len(_NULL) if isinstance(parameter, int) else _DESCRIPTOR_BYTES
 
 
 def _launch_parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: Sequence) -> list:
@@ -295,19 +291,20 @@ def _launch_parameters(module: ModuleType, compiled, arguments: Sequence, descri
     parameters = []
 
     def add(kind: str | tuple, argument: Any) -> None:
+        """Append the parameters of an argument, which is the slot of a tensor where its kind is an address."""
         if isinstance(kind, tuple):
             for element_kind, element in zip(kind, argument, strict=True):
                 add(element_kind, element)
         elif kind.startswith("*"):
             parameters.append(argument)
         elif kind.startswith("tensordesc"):
-            about = next(metadata, None)
-            if about is None:
+            tile = next(metadata, None)
+            if tile is None:
                 raise UnknownLaunchError("a kernel takes TMA descriptors apart")
             shape, strides = next(layouts).shape_and_strides
-            dtype = TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]]
-            bytes_and_box = about["elem_size"], about["block_size"]
-            parameters.append(module.Descriptor(argument, dtype, about["swizzle"], *bytes_and_box, shape, strides))
+            dtype, swizzle = TMA_DTYPE_DEVICE_TO_HOST[tile["elem_type"]], tile["swizzle"]
+            element_bytes, box = tile["elem_size"], tile["block_size"]
+            parameters.append(module.Descriptor(argument, dtype, swizzle, element_bytes, box, shape, strides))
             # The kernel is given shape and strides as well.
             parameters.extend(struct.pack("<i", size) for size in shape)
             parameters.extend(struct.pack("<q", stride) for stride in strides)

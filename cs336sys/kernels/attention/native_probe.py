@@ -14,6 +14,7 @@ from cs336sys.kernels.attention.triton import kept_settings
 
 
 def found_and_fix() -> tuple[str, str | None]:
+    """Return how calls run here, and what would let them run in C++, if anything."""
     reason = native_call.why_off()
     if reason is not None:
         fix = "`apt-get install g++`, or set CXX."
@@ -33,6 +34,7 @@ def found_and_fix() -> tuple[str, str | None]:
 
 
 def kept_and_fix() -> tuple[str, str | None]:
+    """Return which settings of the kernels are in force, and what to do about those that cannot be read."""
     try:
         return kept_settings.read_settings(torch.device("cuda"))[1], None
     except CapabilityError as error:

@@ -3,7 +3,6 @@
 Which kernels compute it is decided in :mod:`cs336sys.kernels.attention.choice`, once for tensors of a signature.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,13 +29,13 @@ from cs336sys.kernels.attention.problem import (
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import define_gradient, define_operator, needs_operators
 
-# Where the functions are that torch.compile's code allocates with.
-_compiled_code = torch._C._dynamo.guards
+# The module of the functions with which torch.compile's code allocates.
+_inductor_allocation = torch._C._dynamo.guards
 
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
-# The C++ knows each combination of the first four options by its number, and adds their count for each key of a window.
+# The combinations of the first four options, which the C++ knows by their places here; see _number_of.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
@@ -45,17 +44,20 @@ _native: ModuleType | None = None
 
 
 def _number_of(options: Options) -> int:
+    """Return the number by which the C++ knows options: the first four's, and their count for each key of a window.
+
+    :data:`UNKNOWN_OPTIONS` for those that only Python computes, or refuses.
+    """
     number, (window, scale, aligned_at_end) = _option_numbers.get(options[:4], UNKNOWN_OPTIONS), options[4:]
-    if scale is not None or aligned_at_end:
+    if number == UNKNOWN_OPTIONS or scale is not None or aligned_at_end:
         return UNKNOWN_OPTIONS
-    # What no plan can be for must not look like other options.
-    if window is None or number < 0:
+    if window is None:
         return number
     return number + window * len(OPTIONS) if isinstance(window, int) and window > 0 else UNKNOWN_OPTIONS
 
 
-def _kernel_view(tensor: Tensor, kernels: str = "triton") -> Tensor:
-    """The tensor with at most four dimensions, the last contiguous, and 16-byte aligned: a copy only where needed.
+def _kernel_view(tensor: Tensor, kernels: str) -> Tensor:
+    """Return the tensor with at most four dimensions, the last contiguous, and 16-byte aligned: copied only if needed.
 
     For "hopper" its strides must also suit TMA; "auto" leaves tensors whose strides do not to plain Triton.
     """
@@ -68,13 +70,13 @@ def _kernel_view(tensor: Tensor, kernels: str = "triton") -> Tensor:
 
 
 def _statistic(tensor: Tensor) -> Tensor:
-    """One number for each query as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
+    """Return numbers of queries as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _empty_result(tensor: Tensor) -> Tensor:
-    """Uninitialised, with the strides of ``tensor`` where the kernels can write them."""
+    """Allocate a tensor like this one, with its strides where the kernels can write them."""
     if tensor.dim() <= 4 and tensor.stride(-1) == 1:
         result = torch.empty_like(tensor)
         if result.stride(-1) == 1:
@@ -85,7 +87,12 @@ def _empty_result(tensor: Tensor) -> Tensor:
 def _remember(
     signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
-    """``tensors``: of the signature, inputs and results; ``kernel_tensors``: what the kernels take, these or copies."""
+    """Keep the plan of a signature.
+
+    Args:
+        tensors: of the signature, inputs and results.
+        kernel_tensors: what the kernels take, these or copies.
+    """
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
@@ -96,43 +103,40 @@ def _remember(
 
 
 def forget_plans() -> None:
-    """Forgets how to compute each signature, so that it is chosen anew: for callers that change what decides it."""
+    """Forget how to compute each signature, so that it is chosen anew: for callers that change what decides it."""
     _plans.clear()
     if _native is not None:
         _native.forget_plans()
 
 
 def _tell_native(add: str, plan: Plan, tensors: Sequence[Tensor], options: Options) -> None:
-    """Gives the C++, once it is compiled, a direct plan that has run, for tensors such as these.
-
-    ``add``: its function that takes it.
-    """
+    """Give a direct plan that has run to the C++, once that is compiled, by its function ``add``."""
     global _native
     if _native is None:
         _native = native_call.library.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
     number = _number_of(options)
-    if _native is None or number == UNKNOWN_OPTIONS or number in plan.told_native:
+    if _native is None or number == UNKNOWN_OPTIONS or number in plan.native_options:
         return
-    plan.told_native.add(number)
+    plan.native_options.add(number)
     native_plan = native_call.translate(_native, plan)
     if native_plan is not None:
         getattr(_native, add)(tensors, number, native_plan)
 
 
 def _backward_of_node(*arguments: Any) -> Sequence[Tensor]:
-    """Serve a node of the C++ that knows no plan, or where something else has to see the kernels."""
+    """Compute the backward pass of a node of the C++ that has no plan, or where something else must see the kernels."""
     backward = _backward_operator if needs_operators(arguments[5]) else _compute_backward
     return backward(*arguments)
 
 
 def _empty_results(plan: Plan) -> list[Tensor]:
     """Allocate a direct plan's results on the current GPU; torch.empty_like takes twice as long."""
-    allocate = _compiled_code._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
+    allocate = _inductor_allocation._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
     return [allocate(*layout) for layout in plan.result_layouts]
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32."""
+    """Return the output (..., S_q, D) in the inputs' dtype and the natural logsumexp (..., S_q) in float32."""
     if _native is not None:
         results = _native.forward([query, key, value], _number_of(options))
         if results is not None:
@@ -176,7 +180,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tup
 def _backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, options: Options
 ) -> Sequence[Tensor]:
-    """Gradients of query, key and value, in their dtype and, where possible, their strides.
+    """Return the gradients of query, key and value, in their dtype and, where possible, their strides.
 
     ``out`` may be D = rowsum(dO * O) instead, contiguous in float32, which has one dimension less.
     """
@@ -188,8 +192,7 @@ def _backward(
     chosen = AttentionOptions(*options)
     if torch.are_deterministic_algorithms_enabled():
         chosen = chosen._replace(deterministic=True)
-    # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
-    # others: whatever keeps tensors for backward may give copies back.
+    # Forward has checked the inputs. But strides may be others: what keeps tensors for backward may give copies back.
     signature = (
         query.shape, key.shape, query.dtype, query.device, chosen,
         query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
@@ -215,8 +218,7 @@ def _backward(
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
         plan = backward_plan(tensors, kernel_grads, chosen)
-        all_given = query, key, value, out, grad_out, *grads
-        _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
+        _remember(signature, plan, (query, key, value, out, grad_out, *grads), (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
         plan(*tensors[:4], _statistic(logsumexp), tensors[4], *kernel_grads)
         if plan.is_direct and logsumexp.is_contiguous():
@@ -224,7 +226,7 @@ def _backward(
     return grads
 
 
-_OPTIONS = (
+_OPTIONS_SCHEMA = (
     "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None, float? scale=None, "
     "bool aligned_at_end=False"
 )
@@ -254,13 +256,13 @@ def _fake_backward(query, key, value, *others):
 
 
 _forward_operator = define_operator(
-    f"flash_attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"flash_attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
     _compute_forward,
     _fake_forward,
 )
 _backward_operator = define_operator(
     "flash_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{_OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _compute_backward,
     _fake_backward,
 )
@@ -282,23 +284,26 @@ define_gradient("flash_attention_forward", _differentiate, _save_for_backward)
 def forward_flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *arguments: Any, **kwargs: Any
 ) -> int:
-    """FLOPs of attention forward, as :func:`cs336sys.accounting.flops.attention_flops` counts them."""
+    """Count FLOPs of attention forward by :func:`cs336sys.accounting.flops.attention_flops`."""
     options = AttentionOptions(*arguments)
-    num_sequences, (num_queries, head_dim), num_keys = math.prod(query_shape[:-2]), query_shape[-2:], key_shape[-2]
-    count = functools.partial(
-        attention_flops, num_sequences, 1, head_dim=head_dim, causal=options.is_causal, window=options.window,
-        backward=False,
-    )  # fmt: skip
+    num_queries, num_keys = query_shape[-2], key_shape[-2]
+
+    def count(queries: int, keys: int) -> int:
+        return attention_flops(
+            math.prod(query_shape[:-2]), 1, queries, keys, head_dim=query_shape[-1], causal=options.is_causal,
+            window=options.window, backward=False,
+        )  # fmt: skip
+
     if not options.aligned_at_end:
         return count(num_queries, num_keys)
-    # Of a square of all keys, the last rows.
+    # The last rows of a square of all keys.
     earlier = max(0, num_keys - num_queries)
     return count(num_keys, num_keys) - count(earlier, earlier)
 
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_backward)
 def backward_flops(*arguments: Any, **kwargs: Any) -> int:
-    """FLOPs of attention backward, 2.5 times the forward: five matrix products against two."""
+    """Count FLOPs of attention backward, 2.5 times the forward: five matrix products compared with two."""
     query_key_value, options = arguments[:3], arguments[6:]
     return forward_flops(*query_key_value, *options) * 5 // 2
 
@@ -354,7 +359,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 def triton_attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_logsumexp: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
+    """Compute :class:`FlashAttentionTriton`, as one node of the graph under ``torch.compile``."""
     if torch.compiler.is_compiling():
         out, logsumexp = _forward_operator(query, key, value, *options)
         return (out, logsumexp.detach()) if return_logsumexp else out
@@ -369,7 +374,7 @@ def triton_attention(
 def triton_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`cs336sys.kernels.attention.flash_attention_backward`, whose checks it expects to be done."""
+    """Compute :func:`cs336sys.kernels.attention.flash_attention_backward`, which has checked its arguments."""
     if torch.compiler.is_compiling() or needs_operators(query):
         return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
     check(query, key, value, options)

@@ -25,7 +25,7 @@ BACKWARD_L2_BYTES = 40 * 2**20
 
 
 def sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: int) -> int:
-    """As many sequences as fit in L2 together, in groups of about equal size."""
+    """Return how many sequences fit in L2 together, so that groups have about the same size."""
     num_groups = triton.cdiv(num_sequences, max(1, l2_bytes // bytes_per_sequence))
     return triton.cdiv(num_sequences, num_groups)
 
@@ -87,7 +87,7 @@ class Launch:
         self.compiled.run(self.num_programs, 1, 1, stream, *self._handle, *operands, *self.arguments)
 
     def _compile(self, tensors: Sequence[Tensor]) -> None:
-        """The first call, as Triton does it. The interpreter compiles nothing: there every call is the first."""
+        """Launch as Triton does, and keep what it compiled; the interpreter compiles nothing: each call comes here."""
         operands = list(tensors)
         for index, descriptors in enumerate(self.descriptors):
             operands[index] = descriptors.describe(tensors[index])
@@ -121,10 +121,10 @@ class Plan:
 
     Attributes:
         additions: what follows these tensors: scratch tensors and constants.
-        steps: every launch with the numbers of its tensors.
+        steps: every launch with the slots of its tensors: their places among those of the call and ``additions``.
         is_direct: tensors of this signature are on a GPU and go to the kernels as they are.
         result_layouts: shape, strides and dtype of each result.
-        told_native: the numbers of the options under which the C++ was given the plan.
+        native_options: numbers of the options under which the C++ was given the plan.
     """
 
     tensor_names: Sequence[str]
@@ -133,21 +133,25 @@ class Plan:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._numbers = {name: number for number, name in enumerate(self.tensor_names)}
+        self._slots = {name: slot for slot, name in enumerate(self.tensor_names)}
         self.additions: list[Scratch | Tensor] = []
         self.steps: list[tuple[Launch, tuple[int, ...]]] = []
-        self.told_native: set[int] = set()
+        self.native_options: set[int] = set()
 
-    def _own(self, name: str, tensor: Scratch | Tensor) -> str:
-        self._numbers[name] = len(self._numbers)
+    def _add_tensor(self, name: str, tensor: Scratch | Tensor) -> str:
+        """Add a tensor that is the plan's own, and return its name."""
+        self._slots[name] = len(self._slots)
         self.additions.append(tensor)
         return name
 
-    def _then(self, launch: Launch, *names: str) -> None:
-        self.steps.append((launch, tuple(self._numbers[name] for name in names)))
+    def _add_launch(self, launch: Launch, *names: str) -> None:
+        """Add a launch with the tensors of these names, behind those that are there."""
+        self.steps.append((launch, tuple(self._slots[name] for name in names)))
 
     def __call__(self, *tensors: Tensor) -> None:
-        slots = list(tensors)
-        slots += (tensor.allocate(self._device) if isinstance(tensor, Scratch) else tensor for tensor in self.additions)
-        for launch, numbers in self.steps:
-            launch(*[slots[number] for number in numbers])
+        all_tensors = [
+            *tensors,
+            *(tensor.allocate(self._device) if isinstance(tensor, Scratch) else tensor for tensor in self.additions),
+        ]
+        for launch, slots in self.steps:
+            launch(*[all_tensors[slot] for slot in slots])

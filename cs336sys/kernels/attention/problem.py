@@ -65,7 +65,7 @@ class AttentionProblem:
         return self.num_sequences // self.group_size
 
     def keys_of_tile(self, query_rows: int) -> int:
-        """The most keys that a tile of ``query_rows`` queries sees."""
+        """Return the most keys that a tile of ``query_rows`` queries sees."""
         return self.num_keys if self.window is None else min(self.num_keys, self.window + query_rows - 1)
 
 
@@ -82,7 +82,7 @@ class Operand:
         self.shape = (*leading, *tensor.shape)
         strides = [*leading, *tensor.stride()]
         for dim in (2, 1, 0):
-            if self.shape[dim] == 1:  # any stride will do; a descriptor wants this one
+            if self.shape[dim] == 1:  # any stride addresses the same; a descriptor needs this one
                 strides[dim] = self.shape[dim + 1] * strides[dim + 1]
         self.strides = tuple(strides)
         self.row_strides = self.strides[:3]
@@ -93,7 +93,7 @@ class Operand:
 def make_problem(
     query: Tensor, key: Tensor, operands: Sequence[Operand], options: AttentionOptions
 ) -> AttentionProblem:
-    """The problem of these tensors; ``operands``: what the kernels would read or write by TMA if it is allowed."""
+    """Return the problem of these tensors; ``operands``: what kernels read or write by TMA where that is allowed."""
     num_sequences = math.prod(query.shape[:-2])
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     diagonal = num_keys - num_queries if options.aligned_at_end else 0
@@ -153,16 +153,11 @@ KERNEL_MAX_HEAD_DIM = 256
 
 
 def check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, *, for_kernel: bool = True) -> None:
-    """Refuses, in one sentence, tensors that are not query (..., S_q, D) and key and value (..., S_k, D).
+    """Refuse, in one sentence, tensors that are not query (..., S_q, D) and key and value (..., S_k, D).
 
     With (batch, heads) in front, keys and values may have fewer heads, a number that divides the query's. No queries
     (S_q = 0), no keys and empty leading dimensions are accepted. Kernels take float32, float16 and bfloat16 and
     D <= 256; with ``for_kernel=False`` any floating dtype and any D >= 1 pass.
-
-    Raises:
-        ValueError: fewer than two dimensions, leading dimensions, key lengths or head dimensions that differ, numbers
-            of heads that do not divide, a head dimension out of range, or several devices.
-        TypeError: a dtype that is not supported, or several dtypes.
     """
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if min(len(query_shape), len(key_shape), len(value_shape)) < 2:
@@ -218,12 +213,7 @@ def _are_grouped(query_shape: torch.Size, key_shape: torch.Size, value_shape: to
 
 
 def check_mask(window: int | None, is_causal: bool, aligned_at_end: bool = False) -> None:
-    """Refuses, in one sentence, what is no width of a sliding window, and options of a causal mask without one.
-
-    Raises:
-        TypeError: the window is no whole number.
-        UsageError: it is less than 1, or the attention is not causal.
-    """
+    """Refuse, in one sentence, what is no width of a sliding window, and options of a causal mask without one."""
     if aligned_at_end and not is_causal:
         raise UsageError("causal_alignment 'end' needs is_causal=True: it shifts the causal mask")
     if window is None:
@@ -237,27 +227,18 @@ def check_mask(window: int | None, is_causal: bool, aligned_at_end: bool = False
 
 
 def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether the causal mask is another than that aligned at the start.
-
-    Raises:
-        UsageError: the alignment does not exist, or the attention is not causal.
-    """
+    """Check the alignment; return whether it makes another causal mask than "start": "end", where lengths differ."""
     if causal_alignment not in CAUSAL_ALIGNMENTS:
         raise UsageError(
             f"causal_alignment {causal_alignment!r} does not exist: choose one of {', '.join(CAUSAL_ALIGNMENTS)}"
         )
     aligned_at_end = causal_alignment == CAUSAL_ALIGNMENTS[1]
-    check_mask(None, is_causal, aligned_at_end)
+    check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)
     return aligned_at_end and query.dim() > 1 < key.dim() and query.shape[-2] != key.shape[-2]
 
 
 def check_scale(scale: float | None) -> None:
-    """Refuses, in one sentence, what scores cannot be multiplied by.
-
-    Raises:
-        TypeError: it is no number.
-        UsageError: it is not finite.
-    """
+    """Refuse, in one sentence, what scores cannot be multiplied by."""
     if scale is None:
         return
     choices = "choose what the scores are multiplied by, or None for 1/sqrt(D)"
@@ -268,17 +249,9 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_row_statistics(query: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor) -> None:
-    """Refuses, in one sentence, what is not the gradient of the query's output, or one number for each query.
-
-    Raises:
-        ValueError: shapes or devices differ.
-        TypeError: dtypes do not fit.
-    """
-    for name, tensor, shape in (
-        ("grad_out", grad_out, query.shape),
-        ("logsumexp", logsumexp, query.shape[:-1]),
-        ("delta", delta, query.shape[:-1]),
-    ):
+    """Refuse, in one sentence, what is not the gradient of the query's output, or one number for each query."""
+    for name, tensor in (("grad_out", grad_out), ("logsumexp", logsumexp), ("delta", delta)):
+        shape = query.shape if name == "grad_out" else query.shape[:-1]
         if tensor.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)} for this query, got {tuple(tensor.shape)}")
         if tensor.device != query.device:

@@ -20,9 +20,7 @@ from cs336sys.kernels.autograd import once_differentiable
 
 
 class ScoreRule(NamedTuple):
-    """How scores are computed: scale Q K^T, of which query i sees those of keys j with i + diagonal - window < j and
-    j <= i + diagonal.
-    """
+    """Scores are scale Q K^T; query i sees those of keys j with i + diagonal - window < j <= i + diagonal."""
 
     scale: float
     is_causal: bool
@@ -30,7 +28,7 @@ class ScoreRule(NamedTuple):
     diagonal: int
 
     def hide(self, scores: Tensor, first_query: int, first_key: int, num_queries: int) -> None:
-        """Overwrite a tile (..., G queries, keys) of scores that a query does not see, of G heads below each other."""
+        """Overwrite with -inf what queries do not see in a tile of scores (..., G queries, keys), G heads stacked."""
         if not self.is_causal:
             return
         last_keys = torch.arange(num_queries, device=scores.device)[:, None] + (first_query + self.diagonal)
@@ -60,9 +58,7 @@ def score_rule(
     return ScoreRule(score_scale(query, scale), is_causal, window, diagonal)
 
 
-# Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
-#
-# Both functions keep matrices of S_q x S_k, which is what FlashAttention avoids.
+# The ground truth of the tests, and the baseline of the kernels: both keep matrices of S_q x S_k.
 
 
 def plain_attention(
@@ -87,7 +83,7 @@ def plain_attention(
     """
     rule = score_rule(query, key, value, is_causal, window)
     out = torch.softmax(_scores(query, key, rule), dim=-1) @ value
-    return _heads_apart(out, query.shape)
+    return _unstack_heads(out, query.shape)
 
 
 def reference_attention(
@@ -125,34 +121,29 @@ def reference_attention(
     # Filled before softmax as well as after it, or the gradient of such a row would be 0 * NaN.
     sees_nothing = (logsumexp == -math.inf).unsqueeze(-1)
     probabilities = torch.softmax(scores.masked_fill(sees_nothing, 0.0), dim=-1).masked_fill(sees_nothing, 0.0)
-    return _heads_apart(probabilities @ value, query.shape), _heads_apart(logsumexp, query.shape[:-1])
+    return _unstack_heads(probabilities @ value, query.shape), _unstack_heads(logsumexp, query.shape[:-1])
 
 
 def _scores(query: Tensor, key: Tensor, rule: ScoreRule) -> Tensor:
-    """scale Q K^T under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
+    """Return scale Q K^T under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
 
-    The queries of a group stand below each other in one matrix, so that keys and values need no copies.
+    The queries of a group are stacked in one matrix, so that keys and values need no copies.
     """
     num_queries, group = query.shape[-2], group_size(query, key)
     if group != 1:
         query = query.reshape(*key.shape[:-2], group * num_queries, query.shape[-1])
     # Scaling the query costs S_q x D multiplications instead of S_q x S_k.
     scores = (query * rule.scale) @ key.mT
-    rule.hide(scores, 0, 0, num_queries)
+    rule.hide(scores, first_query=0, first_key=0, num_queries=num_queries)
     return scores
 
 
-def _heads_apart(rows: Tensor, shape: torch.Size) -> Tensor:
+def _unstack_heads(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows if rows.shape == shape else rows.view(shape)
 
 
-# FlashAttention-2 in PyTorch alone: what the Triton kernels do, in operations that can be read and printed.
-#
-# Memory grows linearly with the sequence: scores exist for one tile at a time, and the backward pass computes them
-# again from the logsumexp. Slow, and accurate: float64 inputs are computed in float64, all others in float32.
-#
-# Source: Dao, "FlashAttention-2" (2023); algorithms and equations are numbered as in the course's 2026 handout.
-
+# FlashAttention-2 (Dao, 2023; algorithms and equations as in the course's 2026 handout): scores exist for one tile at a
+# time, and the backward pass computes them again. float64 inputs are computed in float64, all others in float32.
 
 # Queries and keys of a tile. Square tiles of 64, 128, 256 and 512 took 46, 37, 41 and 71 ms for forward and backward of
 # 4 x 1024 x 64, causal, float32, on one CPU core.
@@ -166,15 +157,12 @@ def _tile_shape(device: torch.device) -> tuple[int, int]:
     return CPU_TILE if device.type == "cpu" else GPU_TILE
 
 
-def _tile_ranges(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _column_tiles(rows: slice, num_keys: int, size: int, rule: ScoreRule) -> list[slice]:
-    """The tiles of the keys that some query of ``rows`` sees."""
-    first = 0 if rule.window is None else max(0, rows.start + rule.diagonal - rule.window + 1) // size * size
+def _visible_key_tiles(rows: slice, num_keys: int, size: int, rule: ScoreRule) -> list[slice]:
+    """Return the tiles of the keys that some query of ``rows`` sees."""
+    first_visible = 0 if rule.window is None else max(0, rows.start + rule.diagonal - rule.window + 1)
     end = min(num_keys, rows.stop + rule.diagonal) if rule.is_causal else num_keys
-    return [slice(start, min(start + size, num_keys)) for start in range(first, end, size)]
+    first_tile = first_visible // size * size
+    return [slice(start, min(start + size, num_keys)) for start in range(first_tile, end, size)]
 
 
 def _finite_or_zero(maximum: Tensor) -> Tensor:
@@ -183,7 +171,7 @@ def _finite_or_zero(maximum: Tensor) -> Tensor:
 
 
 def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice, rule: ScoreRule) -> Tensor:
-    """One tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
+    """Return one tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
     scores = _stack_group_rows(scaled_query, rows) @ key[..., columns, :].mT
     crosses_diagonal = columns.stop - 1 > rows.start + rule.diagonal
     crosses_window = rule.window is not None and columns.start <= rows.stop - 1 + rule.diagonal - rule.window
@@ -193,10 +181,7 @@ def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice,
 
 
 def _split_heads_by_key(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
-    """A tensor with queries in its last ``dims`` dimensions and a dimension in front for the heads that share a key's.
-
-    (..., H, S_q, D) becomes (..., H_kv, H / H_kv, S_q, D): 1 head where nothing is shared.
-    """
+    """View (..., H, S_q, D) as (..., H_kv, H / H_kv, S_q, D); without D where ``dims``, those after H, is 1."""
     leading = key.shape[:-2]
     if tensor.shape[:-dims] == leading:
         return tensor.unsqueeze(-dims - 1)
@@ -204,26 +189,28 @@ def _split_heads_by_key(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
 
 
 def _stack_group_rows(grouped: Tensor, rows: slice) -> Tensor:
-    """Some queries of all heads that share a key's, below each other: (..., G, S_q, D) to (..., G rows, D)."""
+    """Stack these queries of the G heads that share a key's: (..., G, S_q, D) to (..., G rows, D)."""
     return grouped[..., rows, :].flatten(-3, -2)
 
 
 def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
+    """Compute algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
+    # Views: what is written to them is written to out and logsumexp.
     grouped_out, grouped_logsumexp = _split_heads_by_key(out, key), _split_heads_by_key(logsumexp, key, dims=1)
     query = _split_heads_by_key(query.to(dtype) * rule.scale, key)
     key, value = key.to(dtype), value.to(dtype)
     group = query.shape[-3]
     query_tile, key_tile = _tile_shape(query.device)
 
-    for rows in _tile_ranges(query.shape[-2], query_tile):
+    for start in range(0, query.shape[-2], query_tile):
+        rows = slice(start, min(start + query_tile, query.shape[-2]))
         out_tile = torch.zeros_like(_stack_group_rows(query, rows))
         row_sum = torch.zeros_like(out_tile[..., :1])
         row_max = torch.full_like(row_sum, -math.inf)
-        for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
+        for columns in _visible_key_tiles(rows, key.shape[-2], key_tile, rule):
             scores = _tile_scores(query, key, rows, columns, rule)
             new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
             weights = torch.exp(scores - _finite_or_zero(new_max))
@@ -238,11 +225,6 @@ def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -
     return out, logsumexp
 
 
-def _row_deltas(out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> Tensor:
-    """D = rowsum(dO * O), in the logsumexp's dtype."""
-    return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
-
-
 def tiled_backward(
     query: Tensor,
     key: Tensor,
@@ -253,7 +235,7 @@ def tiled_backward(
     rule: ScoreRule,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O).
+    """Compute algorithm 2: gradients of query, key and value in the inputs' dtype; ``delta`` is D = rowsum(dO * O).
 
     ``tile``: queries and keys of a tile; None: those of the device.
     """
@@ -269,9 +251,10 @@ def tiled_backward(
     grouped_grad_query = _split_heads_by_key(grad_query, key)
     group = grouped_grad_query.shape[-3]
     query_tile, key_tile = tile or _tile_shape(query.device)
-    for rows in _tile_ranges(query.shape[-2], query_tile):
+    for start in range(0, query.shape[-2], query_tile):
+        rows = slice(start, min(start + query_tile, query.shape[-2]))
         grad_out_tile = _stack_group_rows(grad_out, rows)
-        for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
+        for columns in _visible_key_tiles(rows, key.shape[-2], key_tile, rule):
             scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
             probabilities = torch.exp(scores - _finite_or_zero(_stack_group_rows(logsumexp, rows)))  # equation 14
             grad_value[..., columns, :] += probabilities.mT @ grad_out_tile  # equation 15
@@ -323,11 +306,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        with torch.autocast(grad_out.device.type, enabled=False):
-            delta = _row_deltas(out, logsumexp, grad_out)
-            gradients = tiled_backward(query, key, value, logsumexp, grad_out, delta, ctx.rule)
-        return *gradients, None, None, None, None, None
+        return _differentiate(ctx, grad_out, tiled_backward, tile=None)
 
 
 class FlashAttentionCompiledBackward(FlashAttentionTorch):
@@ -339,9 +318,18 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        whole_matrix_tile = max(1, query.shape[-2]), max(1, key.shape[-2])
-        with torch.autocast(grad_out.device.type, enabled=False):
-            delta = _row_deltas(out, logsumexp, grad_out)
-            gradients = _compiled_backward()(query, key, value, logsumexp, grad_out, delta, ctx.rule, whole_matrix_tile)
-        return *gradients, None, None, None, None, None
+        query, key, *_ = ctx.saved_tensors
+        whole_matrix = max(1, query.shape[-2]), max(1, key.shape[-2])
+        return _differentiate(ctx, grad_out, _compiled_backward(), tile=whole_matrix)
+
+
+def _differentiate(
+    ctx: Any, grad_out: Tensor, backward: Callable[..., tuple[Tensor, ...]], tile: tuple[int, int] | None
+) -> tuple[Tensor | None, ...]:
+    """Return what a ``backward`` of autograd does: the gradients of forward's arguments."""
+    query, key, value, out, logsumexp = ctx.saved_tensors
+    with torch.autocast(grad_out.device.type, enabled=False):
+        delta = (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
+        gradients = backward(query, key, value, logsumexp, grad_out, delta, ctx.rule, tile)
+    # None for each argument of forward behind the tensors.
+    return *gradients, None, None, None, None, None

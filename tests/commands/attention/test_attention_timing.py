@@ -159,9 +159,9 @@ def test_flash_attention_4_says_itself_what_it_cannot_do(reason):
         raise reason
 
     with pytest.raises(CapabilityError, match="fa4 does not take this: head dim 8 on sm_90"):
-        measurement._checked_attention(refuse, workload("fa4", dtype="fp16"), CPU)
+        measurement._errors_if_supported(refuse, workload("fa4", dtype="fp16"), CPU)
     with pytest.raises(type(reason)):
-        measurement._checked_attention(refuse, workload("eager"), CPU)
+        measurement._errors_if_supported(refuse, workload("eager"), CPU)
 
 
 def test_flash_attention_4_gets_the_same_values_in_its_own_layout():

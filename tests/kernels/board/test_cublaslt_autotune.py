@@ -24,7 +24,7 @@ def as_cublas_reads(matrix: torch.Tensor) -> torch.Tensor:
     """What column-major order makes of the memory of ``matrix``, transposed if its description says so."""
     described = matrix_layout(matrix)
     assert described is not None
-    seen = matrix.as_strided((described.rows, described.columns), (1, described.leading))
+    seen = matrix.as_strided((described.rows, described.columns), (1, described.column_stride))
     return seen.mT if described.transposed else seen
 
 
@@ -100,7 +100,7 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
-    monkeypatch.setattr(cublaslt_autotune, "LEAST_WORK", 1)
+    monkeypatch.setattr(cublaslt_autotune, "LEAST_MULTIPLY_ADDS", 1)
     monkeypatch.setattr(cublaslt_autotune, "_FIRST_ROUND_MS", 0.5)
     monkeypatch.setattr(cublaslt_autotune, "_ROUND_MS", 0.5)
     for of_a, of_b, adds in itertools.product(["rows", "columns"], ["rows", "columns"], [False, True]):

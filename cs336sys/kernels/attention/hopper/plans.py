@@ -139,7 +139,7 @@ class HopperForwardPlan(Plan):
         num_programs = len(costs) * problem.num_sequences
         if settings.persistent:
             num_programs = min(num_programs, problem.num_multiprocessors)
-        schedule = self._own("schedule", _table(as_table(share_out(items, costs, num_programs)), device))
+        schedule = self._add_tensor("schedule", _table(as_table(share_out(items, costs, num_programs)), device))
         launch = Launch(
             forward_kernel,
             num_programs,
@@ -165,7 +165,7 @@ class HopperForwardPlan(Plan):
             [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
-        self._then(launch, *self.tensor_names, schedule)
+        self._add_launch(launch, *self.tensor_names, schedule)
 
 
 class HopperBackwardPlan(BackwardPlan):
@@ -206,7 +206,7 @@ class HopperBackwardPlan(BackwardPlan):
         costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in num_visits]
         table = as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
         self._first_cut = len(table) - self._num_cut
-        self._own("schedule", _table(table, self._device))
+        self._add_tensor("schedule", _table(table, self._device))
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
@@ -315,7 +315,7 @@ class HopperBackwardPlan(BackwardPlan):
         pieces = statistics
         if self._num_cut:
             rows = self._num_cut * self._num_pieces * 2 * self._settings.key_rows
-            pieces = self._own("pieces", Scratch((rows, self._problem.head_dim)))
+            pieces = self._add_tensor("pieces", Scratch((rows, self._problem.head_dim)))
         return *self._read_by_pass, statistics, *results, turns, pieces, "schedule"
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
@@ -329,7 +329,7 @@ class HopperBackwardPlan(BackwardPlan):
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
             **_BACKWARD_OPTIONS,
         )
-        self._then(convert, sums[0], "grad_query")
+        self._add_launch(convert, sums[0], "grad_query")
         if self._num_cut:
             num_tiles = self._settings.key_rows // WARPGROUP_ROWS
             columns, at_a_time = SUMMED["of one head" if problem.group_size == 1 else "grouped"]
@@ -345,4 +345,4 @@ class HopperBackwardPlan(BackwardPlan):
                 ),
                 (problem.head_dim, num_tiles, columns, at_a_time),
             )
-            self._then(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")
+            self._add_launch(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

@@ -91,7 +91,7 @@ class ForwardPlan(Plan):
                 (CombineConfig(problem.head_dim, block_dim, COMBINED_ROWS, num_splits),),
             )
             out_strides = partial_strides
-            partial = self._own("partial", Scratch((num_splits * num_rows, problem.head_dim + 1)))
+            partial = self._add_tensor("partial", Scratch((num_splits * num_rows, problem.head_dim + 1)))
             results = partial, partial
         descriptors = []
         if tile.use_tma:
@@ -118,9 +118,9 @@ class ForwardPlan(Plan):
             descriptors,
             **_launch_options(tile),
         )
-        self._then(launch, "query", "key", "value", *results)
+        self._add_launch(launch, "query", "key", "value", *results)
         if num_splits > 1:
-            self._then(combine, partial, "out", "logsumexp")
+            self._add_launch(combine, partial, "out", "logsumexp")
 
 
 class BackwardPlan(Plan):
@@ -177,7 +177,7 @@ class BackwardPlan(Plan):
         for launch in launches:
             # The logsumexp also stands in for the sum of dQ, which is not touched.
             sums = "logsumexp", "logsumexp"
-            self._then(launch, "query", "key", "value", "grad_out", *sums, *self.tensor_names[6:], "out")
+            self._add_launch(launch, "query", "key", "value", "grad_out", *sums, *self.tensor_names[6:], "out")
 
     def _pad(self, query_rows: int, key_rows: int) -> None:
         """Rows of a sequence in scratch memory: whole tiles."""
@@ -208,22 +208,22 @@ class BackwardPlan(Plan):
             ),
             (backward.PrepareConfig(problem.head_dim, self._block_dim, rows, self.fused, key_sums, *forms),),
         )
-        statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
+        statistics = self._add_tensor("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
         results: Sequence[str] = grads
         if self.fused:
             num_rows = problem.num_sequences * self._padded_queries
-            sums[0] = self._own("grad_query_sum", Scratch((num_rows, self._block_dim)))
+            sums[0] = self._add_tensor("grad_query_sum", Scratch((num_rows, self._block_dim)))
         if key_sums:
             key_sum = Scratch((problem.num_key_sequences * self._padded_keys, self._block_dim))
-            sums[1:] = (self._own(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
+            sums[1:] = (self._add_tensor(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
             results = grads[0], *sums[1:]
         turns = statistics
         if self._takes_turns:
-            turns = self._own("turns", Scratch((problem.num_sequences, self._padded_queries)))
-        self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums, turns)
+            turns = self._add_tensor("turns", Scratch((problem.num_sequences, self._padded_queries)))
+        self._add_launch(prepare, "out", "grad_out", "logsumexp", statistics, *sums, turns)
         for launch in passes:
-            self._then(launch, *self._tensors_of_pass(statistics, sums[0], results))
+            self._add_launch(launch, *self._tensors_of_pass(statistics, sums[0], results))
         if self.fused:
             self._add_convert(sums, rows, key_sums)
 
@@ -247,7 +247,7 @@ class BackwardPlan(Plan):
             ),
             (backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
-        self._then(convert, *sums, *self.tensor_names[6:])
+        self._add_launch(convert, *sums, *self.tensor_names[6:])
 
     def _pass_launch(self, backward_pass: BackwardPass, early: bool) -> Launch:
         problem, tile = self._problem, backward_pass.tile

@@ -126,7 +126,7 @@ def _transposed_heads(batch, heads, length, head_dim, device):
 @BACKWARD_FORMS
 def test_heads_behind_rows_are_used_in_place_and_kept(backward_form, device):
     inputs = tuple(_transposed_heads(2, 3, length, 32, device).requires_grad_() for length in (40, 50, 50))
-    assert all(triton_attention._kernel_view(tensor) is tensor for tensor in inputs)
+    assert all(triton_attention._kernel_view(tensor, "triton") is tensor for tensor in inputs)
     assert_matches_float64(inputs, True, _transposed_heads(2, 3, 40, 32, device))
     out = FlashAttentionTriton.apply(*inputs, True)
     assert out.stride() == inputs[0].stride()
