@@ -1,10 +1,10 @@
 """The commands as functions, for notebooks and scripts: the same options, refusals, worker processes and tables.
 
-Each function hands a :class:`~cs336sys.command_line.request.Request` to its command, which runs in this process.
-Progress and warnings go to standard error, nothing to standard output; the tables come back as :class:`Tables`, the
-saved cells with them as :class:`Results`. No import here needs torch.
+Each function hands a :class:`~cs336sys.command_line.request.Request` to its command, which runs in this process, writes
+progress and warnings to standard error, and nothing to standard output. No import here needs torch.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -36,7 +36,7 @@ from cs336sys.tables.page import html_picture, html_table
 from cs336sys.tables.render import render
 from cs336sys.tables.table import Table
 
-# The commands that are functions of their names, and what they take first, before their options.
+# The commands that are functions of their names, and the argument that they take before their options.
 _TRAINING, _NOTHING, _FILES = "model_or_size", "", "files"
 FUNCTIONS = {
     **dict.fromkeys(("bench", "nsys", "memprof", "ddp", "shard", "tune", "losses"), _TRAINING),
@@ -50,7 +50,8 @@ _TYPES: dict[str, Any] = {_TRAINING: _CODE | Iterable[_CODE] | None, _FILES: str
 # Options of commands that functions refuse.
 _RESUMING = ("resume", "resume_any")
 
-# Workers inherit it, and know so that the file which they load is the script that waits for them.
+# A variable that is set during a measurement. Workers inherit it: the file that they load may be the script that waits
+# for them, and must not measure again.
 _MEASURING = "_CS336SYS_MEASURING"
 
 
@@ -77,11 +78,7 @@ class Tables:
     ok: bool = True
 
     def table(self, format: str = "markdown") -> str:
-        """Return the tables as the command prints them with this ``--format``.
-
-        Raises:
-            UsageError: the format is unknown.
-        """
+        """Return the tables as the command prints them with this ``--format``, or raise a UsageError for another."""
         return render(self.tables, format)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,11 +87,7 @@ class Tables:
         return document
 
     def rows(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the rows of the first table, or of those of this name, as dictionaries with the columns of csv.
-
-        Raises:
-            UsageError: no table has the name.
-        """
+        """Return the rows of the first table, or of those of this name (else a UsageError), with the columns of csv."""
         tables = self.to_dict()["tables"]
         names = list(dict.fromkeys(table["name"] for table in tables))
         if name is not None and name not in names:
@@ -102,11 +95,7 @@ class Tables:
         return [row for table in tables if table["name"] == (name or names[0]) for row in table["rows"]]
 
     def to_pandas(self, name: str | None = None) -> Any:
-        """Return :meth:`rows` as a DataFrame.
-
-        Raises:
-            UsageError: pandas is not installed, or no table has the name.
-        """
+        """Return :meth:`rows` as a DataFrame, or raise a UsageError where pandas is not installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
@@ -120,11 +109,7 @@ class Tables:
         return iter(self.rows() if self.tables else ())
 
     def __getitem__(self, column: str) -> list[Any]:
-        """Return a column of the first table; of samples (``step_ms``) their means.
-
-        Raises:
-            KeyError: the table has no such column.
-        """
+        """Return a column of the first table, of samples (``step_ms``) their means, or raise a KeyError."""
         rows = list(self)
         names = list(dict.fromkeys(name for row in rows for name in row))
         for name in (column, f"{column}_mean"):
@@ -144,11 +129,9 @@ class Tables:
 
 @dataclass(frozen=True, repr=False)
 class Results(Tables):
-    """Measured cells, and the tables of the command that measured them.
+    """Measured cells, one for each configuration, whatever became of it (``status``); and the tables of their command.
 
-    Attributes:
-        cells: one for each configuration, whatever became of it: see ``status``.
-        runs: the machines and settings that measured them.
+    ``runs`` are the machines and settings that measured them.
     """
 
     cells: tuple[Cell, ...] = field(default=(), repr=False)
@@ -163,30 +146,23 @@ class Results(Tables):
         """Append the cells to a results file, as ``--save`` does.
 
         Raises:
-            UsageError: the file cannot be opened, or holds something else than results.
+            UsageError: there is no cell, or the file cannot be opened or holds something else than results.
             OutputError: the disk is full.
         """
         if not self.cells:
             raise UsageError(f"save({str(path)!r}): no cell was measured")
-        file = ResultsFile(Path(path))
-        try:
-            for run in self.runs:
-                file.append(run)
-            for cell in self.cells:
-                file.append(cell)
-        finally:
-            file.close()
+        with contextlib.closing(ResultsFile(Path(path))) as file:
+            records: tuple[Run | Cell, ...] = (*self.runs, *self.cells)
+            for record in records:
+                file.append(record)
         if file.fault is not None:
             raise OutputError(f"cannot write results to {path}: {file.fault}")
 
     def plot(self, path: str | Path | None = None) -> Pictures | None:
         """Draw the cells as ``show --plot`` does: to this file, or where there are several pictures, to one for each.
 
-        Returns:
-            Without a path the pictures, which a notebook shows.
-
-        Raises:
-            UsageError: the cells hold no picture's data, or the file cannot be written.
+        Without a path, return the pictures, which a notebook shows. Raise a UsageError where the cells hold no data for
+        pictures, or the file cannot be written.
         """
         from cs336sys.commands.registry import invocations, saved_pictures, shown_cells
 
@@ -203,11 +179,7 @@ class Results(Tables):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM came during a measurement.
-
-    Attributes:
-        results: the cells that were measured before.
-    """
+    """Ctrl-C or SIGTERM came during a measurement; ``results`` are the cells that were measured before."""
 
     def __init__(self, results: Results):
         super().__init__(f"{len(results.cells)} cells were measured")
@@ -217,26 +189,19 @@ class Interrupted(KeyboardInterrupt):
 def account(question: str, /, **settings: Any) -> Tables:
     """Return the tables of ``cs336sys account QUESTION``: predictions, for which nothing is measured.
 
-    Args:
-        question: ``"memory"``, ``"flops"``, ``"parallel"``, ...
-        settings: options of that command.
-
-    Raises:
-        UsageError: the question is unknown, or settings do not go together.
+    ``question`` is ``"memory"``, ``"flops"``, ``"parallel"``, ...; ``settings`` are options of that command. A
+    UsageError says that the question is unknown, or that settings do not go together.
     """
     answer = run(Request(("account", question), settings))
     return Tables(answer.tables, answer.ok)
 
 
 def read(path: str | Path, /, **settings: Any) -> Results:
-    """Read a results file, with its tables as ``cs336sys show`` prints them.
+    """Read a results file, with its tables as ``cs336sys show`` prints them; raise a UsageError if it holds no results.
 
     Args:
         path: a file that ``--save`` or :meth:`Results.save` has written.
         settings: options of ``show``; they choose tables, columns and rows, and all cells are returned.
-
-    Raises:
-        UsageError: the file holds no results.
     """
     shown, saved = run(Request(("show",), {"files": path} | settings)), read_results(Path(path))
     return Results(shown.tables, shown.ok, tuple(saved.cells), tuple(saved.runs.values()))
@@ -261,14 +226,14 @@ def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Any
 
 
 def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
-    """Run a command in this process.
+    """Run a command in this process, and return its tables, cells and runs.
 
     Args:
         sources: results that it reads in place of files, by the names of these.
 
     Raises:
         UsageError: the request makes no sense.
-        CapabilityError: the machine lacks what is asked for.
+        CapabilityError: the machine cannot serve the request.
         Interrupted: Ctrl-C; its ``results`` hold what was measured.
     """
     with recording(sources) as record:
@@ -295,6 +260,7 @@ def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
 
 
 def _measure(command: str, values: dict[str, Any]) -> Results:
+    """Run a command that measures, unless a measurement runs already, or this process is a rank of torchrun."""
     if _MEASURING in os.environ:
         raise UsageError(
             f"{command}() is called while another measurement runs, or loads this file: call it under "
@@ -340,15 +306,15 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
 
 def _annotation(declared: Parameter) -> Any:
     """Return the type of an option's values in Python, where lists may be any iterable."""
-    kind, declaration, *_ = get_args(declared.annotation)
-    types = types_in(kind)
-    value: Any = next(part for part in (bool, int, float, Path, str) if part in types)
+    option_type, declaration, *_ = get_args(declared.annotation)
+    types = types_in(option_type)
+    accepted: Any = next(scalar for scalar in (bool, int, float, Path, str) if scalar in types)
     if effect_of(declaration) is Effect.RUNS_CODE:
-        value = _CODE
-    elif value is Path or str in types:
-        value = str | value
-    value = value | Iterable[value] if {list, Sequence} & types else value
-    return value | None if declared.default is None else value
+        accepted = _CODE
+    elif accepted is Path or str in types:
+        accepted = str | accepted
+    accepted = accepted | Iterable[accepted] if {list, Sequence} & types else accepted
+    return accepted | None if declared.default is None else accepted
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """End a command that cannot go on: one sentence on standard error and an exit code, for all commands alike."""
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -20,14 +19,14 @@ from cs336sys.tables.outputs import writing_stdout
 
 
 def say(sentence: str) -> None:
-    """Write a line to standard error, if that can be written; no measurement is lost because its log cannot be."""
+    """Write a line to standard error, if that can be written: no measurement is lost because its log is."""
     with contextlib.suppress(OSError):
-        # Files and ranges may be named by strangers.
+        # Strangers may have named files and ranges.
         typer.echo(printable(sentence), err=True)
 
 
 def exit_code_of(run: Callable[[], Any]) -> int:
-    """Run a command to its end and return what it exits with, its error printed."""
+    """Run a command to its end, print its error, and return its exit code."""
     try:
         with writing_stdout(), telling_import_errors():
             code = run()
@@ -41,7 +40,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     except KeyboardInterrupt as interrupt:
         return interruption_code(interrupt)
     except SystemExit as ended:
-        # So rich ends where nobody reads the help that it prints.
+        # rich raises it where nobody reads the help that it prints.
         if isinstance(ended.__context__, BrokenPipeError):
             return errors.READER_LEFT
         raise
@@ -56,13 +55,13 @@ def exit_code_of(run: Callable[[], Any]) -> int:
         else:
             say(f"error: {sentence}")
         return getattr(error, "exit_code", 1)
-    # Without typer's own endings it returns the code of a typer.Exit.
+    # Outside of its standalone mode typer returns the code of a typer.Exit.
     return code if isinstance(code, int) else 0
 
 
 def sentence_of(error: Exception) -> str | None:
     """Return the sentence for an error that typer raises, for an unknown option with the nearest; None for others."""
-    # They are click's errors, which are typer's own copies of click's or click itself.
+    # Typer's errors are click's, or typer's own copies of them.
     if not hasattr(error, "format_message"):
         return None
     if type(error).__name__ == "NoSuchOption":
@@ -82,37 +81,35 @@ def interruption_code(interrupt: KeyboardInterrupt) -> int:
 def end_like_ctrl_c_on_sigterm() -> None:
     """From now on SIGTERM raises :class:`errors.Terminated` in this process, once: batch systems send several.
 
-    Ranks that torchrun started are ended by it at once, as before: it sends SIGTERM where another rank has failed, and
-    a rank that waits for that one in a collective would not come to raise anything.
+    It still ends ranks that torchrun started at once: torchrun sends it where another rank has failed, and a rank that
+    waits for that one in a collective would raise nothing.
     """
-    outside = None
+    identity = None
     # A command that starts ranks says what is wrong with their variables.
     with contextlib.suppress(errors.UsageError):
-        outside = started_outside()
-    if outside is None:
+        identity = started_outside()
+    if identity is None:
         signal.signal(signal.SIGTERM, _terminate)
 
 
 @contextlib.contextmanager
 def interruptions_deferred() -> Iterator[None]:
-    """Ctrl-C and SIGTERM that come during this context raise what they raise at its end."""
-    came: list[Callable[[], Any]] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Handle Ctrl-C and SIGTERM that come during this context at its end."""
+    arrived: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {}
     # Python runs handlers in its main thread alone, which alone may set them.
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: handler for number, handler in before.items() if is_main and callable(handler)}
-    for number, handler in handlers.items():
-        signal.signal(
-            number,
-            lambda *signal_arguments, handler=handler: came.append(functools.partial(handler, *signal_arguments)),
-        )
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *arguments: arrived.append(arguments))
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for raise_now in came:
-            raise_now()
+        for number, frame in arrived:
+            handlers[number](number, frame)
 
 
 def _terminate(*_: Any) -> None:
@@ -121,15 +118,15 @@ def _terminate(*_: Any) -> None:
 
 
 def open_closed_streams() -> None:
-    """Put something behind standard streams that are closed, ``>&-``, or the next files to be opened would become them.
+    """Open standard streams that are closed (``>&-``), or the next files to be opened would become them.
 
-    ``sys.stdout`` stays None, so that results have nowhere to go; what is logged goes nowhere.
+    ``sys.stdout`` stays None, so that results are refused; the log is discarded.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # open() takes the lowest free number, which is the missing one. Workers inherit it.
+            # The lowest free number is that of the closed stream. Workers inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         # print and warnings would take standard output in its place.

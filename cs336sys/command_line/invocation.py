@@ -1,4 +1,4 @@
-"""Groups of commands that are imported only when they are asked for, so that help stays fast."""
+"""Groups of commands that are imported only when they run, so that help stays fast."""
 
 import ast
 import copy
@@ -25,12 +25,12 @@ MOST_USED = (
 
 
 def _as_shown(parameter: Any) -> Any:
-    """A copy of a parameter as help shows it: no ``--no-`` next to a flag that is off."""
+    """Return a copy of a parameter as help shows it: no ``--no-`` next to a flag that is off."""
     shown = copy.copy(parameter)
     if getattr(parameter, "secondary_opts", None) and parameter.default is False:
         shown.secondary_opts, shown.show_default = [], False
     if parameter.param_type_name == "option":
-        # Beside the name, what the value is called costs its own width alone, and not that of a column.
+        # A value's name next to the option's takes less width than a column of its own.
         value = "" if parameter.is_flag else parameter.metavar or ""
         shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
     return shown
@@ -39,8 +39,8 @@ def _as_shown(parameter: Any) -> Any:
 HELP_OPTIONS = {"help_option_names": ["-h", "--help", "--help-all"]}
 
 
-class _OwnOptions:
-    """Parts that commands and groups share: variables named after options, and help in few rows."""
+class _CommandBase:
+    """Methods that commands and groups share: variables named after options, and help in few rows."""
 
     shows_all = False
 
@@ -48,6 +48,7 @@ class _OwnOptions:
         return settings_file.with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does, but name whole words of ``-size``, and say how several values are written."""
         self.shows_all = "--help-all" in args
         try:
             return super().parse_args(ctx, list(args))  # type: ignore[misc]
@@ -63,6 +64,7 @@ class _OwnOptions:
             raise
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write typer's help of a copy of this command, which has fewer options and narrower columns."""
         from typer import rich_utils
 
         shown = copy.copy(self)
@@ -78,25 +80,26 @@ class _OwnOptions:
         wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
         rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
         try:
-            super(_OwnOptions, shown).format_help(ctx, formatter)  # type: ignore[misc]
+            super(_CommandBase, shown).format_help(ctx, formatter)  # type: ignore[misc]
         finally:
             rich_utils.STYLE_OPTIONS_TABLE_PADDING = wide
 
 
-class _Command(_OwnOptions, TyperCommand):
+class _Command(_CommandBase, TyperCommand):
     def make_parser(self, ctx):
         if isinstance(ctx.obj, Request):
             return RequestParser(ctx.obj, self.get_params(ctx))
         return super().make_parser(ctx)
 
     def parse_args(self, ctx, args):
+        """Parse with the defaults of a settings file, and check the command's variables."""
         if ctx.default_map:
             typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
             ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:
             rest = super().parse_args(ctx, args)
         except UsageError:
-            # A value that cannot be may be one of the file's.
+            # A refused value may be one of the file's.
             settings_file.tell_settings(ctx)
             raise
         if not ctx.resilient_parsing:
@@ -105,12 +108,12 @@ class _Command(_OwnOptions, TyperCommand):
         return rest
 
 
-class LazyGroup(_OwnOptions, TyperGroup):
+class LazyGroup(_CommandBase, TyperGroup):
     """A group of commands in modules of their own.
 
     Attributes:
         modules: for each command's name its module, in which it is a function, or a group (a Typer app), of that name.
-            Settings that click needs for it alone are the module's ``CONTEXT_SETTINGS``.
+            The module's ``CONTEXT_SETTINGS`` are click's for this command alone.
         panels: for each command's name the panel of help that lists it; without one, "Commands".
     """
 
@@ -141,13 +144,13 @@ class LazyGroup(_OwnOptions, TyperGroup):
         return typer.main.get_command(command)
 
     def format_help(self, ctx, formatter):
-        # A list of commands needs what each says of itself, and that can be read without its imports and its options.
+        # A list of commands needs only their docstrings, which are read without importing them.
         listed = copy.copy(self)
         vars(listed)["get_command"] = self._described
         super(LazyGroup, listed).format_help(ctx, formatter)
 
     def _described(self, ctx, name):
-        """Return a command for lists alone: with its panel, and without its imports unless it is a group."""
+        """Return a command for lists, with help and panel alone, unless it is a group, which is imported."""
         described = _docstring(self.modules[name], name)
         command = self.get_command(ctx, name) if described is None else TyperCommand(name, help=described)
         command.rich_help_panel = self.panels.get(name)
@@ -160,7 +163,7 @@ class LazyGroup(_OwnOptions, TyperGroup):
 
 
 def _docstring(module, function):
-    """The docstring of a function, from its source: not imported, and without docstrings under ``python -OO``, too."""
+    """Read the docstring of a function from its source, without importing it, and under ``python -OO``, too."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

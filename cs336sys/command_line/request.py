@@ -1,4 +1,4 @@
-"""A command that is called with values instead of a command line, as the functions of the Python API call it."""
+"""Calls of commands with values instead of a command line, for the functions of the Python API."""
 
 import keyword
 import numbers
@@ -19,11 +19,9 @@ _MEASURED_HERE = ("bench", "memprof", "flash", "kernels")
 
 @dataclass(frozen=True)
 class Request:
-    """A command, and values of its options.
+    """A command, named after its group: ``("account", "memory")``, and values by :func:`keyword_of` its parameters.
 
-    Attributes:
-        command: its name, after that of its group: ``("account", "memory")``.
-        values: by the names that :func:`keyword_of` gives to options and arguments; None leaves the default.
+    A value of None leaves the default.
     """
 
     command: tuple[str, ...]
@@ -51,11 +49,7 @@ class RequestParser:
         self.parameters = {keyword_of(parameter): parameter for parameter in parameters}
 
     def parse_args(self, args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
-        """Return values by the names of parameters, and nothing of a command line.
-
-        Raises:
-            UsageError: the command lacks an option, or an option cannot have such a value.
-        """
+        """Return values by parameters' names, and record the command line; raise a UsageError for a wrong one."""
         options: dict[str, Any] = {}
         arguments: list[str] = []
         for name, value in self.request.values.items():
@@ -85,18 +79,19 @@ class RequestParser:
         """Write a Python value as the command line has it: functions as FILE.py:NAME."""
         if isinstance(value, str | numbers.Real | Path) and not isinstance(value, bool):
             return str(value)
+        if not callable(value):
+            raise UsageError(
+                f"{name}={value!r}: must be a text, a number, a path, a function of a file, or a list of them"
+            )
         module = sys.modules.get(str(getattr(value, "__module__", None)))
         file, object_name = getattr(module, "__file__", None), getattr(value, "__qualname__", "")
-        if callable(value) and file and object_name.isidentifier() and getattr(module, object_name, None) is value:
-            assert module is not None
+        if module and file and object_name.isidentifier() and getattr(module, object_name, None) is value:
             return f"{module.__name__ if '.' in module.__name__ else file}:{object_name}"
-        if callable(value):
-            sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"
-            if self.request.command[0] not in _MEASURED_HERE:
-                raise UsageError(f"{sentence}; {TO_FILE}")
-            say(f"note: {sentence}: it is measured in this process, and nothing ends a cell that takes too long")
-            return name_object(value)
-        raise UsageError(f"{name}={value!r}: must be a text, a number, a path, a function of a file, or a list of them")
+        sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"
+        if self.request.command[0] not in _MEASURED_HERE:
+            raise UsageError(f"{sentence}; {TO_FILE}")
+        say(f"note: {sentence}: it is measured in this process, and nothing ends a cell that takes too long")
+        return name_object(value)
 
 
 def values_of(value: Any) -> list[Any]:

@@ -70,7 +70,7 @@ def show(
     presentation = saved_presentations(ctx.parent)
     sound, faults = _sound_cells(presentation, _chosen_invocations(files, command), status)
     names = Counter(invocation.command for invocation, _, _ in sound)
-    tables = output.chosen(
+    tables = output.select(
         [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
     )
     drawable = [] if plot is None and html is None else sound

@@ -1,11 +1,4 @@
-"""Processes: which rank this one is, and how those that it starts end. No torch, and nothing slow to import.
-
-- ``parent.py``: how does a process start others that end with it, and what did they die of?
-- ``child.py``: what does a started process do from its first moment to its last?
-- ``guard.py``: the program that stands between the two and kills all that a child has started, at any depth.
-- ``caches.py``: from which folders may compiled code be loaded?
-- ``folders.py``: temporary folders that are removed even when their process is killed.
-"""
+"""Processes: which rank this one is, and how those that it starts end. No torch, and nothing slow to import."""
 
 import os
 from dataclasses import dataclass
@@ -29,21 +22,16 @@ def is_first_rank() -> bool:
 
 
 def started_outside() -> RankIdentity | None:
-    """Return the identity of a rank that torchrun or Slurm started; None if this process is none.
-
-    Raises:
-        UsageError: ``RANK``, ``WORLD_SIZE`` or ``LOCAL_RANK`` is no number, or the rank is not below the world size.
-    """
+    """Return the identity of a rank that torchrun or Slurm started, else None; a UsageError names a wrong variable."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = _environment_number("RANK")
-    world_size = _environment_number("WORLD_SIZE")
+    rank, world_size = _read_variable("RANK"), _read_variable("WORLD_SIZE")
     if rank >= world_size:
         raise UsageError(f"RANK={rank}: must be less than WORLD_SIZE, {world_size}")
-    return RankIdentity(rank, world_size, _environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+    return RankIdentity(rank, world_size, _read_variable("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
 
 
-def _environment_number(name: str) -> int:
+def _read_variable(name: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():
         raise UsageError(

@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all: what was there before stays until the new content is complete.
-
-A full disk, an exception or a killed process then costs the new content, and not the old.
-"""
+"""Atomic writes: after a full disk, an exception or a kill, a file has its old content, and not half of the new."""
 
 import contextlib
 import errno
@@ -15,25 +12,24 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give the file to write to, next to ``path``, which takes its place when the context ends without an error.
+    """Give a temporary file next to ``path``, which it replaces when the context ends without an error.
 
     Its name ends as that of ``path``, by which some writers choose a format. Its permissions are those of ``path``, or
     of any new file. Where ``path`` is a symbolic link, the file that it leads to is replaced.
 
-    ``path`` itself is given, and written in place, where another file cannot stand for it: a pipe or a device; a file
+    ``path`` itself is given, and written in place, where another file cannot replace it: a pipe or a device; a file
     that this process holds open, as standard output is (``/dev/stdout``); one with several names, of another owner or
     group, or that may not be written; one in a folder that takes no new files.
 
     Raises:
-        OSError: the file cannot be made or cannot take its place. Nothing is left next to ``path`` then, nor after an
-            error in the context.
+        OSError: the file cannot be made or cannot replace ``path``. It is removed then, as after any error.
     """
     target = Path(os.path.realpath(path))
     try:
         existing = path.stat()
     except FileNotFoundError:
         existing = None
-    partial = _made_beside(target, existing)
+    partial = _make_replacement(target, existing)
     if partial is None:
         yield path
         return
@@ -42,14 +38,14 @@ def written_whole(path: Path) -> Iterator[Path]:
         try:
             partial.replace(target)
         except OSError:
-            # A mount point, or another's file in a folder like /tmp: what is complete is copied.
+            # A mount point, or another's file in a folder like /tmp: the complete content is copied.
             shutil.copyfile(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _made_beside(target: Path, existing: os.stat_result | None) -> Path | None:
-    """An empty file that can take the place of ``target``; None where none can."""
+def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | None:
+    """Make an empty file that can replace ``target``; None where none can."""
     if existing is not None and not _is_replaceable(target, existing):
         return None
     # File systems allow names of 255 bytes, and a character may take four.

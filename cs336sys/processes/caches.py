@@ -1,4 +1,4 @@
-"""Caches of compiled code and of its settings, from folders that no other user can write to. No torch."""
+"""Caches of compiled code and of its settings, in folders that no other user can write to. No torch."""
 
 import getpass
 import grp
@@ -15,13 +15,10 @@ _INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_private_caches() -> None:
-    """Set Inductor's cache unless the user has, and check it and Triton's before a process loads code from them.
+    """Set Inductor's cache unless the user has, and raise a CapabilityError if others can write to it or to Triton's.
 
-    Inductor's own default is in the system's temporary folder, where another user may have made it. Here it is in the
-    user's cache folder, or where that takes no files in the default one, which is checked in any case.
-
-    Raises:
-        CapabilityError: another user can write to one of the folders.
+    Inductor's own default is in the system's temporary folder, where another user may have made it. Ours is in the
+    user's cache folder, or where that takes no files, in the default one, which is checked in any case.
     """
     default = Path(tempfile.gettempdir(), f"torchinductor_{_user_name()}")
     if _INDUCTOR_VARIABLE not in os.environ:
@@ -46,14 +43,10 @@ def kept_settings_file(gpu_name: str) -> Path:
 
 
 def require_private(folder: Path, variable: str) -> None:
-    """Make a folder for cached files unless it is there, and refuse one that another user can write to.
+    """Make a folder for cached files unless it is there; raise a CapabilityError if others can replace its files.
 
-    Args:
-        variable: names another folder.
-
-    Raises:
-        CapabilityError: it belongs to another user; or its permissions, or those of a folder above it, let others
-            replace what is in it.
+    It may belong to another user, or its permissions, or those of a folder above it, may let others write. The error
+    names the ``variable`` by which another folder is chosen.
     """
     _can_write(folder)
     named, resolved = folder.absolute(), folder.resolve()
@@ -85,6 +78,7 @@ def _user_name() -> str:
 
 
 def _can_write(folder: Path) -> bool:
+    """Make a folder unless it is there, and return whether files can be made in it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -94,10 +88,13 @@ def _can_write(folder: Path) -> bool:
 
 
 def _is_writable_by_others(status: os.stat_result, *, may_be_sticky: bool) -> bool:
+    """Return whether all may write to a folder, or a group with members other than this user and root."""
     if may_be_sticky and status.st_mode & stat.S_ISVTX:
         return False
-    if status.st_mode & stat.S_IWOTH or not status.st_mode & stat.S_IWGRP:
-        return bool(status.st_mode & stat.S_IWOTH)
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(status.st_gid)
     except KeyError:

@@ -15,16 +15,16 @@ from typing import Any
 
 from cs336sys.processes.guard import SET_PARENT_DEATH_SIGNAL, prctl
 
-# Set for programs that run under a profiler, which writes what it has seen when they exit.
+# Set for programs that run under a profiler, which writes its report when they exit.
 _PROFILER_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
 
 
 def run_guarded(connection: multiprocessing.connection.Connection) -> None:
     """Run the process of :func:`cs336sys.processes.parent.call_guarded`."""
-    # What this process starts would keep it open.
+    # Processes that this one starts would keep it open.
     os.set_inheritable(connection.fileno(), False)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # Of 1000, how much sooner than others it is killed where memory runs out: sooner than the user's shell.
+        # Up to 1000; the higher, the sooner it is killed where memory runs out: sooner than the user's shell.
         file.write("500")
     function, args = connection.recv()
     imported(function)(connection, *args)
@@ -32,9 +32,9 @@ def run_guarded(connection: multiprocessing.connection.Connection) -> None:
 
 
 def run_spawned(parent: int, function: str, *args: Any) -> None:
-    """Run a process that multiprocessing has spawned: call a function, and die with the parent.
+    """Call a function in a process that multiprocessing has spawned, and that dies with its parent.
 
-    It leads a process group that can be killed as a whole, and its standard output becomes standard error.
+    The process leads a process group that can be killed as a whole, and its standard output becomes standard error.
 
     Args:
         parent: id of the process that started this one, in a thread that lives as long.
@@ -51,10 +51,10 @@ def run_spawned(parent: int, function: str, *args: Any) -> None:
 
 
 def imported(name: str) -> Any:
-    """Import what ``package.module:name`` names, in a process that keeps it to its end.
+    """Import the object ``package.module:name``, in a process that keeps it to its end.
 
-    Nothing imported becomes garbage. That Python does not look for any meanwhile saves a tenth of the time torch takes;
-    that it leaves out what was imported whenever it looks later saves 0.15 s each time.
+    Nothing imported becomes garbage. Not to collect any meanwhile saves a tenth of the time that torch takes; to leave
+    imported objects out of later collections saves 0.15 s each time.
     """
     module, attribute = name.split(":")
     gc.disable()
@@ -67,24 +67,24 @@ def imported(name: str) -> Any:
 
 
 def _exit() -> None:
-    """End this process as Python does, less the freeing of all that torch consists of, which takes 0.5 s.
+    """End this process as Python does, but do not free all objects of torch, which takes 0.5 s.
 
-    Threads end, functions of ``atexit`` run (and with them what multiprocessing and temporary folders have to do), and
-    what was written to files reaches them, also where nobody has closed them.
+    Threads end, functions of ``atexit`` run (also those of multiprocessing and temporary folders), and open files are
+    flushed.
     """
     if any(name in os.environ for name in _PROFILER_VARIABLES):
         return
-    threading._shutdown()  # type: ignore[attr-defined]  # what Python begins its end with, and multiprocessing
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python and multiprocessing begin to exit
     atexit._run_exitfuncs()
     _flush_files()
     os._exit(0)
 
 
 def _flush_files() -> None:
-    # Of all objects those that were there before imported() ended are left out: to look at them takes 0.1 s.
+    # gc leaves out objects from before imported() ended: to look at those takes 0.1 s.
     for candidate in (sys.stdout, sys.stderr, *gc.get_objects()):
         if issubclass(type(candidate), io.IOBase):
             with contextlib.suppress(Exception):
                 candidate.flush()
-    # What C and C++ have printed, and kernels.
+    # For text that C, C++ and kernels have printed.
     ctypes.CDLL(None).fflush(None)

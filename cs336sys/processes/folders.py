@@ -1,4 +1,4 @@
-"""Temporary folders that do not stay when the process that they belong to is killed: others remove them. No torch."""
+"""Temporary folders that other processes remove when the process that made them is killed. No torch."""
 
 import contextlib
 import fcntl
@@ -11,11 +11,7 @@ from pathlib import Path
 
 
 class OwnedFolder:
-    """A new temporary folder, locked as long as this process lives.
-
-    Attributes:
-        path: where it is.
-    """
+    """A new temporary folder at ``path``, locked as long as this process lives."""
 
     def __init__(self) -> None:
         self.path, self._lock = _make()
@@ -32,10 +28,9 @@ class OwnedFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders whose processes died without removing them.
+    """Remove the folders whose processes died without removing them, which releases their locks.
 
-    The kernel gives a lock back when the last process that holds it is gone, and it alone knows of its locks: folders
-    that another kernel's processes made in a shared file system are left alone.
+    Only the kernel where a lock was taken knows of it: folders of other machines in a shared file system stay.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
@@ -46,20 +41,22 @@ def remove_abandoned() -> None:
 
 
 def _make() -> tuple[Path, int]:
+    """Make a folder, and return its path and the descriptor that locks it."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_prefix()))
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # A file system without locks: nobody will find it unlocked, either.
+            # In a file system without locks nobody takes it for abandoned, either.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
                 return path, lock
-            # Another process found the folder between its making and its lock, took it for abandoned and removed it.
+            # Another process saw the folder before its lock, took it for abandoned and removed it.
             os.close(lock)
 
 
 def _prefix() -> str:
+    """Return the beginning of the names of all folders that processes of this boot of the machine make."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,15 +1,15 @@
-"""Runs a program and leaves nothing of it behind: when it ends, all that it has started is killed, at any depth.
+"""Runs a program, and kills all that it has started, at any depth, when it ends.
 
-It is killed, too, when its owner says so through a pipe or dies, which closes the pipe. Run by its path, because it
-needs nothing but the standard library and starts in a fraction of the time without the rest::
+The program is killed when its owner writes to a pipe or dies, which closes the pipe. The guard is run by its path: it
+needs nothing but the standard library, without the rest of which Python starts in a fraction of the time::
 
     python -I -S guard.py PIPE DESCRIPTORS PROGRAM ARGUMENTS...
 
-DESCRIPTORS are what the program inherits besides standard input and output; the guard keeps none of them open. It ends
-as the program did, with its exit code or by its signal.
+The program inherits DESCRIPTORS besides standard input and output; the guard keeps none of them open. It ends as the
+program did, with its exit code or by its signal.
 
-On Linux the guard adopts orphans and so finds what is in sessions of its own; and the kernel kills the program should
-the guard be killed. Elsewhere the guard kills the program's process group, and no more.
+On Linux the guard adopts orphans, and so finds processes in other sessions; and the kernel kills the program if the
+guard is killed. Elsewhere the guard kills the program's process group alone.
 """
 
 import _thread
@@ -25,23 +25,24 @@ SET_PARENT_DEATH_SIGNAL = 1
 SET_DUMPABLE = 4
 SET_CHILD_SUBREAPER = 36
 
-# To give a GPU's memory back takes seconds. A process that a driver or a dead file system holds longer dies when it
-# leaves the kernel, for which nobody need wait.
-_LIMIT_S = 30.0
+# A killed process needs seconds to give a GPU's memory back. One that a driver or a dead file system keeps longer dies
+# when it leaves the kernel, for which we need not wait.
+_KILL_S = 30.0
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel for something about this process; nothing happens where that is not Linux."""
+    """Set an attribute of this process as prctl(2) does; do nothing where that is not Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
 
 def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
+    """Run a command, wait for its end or the owner's, kill what it has started, and end as it did."""
     prctl(SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(command, pipe, guard)
+        _execute(command, pipe, guard)
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -53,25 +54,26 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
     for number in signals:
         signal.signal(number, kill_child)
     _thread.start_new_thread(_wait_for_owner, (pipe, _thread.get_ident()))
+    # Adopted orphans end, too.
     ended, status = os.waitpid(-1, 0)
     while ended != child:
         ended, status = os.waitpid(-1, 0)
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
-    _kill_rest(child)
+    _kill_descendants(child)
     code = os.waitstatus_to_exitcode(status)
     if code != 0:
         _remove_folders()
     _end_like(code)
 
 
-def _become(command: list[str], pipe: int, guard: int) -> None:
-    """Run the command in place of this child of the guard; it is killed when the guard ends."""
+def _execute(command: list[str], pipe: int, guard: int) -> None:
+    """Replace this child of the guard by the command, which is killed when the guard ends."""
     try:
         os.close(pipe)
         os.setpgid(0, 0)
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        # Python ignores these signals, and a program that it starts would inherit that.
+        # Python ignores these signals, as programs that it starts would.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         if os.getppid() == guard:
@@ -87,11 +89,12 @@ def _wait_for_owner(pipe: int, main_thread: int) -> None:
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
-def _kill_rest(group: int) -> None:
+def _kill_descendants(group: int) -> None:
+    """Kill a process group, and then all descendants of this process again and again, until none is left."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
-    deadline = time.monotonic() + _LIMIT_S
-    # What a process started just before it was killed is adopted. All are gone when nothing is left to adopt.
+    deadline = time.monotonic() + _KILL_S
+    # A process that another one started just before it was killed is adopted as a child of this one.
     while _has_children() and time.monotonic() < deadline:
         for process in _descendants():
             with contextlib.suppress(OSError):
@@ -100,7 +103,7 @@ def _kill_rest(group: int) -> None:
 
 
 def _has_children() -> bool:
-    """Return whether this process still has children; those that have ended are done with here."""
+    """Return whether this process still has children, after reaping those that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -125,7 +128,7 @@ def _descendants() -> list[int]:
 
 
 def _remove_folders() -> None:
-    """Remove the temporary folders of what was killed; only then this costs time."""
+    """Remove the temporary folders of killed processes; the import takes time that other endings save."""
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
     from cs336sys.processes.folders import remove_abandoned
 
@@ -133,8 +136,9 @@ def _remove_folders() -> None:
 
 
 def _end_like(code: int) -> None:
+    """End with an exit code, or where it is negative, by that signal."""
     if code < 0:
-        # One core dump is enough.
+        # The program has dumped core already.
         prctl(SET_DUMPABLE, 0)
         with contextlib.suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Start processes so that they end with this one, and say what they died of."""
+"""Start processes that end with this one, and say what they died of."""
 
 import concurrent.futures
 import contextlib
@@ -23,11 +23,11 @@ _GUARD = str(Path(__file__).with_name("guard.py"))
 # Longer than a guard waits for what it has killed.
 _KILL_S = 60.0
 
-# Keeps the working folder off the path of a started Python process: what lies there would stand in for modules that
-# are imported before the process has its parent's path. Processes that it spawns in turn inherit this.
+# Keeps the working folder off the path of a started Python process: files in it could replace modules that are imported
+# before the process has its parent's path. Processes that it spawns in turn inherit this.
 _SAFE_PATH = "-P"
 
-# A Python process learns from its parent where to find modules, and then what to do.
+# A Python process receives its parent's module path, and then the function to call.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
     "sys.path[:] = connection.recv(); from cs336sys.processes.child import run_guarded; run_guarded(connection)"
@@ -43,13 +43,13 @@ class Guarded:
         options: of :class:`subprocess.Popen`.
 
     Attributes:
-        process: a process that ends as the program did, after all that the program has started (``guard.py``).
+        process: the guard (``guard.py``), which ends as the program did, after all that the program has started.
     """
 
     def __init__(self, command: Sequence[str], *, descriptors: Sequence[int] = (), **options: Any):
         read_end, write_end = os.pipe()
         # Closed by the kernel when this process dies.
-        self._tell = open(write_end, "wb", buffering=0)  # noqa: SIM115
+        self._kill_pipe = open(write_end, "wb", buffering=0)  # noqa: SIM115
         try:
             inherited = ",".join(map(str, descriptors))
             self.process = subprocess.Popen(
@@ -65,10 +65,10 @@ class Guarded:
     def has_ended(self, timeout_s: float) -> bool:
         """Wait until the program has ended, and return whether it has."""
         if self.process.poll() is None:
-            # Ready when nobody can read the pipe any more. Popen.wait would look again every 50 ms.
-            end = select.poll()
-            end.register(self._tell, 0)
-            if not end.poll(timeout_s * 1e3):
+            # Ready when the guard has ended, which alone can read the pipe. Popen.wait would look again every 50 ms.
+            pipe_closed = select.poll()
+            pipe_closed.register(self._kill_pipe, 0)
+            if not pipe_closed.poll(timeout_s * 1e3):
                 return False
             self.process.wait()
         return True
@@ -77,23 +77,19 @@ class Guarded:
         """Kill the program and all that it has started, unless they have ended."""
         if self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError):
-                self._tell.write(b"k")
+                self._kill_pipe.write(b"k")
             if not self.has_ended(_KILL_S):
                 self.process.kill()
                 self.process.wait()
-        self._tell.close()
+        self._kill_pipe.close()
 
 
 def run_guarded_program(
     command: Sequence[str], *, timeout_s: float | None = None, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it printed; killed as :class:`Guarded` are, or when its time is up.
+    """Run a program as :class:`Guarded`, with further environment ``variables``, and return what it printed.
 
-    Args:
-        variables: environment variables set for it besides the inherited ones.
-
-    Raises:
-        subprocess.TimeoutExpired: its time was up.
+    It is killed when its time is up: subprocess.TimeoutExpired.
     """
     program = Guarded(
         command,
@@ -128,13 +124,9 @@ def _python() -> list[str]:
 def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.connection.Connection]:
     """Start a Python process that calls ``function(connection, *args)``, as ``package.module:function``.
 
-    Its standard output becomes standard error: results are printed by the parent, what a child prints is log.
-
-    Returns:
-        The process and the other end of its connection, where the end of file is read after its death.
-
-    Raises:
-        CapabilityError: compiled code would be loaded from a folder that others can write to.
+    Its standard output becomes standard error: only the parent prints results. Return the process and our end of its
+    connection, where the end of file is read after its death; raise a CapabilityError where compiled code would be
+    loaded from a folder that others can write to.
     """
     use_private_caches()
     ours, theirs = multiprocessing.Pipe()
@@ -151,16 +143,16 @@ def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.co
 def start_for_good(process: multiprocessing.process.BaseProcess) -> None:
     """Start a process that asks the kernel to die with its parent, from a thread that lives as long as this process.
 
-    The kernel means the thread that has started it: a process that a short-lived thread started dies with that thread.
+    For the kernel the parent is a thread: a process that a short-lived thread started dies with that thread.
     """
     started: concurrent.futures.Future[None] = concurrent.futures.Future()
-    _lasting_thread(os.getpid()).put((process, started))
+    _start_requests(os.getpid()).put((process, started))
     started.result()
 
 
 @functools.cache
-def _lasting_thread(process_id: int) -> queue.SimpleQueue:
-    """The thread's queue; ``process_id`` is that of this process, because a fork has no thread of its parent's."""
+def _start_requests(process_id: int) -> queue.SimpleQueue:
+    """Return the queue of the thread that starts processes; of this process alone, as a fork has no such thread."""
     requests: queue.SimpleQueue = queue.SimpleQueue()
 
     def serve() -> None:
@@ -178,7 +170,7 @@ def _lasting_thread(process_id: int) -> queue.SimpleQueue:
 
 @contextlib.contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Processes started in this context ignore Ctrl-C: their parent decides what happens to them."""
+    """Let processes started in this context ignore Ctrl-C: their parent decides what happens to them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -190,7 +182,7 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def out_of_memory_kills() -> int | None:
-    """Count the processes that this kernel has killed for lack of memory since it started; None if it does not say."""
+    """Count the processes that this kernel has killed for lack of memory since it booted; None if it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -199,11 +191,7 @@ def out_of_memory_kills() -> int | None:
 
 
 def cause_of_death(exit_code: int, kills_before: int | None) -> str:
-    """Say how a process ended that should not have ended, phrased to follow "the process".
-
-    Args:
-        kills_before: :func:`out_of_memory_kills` when it was started.
-    """
+    """Say how a process ended, in words that follow "the process"; ``kills_before`` is from when it was started."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"

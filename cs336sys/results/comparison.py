@@ -1,4 +1,4 @@
-"""Did it get faster: matches what results files hold of one configuration and compares the raw samples."""
+"""Did it get faster? Pair the cells of two sides that have one configuration, and compare their raw samples."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from cs336sys.results.foreign import TIME_UNITS
 from cs336sys.results.model import Cell, Results, Run, Samples, Status, configuration_key
 from cs336sys.results.statistics import Difference
 
-# Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
+# Settings that decide how a configuration is sampled, and where files of it are kept, but not the measured quantity.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
 
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def all_values(self) -> tuple[float, ...]:
-        """The samples of all rounds, in the order of measuring."""
+        """Return the samples of all rounds, in the order of measuring."""
         return tuple(value for samples in self.rounds for value in samples.measured)
 
 
@@ -54,9 +54,7 @@ class Measured:
 class Side:
     """One side's measurements of a configuration: its runs, and the rounds of each, in the order of measuring.
 
-    Attributes:
-        left_out: cells of the configuration that are not part of it: measured by other code or under other conditions
-            than the last one.
+    ``left_out`` counts further cells, which other code measured than the last one, or other conditions.
     """
 
     runs: tuple[tuple[Cell, ...], ...]
@@ -68,7 +66,7 @@ class Side:
 
     @property
     def representative(self) -> Cell:
-        """The cell whose status is that of all: the first that is not ok, else the last."""
+        """Return the cell whose status stands for all: the first that is not ok, else the last."""
         return next((cell for cell in self.cells if cell.status != "ok"), self.cells[-1])
 
     @property
@@ -76,13 +74,14 @@ class Side:
         return self.representative.status
 
     def series(self) -> dict[str, Measured]:
-        """The measured series that all cells have, by name and unit (``step_ms``)."""
-        by_run = [[_series(cell) for cell in run] for run in self.runs]
-        names = [name for name in by_run[-1][-1] if all(name in series for run in by_run for series in run)]
-        return {name: Measured(tuple(tuple(series[name] for series in run) for run in by_run)) for name in names}
+        """Return the measured series that all cells have, by name and unit (``step_ms``)."""
+        by_run = [[_named_samples(cell) for cell in run] for run in self.runs]
+        names = [name for name in by_run[-1][-1] if all(name in samples for run in by_run for samples in run)]
+        return {name: Measured(tuple(tuple(samples[name] for samples in run) for run in by_run)) for name in names}
 
 
-def _series(cell: Cell) -> dict[str, Samples]:
+def _named_samples(cell: Cell) -> dict[str, Samples]:
+    """Return a cell's samples, where there are any, by name and unit (``step_ms``)."""
     return {
         name if name.endswith(f"_{samples.unit}") else f"{name}_{samples.unit}": samples
         for name, samples in cell.samples.items()
@@ -127,7 +126,7 @@ def match_cells(a: Results, b: Results) -> Matched:
 
 
 def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
-    """The settings in which those cells of two sides differ that differ in fewest, with both values.
+    """Return the settings in which two unmatched cells of one command differ, with both values: the fewest of any two.
 
     Empty where no command has cells on both sides. Only the first 100 configurations of each side are compared.
     """
@@ -144,23 +143,23 @@ def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
 
 
 def cell_settings(cell: Cell) -> dict[str, Any]:
-    """Command and configuration of a cell, but for what only decides how it was sampled."""
+    """Return a cell's command and configuration, without :data:`SAMPLING_SETTINGS`."""
     configuration = {name: value for name, value in cell.configuration.items() if name not in SAMPLING_SETTINGS}
     return {"command": cell.command} | configuration
 
 
 def _sides(results: Results) -> dict[tuple[str, str], Side]:
+    """Group cells by command and configuration, each cell once though its file was given twice, or copied."""
     cells: dict[tuple[str, str], list[Cell]] = {}
     seen: set[tuple[Hashable, ...]] = set()
     for cell in results.cells:
-        # A file given twice, or copied into another, is no second run.
         configuration = configuration_key(cell.configuration)
         identity = (cell.run_id, cell.command, configuration, cell.status, *cell.samples.items())
         if identity not in seen:
             seen.add(identity)
             key = (cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS))
             cells.setdefault(key, []).append(cell)
-    return {key: _side(same, results.runs) for key, same in cells.items()}
+    return {key: _side(alike, results.runs) for key, alike in cells.items()}
 
 
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
@@ -173,30 +172,30 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
         if not model.differing_conditions(run, last) and model.same_code(run, last) is not False:
             comparable_ids.add(run_id)
     comparable = [cell for cell in cells if cell.run_id in comparable_ids]
-    latest = {configuration_key(cell.configuration): number for number, cell in enumerate(comparable)}
-    by_run: list[dict[int | None, Cell]] = []
-    # The runs whose rounds have numbers, and how many of these have each: the first ones.
-    numbered: list[dict[int | None, Cell]] = []
-    run_count: Counter[int] = Counter()
-    for number, cell in enumerate(comparable):
-        if cell.status != "ok" and latest[configuration_key(cell.configuration)] > number:
+    latest = {configuration_key(cell.configuration): index for index, cell in enumerate(comparable)}
+    by_run: list[list[Cell]] = []
+    # Of by_run, the runs whose rounds have numbers. The k-th cell of each number belongs to the k-th of these runs; its
+    # id does not tell, because an interruption may have cut a run in two.
+    runs_of_rounds: list[list[Cell]] = []
+    cell_counts: Counter[int] = Counter()
+    for index, cell in enumerate(comparable):
+        if cell.status != "ok" and latest[configuration_key(cell.configuration)] > index:
             # It failed, and a resumed sweep measured it again.
             continue
-        # Rounds of one run have numbers of their own; a run that an interruption cut in two is still one.
         round_number = cell.configuration.get("round")
         if round_number is None:
-            by_run.append({None: cell})
+            by_run.append([cell])
             continue
-        if run_count[round_number] == len(numbered):
-            numbered.append({})
-            by_run.append(numbered[-1])
-        numbered[run_count[round_number]][round_number] = cell
-        run_count[round_number] += 1
-    return Side(tuple(tuple(run.values()) for run in by_run), left_out=len(cells) - len(comparable))
+        if cell_counts[round_number] == len(runs_of_rounds):
+            runs_of_rounds.append([])
+            by_run.append(runs_of_rounds[-1])
+        runs_of_rounds[cell_counts[round_number]].append(cell)
+        cell_counts[round_number] += 1
+    return Side(tuple(map(tuple, by_run)), left_out=len(cells) - len(comparable))
 
 
 def shared_series(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
-    """The series to compare, which both sides must have: the ``requested`` ones, ``step`` meaning ``step_ms`` as well.
+    """Name the series to compare, which both sides have: the ``requested`` ones, ``step_ms`` also as ``step``.
 
     Without any: ``step_ms``, or else every series that is a time.
     """
@@ -209,8 +208,8 @@ def shared_series(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
     return [name for name in shared if of_a[name].unit in TIME_UNITS]
 
 
-def _is_requested(metric: str, unit: str, requested: Sequence[str]) -> bool:
-    return metric in requested or metric.removesuffix(f"_{unit}") in requested
+def _is_requested(name: str, unit: str, requested: Sequence[str]) -> bool:
+    return name in requested or name.removesuffix(f"_{unit}") in requested
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ class Comparison:
         autocorrelation_a, autocorrelation_b: of samples that follow one another.
         verdict: ``same`` where the whole interval is within SAME_PERCENT of 1, ``undecided`` where the samples cannot
             tell. Of memory, ``slower`` says that B needs more.
-        reason: why it has no interval, and what would give it one.
+        reason: why there is no interval, and how many samples would give one.
     """
 
     a: Measured
@@ -235,7 +234,7 @@ class Comparison:
 
     @property
     def stalls(self) -> float | None:
-        """The ratio of the means over that of the medians: not 1 where one side's slow samples are slower or more."""
+        """Return the ratio of means over that of medians: not 1 where one side has slower slow samples, or more."""
         if self.difference is None or self.difference.ratio is None:
             return None
         mean_a, mean_b = fmean(self.a.all_values), fmean(self.b.all_values)
@@ -243,7 +242,7 @@ class Comparison:
 
     @property
     def verdict_text(self) -> str:
-        """``differs: slower``, ``same within 2.1 %`` or ``undecided``."""
+        """Return ``differs: slower``, ``same within 2.1 %`` or ``undecided``."""
         difference = self.difference
         if difference is None or self.verdict != "same":
             return f"differs: {self.verdict}" if self.verdict in ("faster", "slower") else self.verdict
@@ -251,7 +250,7 @@ class Comparison:
 
     @property
     def slower_percent(self) -> float:
-        """By how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
+        """Return by how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
         difference = self.difference
         if difference is None or difference.ratio is None:
             return math.inf if difference is None or _is_worse(difference, self.a.unit) else 0.0
@@ -259,7 +258,7 @@ class Comparison:
 
     @property
     def slower_percent_at_most(self) -> float:
-        """The upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
+        """Return the upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
         difference = self.difference
         if difference is None or difference.ratio_low is None or difference.ratio_high is None:
             return 0.0 if self.verdict == "same" else math.inf
@@ -276,11 +275,13 @@ def _is_worse(difference: Difference, unit: str) -> bool:
 
 
 def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent: float) -> str:
-    """Explain why no difference could be significant."""
+    """Explain why no difference could be significant; ``counts`` are the samples of A and B."""
     a, b = counts if difference.level == "samples" else difference.independent
-    level = 100 - confidence_percent
-    fewest = statistics.fewest_samples(level / 100)
-    return f"{a} against {b} {difference.level} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
+    percent = 100 - confidence_percent
+    fewest = statistics.fewest_samples(significance_level(confidence_percent))
+    return (
+        f"{a} against {b} {difference.level} decide nothing at {percent:g} %: {fewest} against {fewest} are the fewest"
+    )
 
 
 # By metric, in the order in which the metrics first appear.
@@ -296,8 +297,8 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:
         # The same file twice, however few or noisy its samples.
-        end = None if difference.ratio is None else 1.0
-        difference = replace(difference, ratio_low=end, ratio_high=end, p_value=1.0, to_decide=None)
+        ratio = None if difference.ratio is None else 1.0
+        difference = replace(difference, ratio_low=ratio, ratio_high=ratio, p_value=1.0, to_decide=None)
     verdict: Verdict = "undecided"
     reason = None
     low, high = difference.ratio_low, difference.ratio_high
@@ -307,6 +308,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
     elif low is None and difference.to_decide is not None:
         reason = _too_few(difference, (len(a.all_values), len(b.all_values)), confidence_percent)
+    # Without a ratio, as of memory of 0 GiB, a difference that is not significant is none.
     elif low is None or high is None or statistics.same_within_percent(low, high) <= statistics.SAME_PERCENT:
         verdict = "same"
     autocorrelations = statistics.autocorrelation(a.values), statistics.autocorrelation(b.values)
@@ -316,11 +318,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
 def compare_pairs(
     pairs: Iterable[Pair], requested: Sequence[str] = (), *, confidence_percent: float = 95.0
 ) -> Compared:
-    """Compare every measured pair in its :func:`shared_series`.
-
-    Raises:
-        UsageError: there are measured pairs, but none of them has a series to compare or one that was asked for.
-    """
+    """Compare measured pairs in their :func:`shared_series`; raise a UsageError if none has one, or a requested one."""
     compared: Compared = {}
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:
@@ -340,7 +338,7 @@ def compare_pairs(
 
 
 def significance_level(confidence_percent: float) -> float:
-    """The largest p of a significant difference: 0.05 for 95 %."""
+    """Return the largest p of a significant difference: 0.05 for 95 %."""
     return (100 - confidence_percent) / 100
 
 
@@ -349,6 +347,5 @@ def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[s
     differences: dict[str, tuple[Any, Any]] = {}
     for pair in pairs:
         runs = a.runs.get(pair.a.representative.run_id), b.runs.get(pair.b.representative.run_id)
-        of_pair = model.differing_conditions(*runs)
-        differences = of_pair | differences
+        differences = model.differing_conditions(*runs) | differences
     return differences

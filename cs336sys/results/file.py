@@ -1,6 +1,7 @@
 """Appending to a results file: on a full disk, after a killed run, next to another process, under an editor."""
 
 import contextlib
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from cs336sys.results.foreign import FileUsage
 from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
-# Of the limits within which a file is read.
+# How much of the limits within which a file is read may be used without a warning.
 _WARNED_PERCENT = 80
 
 # Names that promise something else than JSON lines to whoever opens the file.
@@ -30,11 +31,7 @@ def check_name(path: Path) -> None:
 
 
 def check_appendable(path: Path) -> None:
-    """Find out whether :class:`ResultsFile` would open a file, without making or changing one.
-
-    Raises:
-        UsageError: as there.
-    """
+    """Raise a UsageError as :class:`ResultsFile` would, without making or changing a file."""
     check_name(path)
     if not path.exists():
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
@@ -62,14 +59,13 @@ def _refusing_faults(path: Path) -> Iterator[None]:
 class ResultsFile:
     """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
 
-    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.gzip_members`).
-
-    A file that somebody removes, replaces or rewrites meanwhile gets what it lacks of the records, under its name.
+    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.gzip_members`). If
+    somebody removes, replaces or rewrites the file meanwhile, the records that it lacks are appended again.
 
     Attributes:
         fault: why the last records are not in the file (its disk is full). They are kept and tried again with the next;
             until then the file holds whole records alone.
-        notices: what others have done to the file, to be told.
+        notices: sentences for the user on what others have done to the file.
 
     Raises:
         UsageError: the file cannot be opened for appending, holds something else than results, or another process is
@@ -98,6 +94,7 @@ class ResultsFile:
                 raise
 
     def _read_existing(self) -> None:
+        """Check and measure what the file holds, and end a record that an earlier, killed run left half written."""
         self._stream.seek(0)
         self._usage = FileUsage()
         if is_compressed(self.path):
@@ -107,9 +104,9 @@ class ResultsFile:
             self._stream.seek(0)
             while chunk := self._stream.read(2**20):
                 self._usage.add(chunk)
-            # A line that an earlier, killed run left half written ends here, so that the next record starts its own.
-            if self._stream.seek(0, 2) > 0:
-                self._stream.seek(-1, 2)
+            # So that the next record starts a line of its own.
+            if self._stream.seek(0, os.SEEK_END) > 0:
+                self._stream.seek(-1, os.SEEK_END)
                 if self._stream.read(1) != b"\n":
                     self._stream.write(b"\n")
         if self._usage.percent > 100:
@@ -120,9 +117,9 @@ class ResultsFile:
         """Write a record, after those that could not be written before; see :attr:`fault`."""
         line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
         text = json_text(line).encode() + b"\n"
-        was_warned = self._usage.percent > _WARNED_PERCENT
+        earlier_percent = self._usage.percent
         self._usage.add(text)
-        if self._usage.percent > _WARNED_PERCENT and not was_warned:
+        if earlier_percent <= _WARNED_PERCENT < self._usage.percent:
             self.notices.append(
                 f"{self.path} holds {_WARNED_PERCENT} % of what can be read again: give another file next time"
             )
@@ -138,15 +135,15 @@ class ResultsFile:
             self.fault = error
 
     def catch_up(self) -> None:
-        """Write what could not be written before, and what others have taken away; see :attr:`fault`, `notices`."""
+        """Write the records that could not be written before, or that others have removed; set :attr:`fault`."""
         self.fault = None
         try:
-            self._find_changes()
+            self._follow_changes()
         except (OSError, UsageError) as error:
             self.fault = error
         while self._unwritten and self.fault is None:
             line = self._unwritten[0]
-            size = self._stream.seek(0, 2)
+            size = self._stream.seek(0, os.SEEK_END)
             try:
                 while line:
                     line = line[self._stream.write(line) :]
@@ -155,46 +152,50 @@ class ResultsFile:
                 self.fault = error
                 with contextlib.suppress(OSError):
                     self._stream.truncate(size)
-        self._size = self._stream.seek(0, 2)
+        self._size = self._stream.seek(0, os.SEEK_END)
 
-    def _find_changes(self) -> None:
-        """Open what the file's name names now, and let what that lacks be written, where somebody has changed it."""
+    def _follow_changes(self) -> None:
+        """Open the file again where its name names another one now, and plan to write the records that it lacks."""
         opened = os.fstat(self._stream.fileno())
         if not stat.S_ISREG(opened.st_mode):
             return
         try:
-            named = os.stat(self.path)
+            present = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
+            # The removed file can still be read by its descriptor.
             self._stream.seek(0)
             content = self._stream.read()
             self._open_again()
             self._unwritten.insert(0, content)
             self.notices.append(f"{self.path} was removed while cells were appended to it: it is written again")
             return
-        is_replaced = not os.path.samestat(named, opened)
+        is_replaced = not os.path.samestat(present, opened)
         if is_replaced:
             self._open_again()
-        elif named.st_size != self._size:
+        elif present.st_size != self._size:
             self._read_existing()
         else:
             return
-        present = self._keys()
-        waiting = len(self._unwritten)
-        self._unwritten = [line for key, line in self._records if key not in present]
-        if is_replaced or len(self._unwritten) > waiting:
-            done = "replaced" if is_replaced else "rewritten"
+        keys = self._present_keys()
+        unwritten_count = len(self._unwritten)
+        self._unwritten = [line for key, line in self._records if key not in keys]
+        if is_replaced or len(self._unwritten) > unwritten_count:
+            change = "replaced" if is_replaced else "rewritten"
             self.notices.append(
-                f"{self.path} was {done} while cells were appended to it: the missing ones are appended again"
+                f"{self.path} was {change} while cells were appended to it: the missing ones are appended again"
             )
 
-    def _keys(self) -> set[str]:
+    def _present_keys(self) -> set[str]:
+        """Return the :func:`_key` of each record that the file holds now."""
         self._stream.seek(0)
         content = self._stream.read()
         if is_compressed(self.path):
             content, _ = read_members(content)
-        return {_key(record) for line in content.splitlines() if (record := read_record(line)) is not None}
+        records = map(read_record, content.splitlines())
+        return {_key(record) for record in records if record is not None}
 
     def _open_again(self) -> None:
+        """Open the file that has the name now; the earlier stream stays where that fails."""
         earlier = self._stream
         try:
             self._open()
@@ -204,11 +205,7 @@ class ResultsFile:
         earlier.close()
 
     def _lock(self) -> None:
-        """Keep other processes out until the file is closed, where the system and the file's can do that."""
-        try:
-            import fcntl
-        except ModuleNotFoundError:
-            return
+        """Keep other processes out until the file is closed, where its file system has locks."""
         if not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
             return
         try:
@@ -219,28 +216,27 @@ class ResultsFile:
                 f"cannot write results to {self.path}: {holder} is writing to it; wait for that or give another file"
             ) from None
         except OSError:
-            # Some network file systems know no locks.
+            # Some network file systems have no locks.
             return
 
     def _close_cut_member(self) -> None:
-        """Close a line and a member that an earlier, killed run left half written."""
+        """Replace a member that is half written, beyond which no program reads, by a whole one, and end its line."""
         whole, cut = _check_members(self.path, self._stream.read())
         self._usage.add(whole)
-        lost = b"" if cut is None else cut.content
-        if not (whole + lost or b"\n").endswith(b"\n"):
-            lost += b"\n"
+        rest = b"" if cut is None else cut.content
+        if not (whole + rest or b"\n").endswith(b"\n"):
+            rest += b"\n"
         if cut is not None:
-            # No program reads beyond a cut member: what it still holds is written again as a whole one.
             self._stream.truncate(cut.start)
-        if lost:
-            self._stream.write(as_member(lost))
+        if rest:
+            self._stream.write(as_member(rest))
 
 
 def _check_members(path: Path, compressed: bytes) -> tuple[bytes, Member | None]:
-    """Raise a UsageError for what holds no results, else return the whole members' content and the one that is cut."""
+    """Return the content of the whole members, and the one that is cut; raise a UsageError for other content."""
     whole, faulty = read_members(compressed)
     if faulty is not None and not faulty.is_cut:
-        raise _of_something_else(path)
+        raise _other_content(path)
     _check_first_line(path, (whole + (faulty.content if faulty else b"")).partition(b"\n")[0])
     return whole, faulty
 
@@ -253,10 +249,10 @@ def _check_first_line(path: Path, first_line: bytes) -> None:
         check_version(path, record["schema_version"])
     # A killed run may have left half of its first line.
     elif not first_line.startswith(b'{"schema_version"'):
-        raise _of_something_else(path)
+        raise _other_content(path)
 
 
-def _of_something_else(path: Path) -> UsageError:
+def _other_content(path: Path) -> UsageError:
     return UsageError(f"cannot write results to {path}: it holds something else; give another file")
 
 

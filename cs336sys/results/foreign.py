@@ -22,13 +22,13 @@ _UNSEEN = re.compile(
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: ESC becomes ``\\x1b``. Tabs and newlines stay."""
+    """Return the text with control characters spelled out: ESC becomes ``\\x1b``. Tabs and newlines stay."""
     if text.isascii() and text.isprintable():
         return text
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
-# What a saved line may hold, so that nothing that shows it needs guards of its own. The largest file in docs/results
+# What a saved line may hold, so that code which shows it needs no guards of its own. The largest file in docs/results
 # holds 2.3 MB in lines of at most 55 KB, nested 5 deep, with text of 982 characters. 300,000 cells of bench reach
 # both limits of a file.
 FILE_BYTES = 512 * 2**20
@@ -48,9 +48,7 @@ TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 class FileUsage:
     """The part of the limits that a results file uses, for its reader and its writer.
 
-    Attributes:
-        text_bytes: uncompressed.
-        memory_bytes: estimated for the records: 32 a value; 200 a list, an object or a line.
+    ``text_bytes`` are uncompressed; ``memory_bytes`` estimate the records: 32 a value; 200 a list, an object or a line.
     """
 
     def __init__(self) -> None:
@@ -62,20 +60,16 @@ class FileUsage:
 
     @property
     def percent(self) -> float:
-        """The larger of both parts, in percent; a file of more than 100 is not read."""
+        """Return the larger of both parts in percent; a file of more than 100 is not read."""
         return 100 * max(self.text_bytes / FILE_BYTES, self.memory_bytes / FILE_MEMORY_BYTES)
 
 
 def checked_value(value: Any, depth: int = DEPTH) -> Any:
-    """The value of a line, with its text :func:`~cs336sys.results.foreign.printable`.
-
-    Raises:
-        ValueError: it is nested too deep, or holds a number or a text that is too large; the sentence says which.
-    """
+    """Return a value of JSON with its text :func:`printable`; a ValueError names what is too large or too deep."""
     if isinstance(value, str):
         if len(value) > TEXT_CHARACTERS:
             raise ValueError(f"a text has {len(value):,} characters, more than {TEXT_CHARACTERS:,}")
-        # Cells have the same names and settings: in 100,000 cells of bench they would take 0.5 GiB.
+        # Cells share names and settings, copies of which would take 0.5 GiB in 100,000 cells of bench.
         return sys.intern(printable(value))
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) > LARGEST:
@@ -88,42 +82,34 @@ def checked_value(value: Any, depth: int = DEPTH) -> Any:
             raise ValueError(f"values are nested more than {DEPTH} deep")
         if isinstance(value, dict):
             return {checked_value(name): checked_value(item, depth - 1) for name, item in value.items()}
-        # Most are samples, in their thousands.
-        return [
-            item if type(item) is float and -LARGEST <= item <= LARGEST else checked_value(item, depth - 1)
-            for item in value
-        ]
+        return [checked_value(item, depth - 1) for item in value]
     return value
 
 
 def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) -> None:
-    """Check the numbers of one series.
-
-    Raises:
-        ValueError: there is none, or one is no number, is too small to be divided by, or is no time where all are.
-    """
+    """Raise a ValueError if there is no sample, or one is no number, too small to divide by, or no time above 0."""
     if not measured:
         raise ValueError(f"{name} has no sample")
-    numbers = (*measured, *warmup)
-    if not set(map(type, numbers)) <= {int, float}:
-        raise ValueError(f"a sample of {name} is no number")
-    if unit in TIME_UNITS and (no_time := next((value for value in numbers if value <= 0), None)) is not None:
-        raise ValueError(f"a sample of {name} is {no_time:g} {unit}, and a time is more than 0")
     least = 1 / LARGEST
-    if (tiny := next((value for value in numbers if -least < value < least and value), None)) is not None:
-        raise ValueError(f"a sample of {name} is {tiny:g}, nearer to 0 than {least:g}")
+    for value in (*measured, *warmup):
+        if type(value) not in (int, float):
+            raise ValueError(f"a sample of {name} is no number")
+        if unit in TIME_UNITS and value <= 0:
+            raise ValueError(f"a sample of {name} is {value:g} {unit}, and a time is more than 0")
+        if value and abs(value) < least:
+            raise ValueError(f"a sample of {name} is {value:g}, nearer to 0 than {least:g}")
 
 
 MIB = 2**20
 
-_READ_AT_ONCE = 2**18
+_READ_BYTES = 2**18
 
-# What a shell needs to start the program that writes to a pipe, many times over.
+# Many times what a shell needs to start the program that writes to a pipe.
 _WRITER_S = 5.0
 
 
 def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
-    """The content of a file or pipe, part by part.
+    """Yield the content of a file or pipe, part by part.
 
     A pipe (``<(zcat results.gz)``) is waited for as long as a program has it open for writing.
 
@@ -132,7 +118,7 @@ def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
         UsageError: it is a device; nobody writes to the pipe; it holds more than ``limit`` bytes.
     """
     # A pipe without a writer would be opened when one comes, which may be never.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
@@ -141,11 +127,11 @@ def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
         if stat.S_ISFIFO(mode):
             first = _first_byte(descriptor, path)
             os.set_blocking(descriptor, True)
-        read = 0
-        while chunk := first + os.read(descriptor, _READ_AT_ONCE):
+        bytes_left = limit
+        while chunk := first + os.read(descriptor, _READ_BYTES):
             first = b""
-            read += len(chunk)
-            if read > limit:
+            bytes_left -= len(chunk)
+            if bytes_left < 0:
                 raise UsageError(f"{path} holds more than {limit // MIB} MiB, which is the most that is read")
             yield chunk
     finally:
@@ -153,11 +139,11 @@ def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
 
 
 def _first_byte(descriptor: int, path: Path) -> bytes:
-    """Wait until a program has opened the pipe for writing; what was read of it to find that out."""
+    """Wait until a program has opened a pipe for writing, and return the byte that was read meanwhile, or none."""
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
-    given_up = time.monotonic() + _WRITER_S
-    # Ready, too, is a pipe whose writer has come and gone.
+    deadline = time.monotonic() + _WRITER_S
+    # A pipe whose writer has come and gone is ready, too.
     while not ready.poll(50):
         try:
             if byte := os.read(descriptor, 1):
@@ -165,6 +151,6 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
         except BlockingIOError:
             # A program has it open and has not written yet; without one the pipe is at its end.
             return b""
-        if time.monotonic() > given_up:
+        if time.monotonic() > deadline:
             raise UsageError(f"{path} is a pipe that no program writes to: give a file, or start that program first")
     return b""

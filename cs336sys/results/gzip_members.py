@@ -1,7 +1,6 @@
 """Gzip files to which one record at a time is appended, each a member of its own, so that what was written is whole.
 
-Members one after another are one gzip file (RFC 1952, section 2.2), for every program that reads these. The cells in
-``docs/results`` take 2.4 MB record by record, and would take 1.7 MB file by file.
+Members one after another are one gzip file (RFC 1952, section 2.2), for every program that reads these.
 """
 
 import gzip
@@ -10,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each member's first read may reach into the next ones, and these are read again.
-_READ_AT_ONCE = 2**14
+# Bytes decompressed at once: the last of a member's reads reaches into the next ones, which are read again.
+_READ_BYTES = 2**14
 
 # How a member begins, by which the next one is found after a damaged one.
 GZIP_MAGIC = b"\x1f\x8b\x08"
@@ -23,7 +22,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def as_member(record: bytes) -> bytes:
-    """A whole gzip member, the same for the same record at any time."""
+    """Compress a record as a whole gzip member: the same bytes for the same record at any time."""
     return gzip.compress(record, mtime=0)
 
 
@@ -32,9 +31,9 @@ class Member:
     """One member of a file.
 
     Attributes:
-        start, end: where in the file it lies.
-        content: all of it, or of one that is cut or damaged what comes before that.
-        fault: what is wrong with it; empty for a whole one.
+        start, end: its bytes in the file.
+        content: decompressed, as far as it is whole.
+        fault: how it is cut or damaged; empty for a whole one.
         is_cut: the file ends before it does.
     """
 
@@ -50,14 +49,7 @@ class TooLargeError(ValueError):
 
 
 def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
-    """Decompress the members of a file one by one. After a damaged one it goes on with the next that begins.
-
-    Args:
-        limit: bytes that all of them may hold.
-
-    Raises:
-        TooLargeError: they hold more.
-    """
+    """Decompress members, after a damaged one the next that begins; raise TooLargeError beyond ``limit`` bytes."""
     position = content_bytes = faults = 0
     while position < len(compressed):
         member = _member_at(compressed, position, None if limit is None else limit - content_bytes)
@@ -67,38 +59,36 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
         if member.fault and not member.is_cut:
             faults += 1
             position = compressed.find(GZIP_MAGIC, position)
-            # A file of more faults is not what a disk or a network did to one of ours.
+            # No disk or network damages one of our files so often.
             if position < 0 or faults == 100:
                 return
 
 
 def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
-    """Decompress the member that starts here, up to a limit of bytes or its first fault."""
-    # zlib's window of 2^15 bytes, with gzip's header and trailer around.
-    member = zlib.decompressobj(16 + zlib.MAX_WBITS)
-    parts: list[bytes] = []
-    position, bytes_left = start, limit
-    while position < len(compressed) and not member.eof:
-        read = compressed[position : position + _READ_AT_ONCE]
+    """Decompress the member that starts here to its end or its first fault, up to a limit of bytes."""
+    # 16: with gzip's header and trailer around the data.
+    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    content = bytearray()
+    position = start
+    while position < len(compressed) and not decompressor.eof:
+        part = compressed[position : position + _READ_BYTES]
         try:
-            # zlib takes 0 for no limit.
-            parts.append(member.decompress(read, 0 if bytes_left is None else bytes_left + 1))
+            # One byte more than the limit shows that it is exceeded; zlib takes 0 for no limit.
+            content += decompressor.decompress(part, 0 if limit is None else limit + 1 - len(content))
         except zlib.error as error:
             # "Error -3 while decompressing data: incorrect data check"
             fault = str(error).rpartition(": ")[2]
-            return Member(start, max(position, start + 1), b"".join(parts), fault)
-        if bytes_left is not None:
-            bytes_left -= len(parts[-1])
-            if bytes_left < 0:
-                raise TooLargeError
-        position += len(read) - len(member.unused_data)
-    if not member.eof:
-        return Member(start, position, b"".join(parts), "cut off", is_cut=True)
-    return Member(start, position, b"".join(parts))
+            return Member(start, max(position, start + 1), bytes(content), fault)
+        if limit is not None and len(content) > limit:
+            raise TooLargeError
+        position += len(part) - len(decompressor.unused_data)
+    if not decompressor.eof:
+        return Member(start, position, bytes(content), "cut off", is_cut=True)
+    return Member(start, position, bytes(content))
 
 
 def read_members(compressed: bytes) -> tuple[bytes, Member | None]:
-    """Decompress a file of members, up to the first that is cut or damaged, which comes second."""
+    """Return the content of a file's members up to the first that is cut or damaged, and that one, if any."""
     whole: list[bytes] = []
     for member in members_of(compressed):
         if member.fault:

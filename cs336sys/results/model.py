@@ -1,9 +1,7 @@
-"""One schema for what every command measures, and the JSON-lines file it is kept in. Plain data, no torch.
+"""One schema for the measurements of every command, and the reading of its JSON-lines files. Plain data, no torch.
 
-A results file holds one JSON object a line. A ``run`` line describes one invocation (arguments, machine, versions); the
-``cell`` lines after it name that run by its id. A cell is written and flushed the moment it is done, so an interrupted
-sweep loses nothing that was measured, and files can be concatenated. Numbers that JSON lacks are the strings ``NaN``,
-``Infinity`` and ``-Infinity``, or bare as other programs write them.
+A ``run`` line describes one invocation (arguments, machine, versions); the ``cell`` lines after it name that run by its
+id. JSON lacks NaN and infinities: they are the strings ``NaN``, ``Infinity`` and ``-Infinity``, or bare words.
 """
 
 import contextlib
@@ -13,6 +11,7 @@ import io
 import json
 import math
 import os
+import pwd
 import re
 import statistics
 import zlib
@@ -35,8 +34,8 @@ Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
 # How a results file spells what JSON has no number for.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# Of a run's environment, what is known of the code, and what no timing depends on.
-_APART = ("cs336sys", "git_commit", "git_dirty", "source_digest", "seed")
+# Entries of a run's environment that name the code, on which no timing depends, and readings of a moment.
+_NO_CONDITIONS = ("cs336sys", "git_commit", "git_dirty", "source_digest", "seed")
 _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
 
 # What tables for programs say about a row besides its settings and values.
@@ -82,7 +81,7 @@ class Samples:
 
     @property
     def to_keep(self) -> "Samples":
-        """Times to :data:`_TIME_DIGITS` digits, other units as they are."""
+        """Return times with :data:`_TIME_DIGITS` digits, other units as they are."""
         if self.unit not in ("ms", "us"):
             return self
         measured, warmup = (
@@ -91,7 +90,7 @@ class Samples:
         return replace(self, measured=measured, warmup=warmup)
 
     def percentile(self, percent: float) -> float:
-        """Linear interpolation between the closest ranks, ``percent`` in 0..100."""
+        """Interpolate linearly between the closest ranks; ``percent`` is 0 to 100."""
         ordered = sorted(self.measured)
         position = (len(ordered) - 1) * percent / 100
         below = int(position)
@@ -101,7 +100,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a sweep: what was asked for and what came of it.
+    """One point of a sweep: its configuration, and what was measured of it.
 
     Attributes:
         configuration: everything that decides the measurement, JSON scalars only.
@@ -141,19 +140,22 @@ class Run:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What rows of tables say about where and when their numbers were measured, by the names of ORIGIN."""
+        """Return what rows of tables say about where and when they were measured, by the names of :data:`ORIGIN`."""
         values = self.machine | self.environment
         values |= {"gpu_name": self.machine.get("gpu"), "run_id": self.run_id, "date": self.time}
         return {name: values.get(name) for name in ORIGIN}
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """All but the code that a timing depends on: the machine, threads, matmul precision, variables.
+        """Return what a timing depends on besides the code: the machine, threads, matmul precision, variables.
 
-        What a GPU's clock and temperature were at a moment is no part of it; its power limit is.
+        A GPU's clock and temperature at a moment are no part of it; its power limit is.
         """
-        settings = {name: value for name, value in self.environment.items() if name not in _APART}
-        return self.machine | {name: value for name, value in settings.items() if not _MOMENTARY.fullmatch(name)}
+        return self.machine | {
+            name: value
+            for name, value in self.environment.items()
+            if name not in _NO_CONDITIONS and not _MOMENTARY.fullmatch(name)
+        }
 
 
 def hide_home(text: str) -> str:
@@ -165,26 +167,20 @@ def hide_home(text: str) -> str:
 def _homes(home: str) -> re.Pattern[str]:
     """Return what matches the home folder, by its name in the environment or in the list of users, or resolved."""
     names = {home}
-    with contextlib.suppress(ImportError, KeyError):
-        import pwd
-
+    with contextlib.suppress(KeyError):
         names.add(pwd.getpwuid(os.getuid()).pw_dir)
     paths = {name.rstrip("/") for path in filter(os.path.isabs, names) for name in (path, os.path.realpath(path))}
     texts = map(re.escape, sorted(paths - {""}, key=len, reverse=True))
-    # As a whole name of folders: /home/me is in neither /data/home/me nor /home/me2.
+    # As a whole name of folders: /home/me is in neither /data/home/me nor /home/me2. Without any, nothing matches.
     return re.compile(rf"(?<![\w-])(?:{'|'.join(texts)})(?![\w-])" if paths - {""} else r"(?!)")
 
 
 def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:
-    """The :attr:`Run.conditions` in which two runs differ, with both values; a run that is not recorded has none."""
+    """Return the :attr:`Run.conditions` in which two runs differ, with both values; None is a run without a record."""
     if first is second:
         return {}
-    of_first, of_second = ({"machine": "not recorded"} if run is None else run.conditions for run in (first, second))
-    return {
-        name: (of_first.get(name), of_second.get(name))
-        for name in of_first | of_second
-        if of_first.get(name) != of_second.get(name)
-    }
+    a, b = ({"machine": "not recorded"} if run is None else run.conditions for run in (first, second))
+    return {name: (a.get(name), b.get(name)) for name in a | b if a.get(name) != b.get(name)}
 
 
 def same_code(first: Run | None, second: Run | None) -> bool | None:
@@ -202,73 +198,70 @@ def code_name(run: Run | None) -> str:
 
 
 def json_text(value: Any, **settings: Any) -> str:
-    """A line of JSON, in which NaN and infinities are strings that :func:`read_results` reads as numbers."""
+    """Return a line of JSON, in which NaN and infinities are strings that :func:`read_results` reads as numbers."""
     try:
         return json.dumps(value, allow_nan=False, **settings)
     except ValueError:
-        return json.dumps(_without_bare_names(value), allow_nan=False, **settings)
+        return json.dumps(_with_named_numbers(value), allow_nan=False, **settings)
 
 
-def _without_bare_names(value: Any) -> Any:
+def _with_named_numbers(value: Any) -> Any:
+    """Return a value of JSON with the names of :data:`_NOT_FINITE` for NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return next(name for name, number in _NOT_FINITE.items() if str(number) == str(value))
     if isinstance(value, Mapping):
-        return {name: _without_bare_names(item) for name, item in value.items()}
-    return [_without_bare_names(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _with_named_numbers(item) for name, item in value.items()}
+    return [_with_named_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _with_numbers(value: Any) -> Any:
-    """The inverse of :func:`_without_bare_names`."""
+def _without_named_numbers(value: Any) -> Any:
+    """Undo :func:`_with_named_numbers`."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {name: _with_numbers(item) for name, item in value.items()}
-    return [_with_numbers(item) for item in value] if isinstance(value, list) else value
+        return {name: _without_named_numbers(item) for name, item in value.items()}
+    return [_without_named_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-# Settings that name a folder for files of a cell, or none; memprof has a "trace" that is none of them.
+# Settings that name a folder for files of a cell; memprof's "trace" is a boolean.
 _FOLDERS = ("keep", "snapshot", "trace")
 
 
 def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """The settings by which a cell leaves traces, reports or snapshots in folders, with these."""
+    """Return the folders in which a cell leaves traces, reports or snapshots, by the settings that name them."""
     return {name: configuration[name] for name in _FOLDERS if isinstance(configuration.get(name), str)}
 
 
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
-    """Canonical text of what a configuration measures: equal for equal settings, whatever their order.
+    """Return a text of what a configuration measures: equal for equal settings, whatever their order.
 
     Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, ``timeout_s``, how
     long ranks wait for each other before they give up, and what rows of tables say about their :data:`ORIGIN`.
     """
-    passed_over = {*ignore, "timeout_s", *ORIGIN, *folders_of(configuration)}
-    passed_over |= {name for name in _FOLDERS if configuration.get(name) is None}
-    return json_text({name: value for name, value in configuration.items() if name not in passed_over}, sort_keys=True)
+    ignored = {*ignore, "timeout_s", *ORIGIN, *folders_of(configuration)}
+    ignored |= {name for name in _FOLDERS if configuration.get(name) is None}
+    return json_text({name: value for name, value in configuration.items() if name not in ignored}, sort_keys=True)
 
 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fewest leading settings that tell them apart: ``size``, without the ``d_model`` that follows from it."""
+    """Name the fewest leading settings that tell them apart: ``size``, not the ``d_model`` that follows from it."""
     distinguishing: list[str] = []
-    groups, group_count = [0] * len(configurations), 1
+    # What the settings so far tell apart: equal keys belong to configurations that they do not.
+    keys: list[tuple[str, ...]] = [()] * len(configurations)
     for name in dict.fromkeys(name for configuration in configurations for name in configuration):
-        numbers: dict[tuple[int, str], int] = {}
-        divided = [
-            numbers.setdefault((group, configuration_key({name: values.get(name)})), len(numbers))
-            for group, values in zip(groups, configurations, strict=True)
+        longer = [
+            (*key, configuration_key({name: configuration.get(name)}))
+            for key, configuration in zip(keys, configurations, strict=True)
         ]
-        if len(numbers) > group_count:
+        if len(set(longer)) > len(set(keys)):
             distinguishing.append(name)
-            groups, group_count = divided, len(numbers)
+            keys = longer
     return distinguishing
 
 
 @dataclass(frozen=True)
 class Results:
-    """The content of a results file.
-
-    Attributes:
-        passed_over: what was left out, a sentence for each line: ``line 7 is cut, or no record of results``.
-    """
+    """The content of a results file; ``passed_over`` has a sentence for each line that was left out."""
 
     runs: dict[str, Run]
     cells: tuple[Cell, ...]
@@ -276,12 +269,9 @@ class Results:
 
 
 def read_several(paths: str) -> Results:
-    """Read several files, given as ``a.jsonl,b.jsonl``; a file that has commas in its name is one.
+    """Read several files, ``a.jsonl,b.jsonl``, or one that has commas in its name, with errors as :func:`read_results`.
 
     A command that runs as a function may be called with results instead (:mod:`cs336sys.results.recording`).
-
-    Raises:
-        UsageError: as :func:`read_results`, or there is none.
     """
     recording = current_recording()
     if recording is not None and paths in recording.sources:
@@ -290,26 +280,22 @@ def read_several(paths: str) -> Results:
     files = {name: read_results(Path(name)) for name in names or [paths]}
     runs = {run_id: run for file in files.values() for run_id, run in file.runs.items()}
     cells = tuple(cell for file in files.values() for cell in file.cells)
-    passed_over = (f"{name}: {left_out}" for name, file in files.items() for left_out in file.passed_over)
+    passed_over = (f"{name}: {sentence}" for name, file in files.items() for sentence in file.passed_over)
     return Results(runs, cells, tuple(passed_over))
 
 
-# Lines that are named one by one before the rest is counted.
-_NAMED = 5
-
-
 def passed_over_words(results: Results) -> list[str]:
-    """Warn of the lines that were left out, the first ones with their faults."""
-    named, count = results.passed_over[:_NAMED], len(results.passed_over) - _NAMED
+    """Warn of the lines that were left out, the first five with their faults."""
+    named, count = results.passed_over[:5], len(results.passed_over) - 5
     note = [f"{count} more line{'s are' if count > 1 else ' is'} passed over"] if count > 0 else []
     return [*(f"{sentence}, and passed over" for sentence in named), *note]
 
 
 def read_results(path: Path) -> Results:
-    """Read a file of :mod:`cs336sys.results.file`, or a pipe; a line that is no record of today's is passed over.
+    """Read a file of :mod:`cs336sys.results.file`, or a pipe, without the lines that are no record of this version.
 
-    This is the one place where what strangers have written becomes runs and cells: numbers are of a size that can be
-    computed with, times are more than 0, text is without control characters (:mod:`cs336sys.results.foreign`).
+    Here alone do files of strangers become runs and cells: numbers are of a size that can be computed with, times are
+    more than 0, text is without control characters (:mod:`cs336sys.results.foreign`).
 
     Raises:
         UsageError: the file cannot be read, is too large, holds no results, or was written by a newer version.
@@ -339,7 +325,7 @@ def read_results(path: Path) -> Results:
             if kind == "run":
                 runs[record["run_id"]] = _read_run(record)
             elif kind == "cell":
-                cells.append(_cell(record))
+                cells.append(_read_cell(record))
             else:
                 raise ValueError("it is neither a run nor a cell")
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
@@ -354,7 +340,7 @@ def read_results(path: Path) -> Results:
 
 
 def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
-    """The text of a file part by part, decompressed; adds to ``passed_over`` what of it is damaged."""
+    """Yield the text of a file part by part, decompressed, and note in ``passed_over`` which data are damaged."""
     try:
         chunks = foreign.read_chunks(path, foreign.FILE_BYTES)
         first = next(chunks, b"")
@@ -385,18 +371,18 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
 
 
 def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text, those longer than :data:`LINE_BYTES` without their end."""
+    """Yield the lines of a text, of those longer than :data:`LINE_BYTES` so many bytes and one, which shows them."""
     pending: list[bytes] = []
-    room = foreign.LINE_BYTES + 1
+    bytes_left = foreign.LINE_BYTES + 1
     for part in parts:
+        # One line at a time: a list of all would take many times the memory of a part of empty lines.
         stream = io.BytesIO(part)
         while line := stream.readline():
-            # Of a line that is too long enough is kept to be seen to be that.
-            pending.append(line[:room])
-            room -= len(pending[-1])
+            pending.append(line[:bytes_left])
+            bytes_left -= len(pending[-1])
             if line.endswith(b"\n"):
                 yield b"".join(pending).rstrip(b"\r\n")
-                pending, room = [], foreign.LINE_BYTES + 1
+                pending, bytes_left = [], foreign.LINE_BYTES + 1
     if pending:
         yield b"".join(pending)
 
@@ -405,7 +391,7 @@ def holds_results(path: Path) -> bool:
     """Return whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
     try:
         with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
-            # A run's, which is short.
+            # The first line is a run's, which is short.
             first = stream.readline(2**20)
     except (OSError, EOFError, zlib.error):
         return False
@@ -417,7 +403,7 @@ def read_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         if b'NaN"' in line or b'Infinity"' in line:
-            record = _with_numbers(record)
+            record = _without_named_numbers(record)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"schema_version", "kind"} <= record.keys() else None
@@ -436,7 +422,7 @@ _SAMPLES_TYPES = {"unit": str, "method": str, "measured": list, "warmup": list}
 
 
 def _check_types(record: Any, types: Mapping[str, type]) -> None:
-    """Raise a KeyError or a TypeError where another program, or a hand, has written something else."""
+    """Raise a KeyError or a TypeError where a record lacks one of these fields, or has one of another type."""
     if not isinstance(record, dict):
         raise TypeError("samples are no dict")
     for name, kind in types.items():
@@ -445,29 +431,31 @@ def _check_types(record: Any, types: Mapping[str, type]) -> None:
 
 
 def _read_run(record: dict[str, Any]) -> Run:
+    """Build a run, or raise a KeyError, TypeError or ValueError that says what is wrong with the record."""
     _check_types(record, _RUN_TYPES)
-    for name, value in (record["machine"] | record["environment"]).items():
+    machine, environment = record["machine"], record["environment"]
+    for name, value in (machine | environment).items():
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
-    named = [(record["machine"], ("gpu", "cpu")), (record["environment"], ("git_commit", "source_digest"))]
-    for values, names in named:
-        for name in names:
-            if not isinstance(values.get(name), str | None):
-                raise TypeError(f"{name} is no str")
+    texts = {name: machine.get(name) for name in ("gpu", "cpu")}
+    texts |= {name: environment.get(name) for name in ("git_commit", "source_digest")}
+    for name, text in texts.items():
+        if not isinstance(text, str | None):
+            raise TypeError(f"{name} is no str")
     return Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
 
 
-def _cell(record: dict[str, Any]) -> Cell:
+def _read_cell(record: dict[str, Any]) -> Cell:
     _check_types(record, _CELL_TYPES)
     if record["status"] not in get_args(Status):
         raise ValueError(f"its status is '{record['status'][:40]}'")
     if not isinstance(record.get("reason"), str | None):
         raise TypeError("reason is no str")
-    samples = {name: _samples(name, values) for name, values in record["samples"].items()}
+    samples = {name: _read_samples(name, values) for name, values in record["samples"].items()}
     return Cell(**record | {"samples": samples})
 
 
-def _samples(name: str, record: dict[str, Any]) -> Samples:
+def _read_samples(name: str, record: dict[str, Any]) -> Samples:
     _check_types(record, _SAMPLES_TYPES)
     foreign.check_samples(name, record["unit"], record["measured"], record["warmup"])
     return Samples(**record | {"measured": tuple(record["measured"]), "warmup": tuple(record["warmup"])})

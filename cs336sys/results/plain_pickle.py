@@ -1,10 +1,10 @@
 """Read a pickle of plain data so that nothing in it can run, hang or fill memory.
 
 An unpickler whose ``find_class`` refuses every name is not enough: one memo index makes Python's allocate 64 GiB, and
-nested tuples as keys are hashed for ever. So a file is read twice: its opcodes, which must be those that dictionaries,
-lists, pairs of small integers, texts, numbers, bools and None are made of, and then its values, of which a part is
-handed out at a time while the process has room for it. Keys cannot be made to collide: texts are hashed with a random
-seed, and integers have at most 64 bits, those of pairs 32.
+nested tuples as keys are hashed for ever. So a file is read twice: first its opcodes, which must be those that
+dictionaries, lists, pairs of small integers, texts, numbers, bools and None are made of, and then its values, part by
+part while the process has room for more. Keys cannot be made to collide: texts are hashed with a random seed, and
+integers have at most 64 bits, those of pairs 32.
 """
 
 import gc
@@ -27,16 +27,17 @@ _PART_BYTES = 2**17
 # Python's pickler ends a frame after 64 KiB, or after one value that is larger.
 _FRAME_BYTES = 2**20
 
-_SMALL = rb"(?:K.|M..|J.{4})"
-_LONG = rb"\x8a(?:\x06.{6}|\x05.{5}|\x00|\x01.|\x02.{2}|\x03.{3}|\x04.{4}|\x07.{7}|\x08.{8}|\x09.{8}\x00)"
-# Opcodes of a known length: references; pairs of integers; integers of at most 64 bits; what memorizes; containers and
-# what fills them; None, bools and floats; the protocol.
-_KNOWN = re.compile(
-    rb"(?:h.|j.{4}|" + _SMALL + rb"{2}\x86|" + _SMALL + b"|" + _LONG + rb"|\x94|q.|[}\](uesaN\x88\x89)]|G.{8}"
-    rb"|\x80[\x02-\x05]){0,10000}",
+_SMALL_INTEGER = rb"(?:K.|M..|J.{4})"
+_LONG_INTEGER = rb"\x8a(?:\x06.{6}|\x05.{5}|\x00|\x01.|\x02.{2}|\x03.{3}|\x04.{4}|\x07.{7}|\x08.{8}|\x09.{8}\x00)"
+# Opcodes of a fixed length: references; pairs of integers; integers of at most 64 bits; those that memorize;
+# containers and those that fill them; None, bools and floats; the protocol.
+_FIXED_LENGTH = re.compile(
+    rb"(?:h.|j.{4}|" + _SMALL_INTEGER + rb"{2}\x86|" + _SMALL_INTEGER + b"|" + _LONG_INTEGER
+    + rb"|\x94|q.|[}\](uesaN\x88\x89)]|G.{8}|\x80[\x02-\x05]){0,10000}",
     re.DOTALL,
-)
-_TEXTS = {0x8C: 1, 0x58: 4, 0x8D: 8}
+)  # fmt: skip
+# Opcodes of texts, with the bytes of the length that follows.
+_TEXT_LENGTH_BYTES = {0x8C: 1, 0x58: 4, 0x8D: 8}
 # The module and the name that STACK_GLOBAL takes.
 _TWO_TEXTS = re.compile(rb"\x8c.([^\x8c]*?)\x94?\x8c.([^\x8c]*?)\x94?\Z", re.DOTALL)
 _ASKS_FOR_CODE = {*b"ciRob\x81\x92PQ\x82\x83\x84\x93"}
@@ -50,7 +51,7 @@ def read_plain_pickle(path: Path, *, memory_bytes: int = MEMORY_BYTES) -> Any:
 
     Raises:
         UsageError: the file asks for code, holds anything else than plain data, is damaged, or is too large.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     most_resident = _resident_bytes() + memory_bytes
     data = bytearray()
@@ -65,7 +66,7 @@ def read_plain_pickle(path: Path, *, memory_bytes: int = MEMORY_BYTES) -> Any:
     gc.disable()
     try:
         _check_opcodes(data, path)
-        return _PlainUnpickler(_Parts(data, path, most_resident)).load()
+        return _PlainUnpickler(_MemoryCheckedFile(data, path, most_resident)).load()
     except UsageError:
         raise
     except MemoryError:
@@ -87,8 +88,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise UsageError("the file asks for an object outside of itself: do not trust it")
 
 
-class _Parts:
-    """A file for the unpickler, which looks at the process's memory before it hands out more."""
+class _MemoryCheckedFile:
+    """A file for the unpickler, which looks at the process's memory before each part that it hands out."""
 
     def __init__(self, data: bytearray, path: Path, most_resident: int):
         self._data = memoryview(data)
@@ -116,24 +117,24 @@ class _Parts:
 
 
 def _check_opcodes(data: bytearray, path: Path) -> None:
+    """Raise a UsageError at the first opcode that plain data does not need, or that would fill memory."""
     at = memorized = 0
     while True:
-        match = _KNOWN.match(data, at)
+        match = _FIXED_LENGTH.match(data, at)
         assert match is not None, "it matches nothing, too"
         at = match.end()
         if at >= len(data):
             raise UsageError(f"{path} is damaged, or no pickle: it ends within a value")
         op = data[at]
-        if op in _TEXTS:
-            width = _TEXTS[op]
-            size = int.from_bytes(data[at + 1 : at + 1 + width], "little")
-            at += 1 + width + size
-        elif op == 0x72:  # LONG_BINPUT: the memo has room for as many as the largest index.
+        if op in _TEXT_LENGTH_BYTES:
+            length_bytes = _TEXT_LENGTH_BYTES[op]
+            at += 1 + length_bytes + int.from_bytes(data[at + 1 : at + 1 + length_bytes], "little")
+        elif op == 0x72:  # LONG_BINPUT: Python's memo has room for as many as the largest index.
             memorized += 1
             if int.from_bytes(data[at + 1 : at + 5], "little") > 256 + memorized:
                 raise UsageError(f"{path} numbers its values in another order than any pickler")
             at += 5
-        elif op == 0x95:  # FRAME: is handed out whole.
+        elif op == 0x95:  # FRAME: the unpickler reads it whole.
             if int.from_bytes(data[at + 1 : at + 9], "little") > _FRAME_BYTES:
                 raise UsageError(f"{path} has a frame of more than {_FRAME_BYTES // MIB} MiB, as no pickler writes")
             at += 9
@@ -144,7 +145,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
 
 
 def _refusal(data: bytearray, at: int, path: Path) -> str:
-    """Say what the opcode asks for."""
+    """Return the sentence that refuses the opcode at a byte, naming the code that it asks for."""
     op = data[at]
     name = next((code.name for code in pickletools.opcodes if ord(code.code) == op), None)
     if name is None:
@@ -179,5 +180,5 @@ def _resident_bytes() -> int:
     except OSError:
         import resource
 
-        # Elsewhere than on Linux: the most so far, on macOS in bytes.
+        # Elsewhere than on Linux: the peak so far, on macOS in bytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

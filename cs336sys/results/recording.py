@@ -1,4 +1,4 @@
-"""What a command that runs as a function measures and prints, collected for its caller. Plain data, no torch."""
+"""Collect what a command that runs as a function measures and prints, for its caller. Plain data, no torch."""
 
 import contextlib
 import sys
@@ -32,9 +32,10 @@ current_recording = _current.get
 @contextlib.contextmanager
 def recording(sources: Mapping[str, Any]) -> Iterator[Recording]:
     """Record what commands do in this context, in which they print no tables."""
-    token = _current.set(started := Recording(sources))
+    recording = Recording(sources)
+    token = _current.set(recording)
     try:
-        yield started
+        yield recording
     finally:
         _current.reset(token)
 

@@ -29,10 +29,7 @@ _TABLES = _object({"schema_version": {"const": TABLES_SCHEMA_VERSION}, "tables":
 
 
 def results_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of one line of a results file: a run or a cell.
-
-    Its definition ``tables`` is of what ``--format json`` prints.
-    """
+    """Return the JSON Schema (2020-12) of a results file's line, with that of ``--format json`` as ``tables``."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A line of a results file of cs336sys, version {SCHEMA_VERSION}",
@@ -42,6 +39,7 @@ def results_schema() -> dict[str, Any]:
 
 
 def _record(kind: type) -> dict[str, Any]:
+    """Return the schema of a line: of a dataclass, with the version and the kind of the record."""
     described = _of_dataclass(kind)
     marks = {"schema_version": {"const": SCHEMA_VERSION}, "kind": {"const": kind.__name__.lower()}}
     return described | {"properties": marks | described["properties"], "required": [*marks, *described["required"]]}
@@ -49,16 +47,13 @@ def _record(kind: type) -> dict[str, Any]:
 
 def _of_dataclass(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {
-        "type": "object",
-        "properties": {member.name: _of_type(hints[member.name]) for member in fields(kind)},
-        # read_results wants these whatever their default; a cell that is ok may lack its reason.
-        "required": [member.name for member in fields(kind) if member.name != "reason"],
-        "additionalProperties": False,
-    }
+    described = _object({member.name: _of_type(hints[member.name]) for member in fields(kind)})
+    # read_results wants all others whatever their default; a cell that is ok may lack its reason.
+    return described | {"required": [name for name in described["required"] if name != "reason"]}
 
 
 def _of_type(kind: Any) -> dict[str, Any]:
+    """Return the schema of a field's type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return {}

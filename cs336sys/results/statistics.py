@@ -17,7 +17,7 @@ from typing import Literal
 
 from cs336sys.results.model import Samples
 
-# Above this part of its mean, a standard deviation says that something else was measured, too.
+# A standard deviation above this part of the mean says that something else was measured, too.
 NOISY_PART = 0.2
 
 # What tables and write-ups allow: one in twenty equal pairs is called different.
@@ -29,24 +29,24 @@ SAME_PERCENT = 5.0
 # Equal numbers may differ by so much after arithmetic, as a part of them.
 ROUNDING = 1e-12
 
-# Four differ only where they do not overlap, and then whether or not they drift.
-_LEAST_FOR_DRIFT = 5
+# Samples of a round that are the fewest for an autocorrelation: four differ only where they do not overlap at all.
+_FEWEST_FOR_DRIFT = 5
 # The largest autocorrelation that is believed.
-_MOST_DRIFT = 0.95
+_LARGEST_DRIFT = 0.95
 
 # Fewer pairs cannot differ significantly at 5 %.
 _FEWEST_PAIRS = 6
 
 # With more independent samples a normal distribution replaces the exact one.
-_EXACT = 20
+_MOST_EXACT = 20
 
-# Evenly spaced quantiles that stand for a longer series.
+# A longer series is represented by so many evenly spaced quantiles.
 _QUANTILES = 200
 
 # What is drawn independently: whole runs, rounds of one run, or nothing larger than samples that follow one another.
 Level = Literal["runs", "rounds", "samples"]
 
-# The ends of an interval, and p of no difference; None where samples drift too much for a test.
+# The ends of an interval, and p of no difference, which is None where samples drift too much for a test.
 _Limits = tuple[float, float, float | None]
 
 # One side: its runs, of each its rounds, of each the samples in the order in which they were taken.
@@ -62,8 +62,7 @@ class Interval:
         neutral: the value that says "no difference", 0 or 1; a ratio's is 1.
         is_range: it is shown as ``low to high``: the estimate says nothing.
         is_cost: it cannot be less than nothing: within the noise it is shown as ``< high``.
-        is_bound: ``low`` and ``high`` are the smallest and the largest difference of two samples, as the samples drift
-            too much for a test.
+        is_bound: the samples drift too much for a test: no difference of two samples is beyond ``low`` and ``high``.
         to_decide: about how many samples a side would decide a ratio that is undecided.
     """
 
@@ -78,7 +77,7 @@ class Interval:
 
     @property
     def is_noise(self) -> bool:
-        """No difference can be told."""
+        """Return whether the interval contains "no difference"."""
         return self.neutral is not None and self.low <= self.neutral <= self.high
 
     @property
@@ -87,7 +86,7 @@ class Interval:
 
     @property
     def is_undecided(self) -> bool:
-        """The samples show neither a difference nor, of a ratio, that there is none of over :data:`SAME_PERCENT`."""
+        """Return whether samples show neither a difference nor that a ratio is within :data:`SAME_PERCENT` of 1."""
         is_wide = self.is_ratio and self.is_noise and same_within_percent(self.low, self.high) > SAME_PERCENT
         return is_wide or not math.isfinite(self.high)
 
@@ -98,15 +97,15 @@ class Difference:
 
     Attributes:
         level: what was counted as one independent sample; of a run or a round its median.
-        median_a, median_b: of these.
+        median_a, median_b: medians of the independent samples.
         ratio: of the medians, B / A; None unless all samples are positive.
-        ratio_low, ratio_high: its confidence interval. It holds 1 where ``p_value`` is not significant, and not else.
-            None where there are too few samples for any to be significant.
+        independent: how many independent samples each side is worth.
+        ratio_low, ratio_high: the ratio's confidence interval. It contains 1 exactly where ``p_value`` is not
+            significant. None where there are too few samples for any to be significant.
         p_value: of the hypothesis that both sides are drawn from the same distribution, two-sided. None where the
             interval is, or where samples drift too much for a test: the interval is then from the smallest to the
             largest ratio of two samples.
-        independent: how many independent samples each side is worth.
-        is_significant: the interval does not hold 1 (without a ratio: 0 is no difference that there may be).
+        is_significant: the interval does not contain 1, or without a ratio that of the shift does not contain 0.
         to_decide: about how many samples, rounds or runs a side would decide, where these do not.
     """
 
@@ -114,10 +113,10 @@ class Difference:
     median_a: float
     median_b: float
     ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
-    p_value: float | None
     independent: tuple[int, int]
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    p_value: float | None = None
     is_significant: bool = False
     to_decide: int | None = None
 
@@ -146,7 +145,7 @@ def same_within(low: float, high: float) -> str:
 
 
 def difference(a: Samples, b: Samples) -> Interval:
-    """Return the median of ``a`` less that of ``b``, in their unit."""
+    """Return the median of ``a`` minus that of ``b``, in their unit."""
     low, high, _ = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
     estimate = a.median - b.median
     # The pairs that limit the shift need not lie around the shift of the medians.
@@ -158,20 +157,21 @@ def ratio(a: Samples, b: Samples) -> Interval:
     if a is b:
         return Interval(1.0, 1.0, 1.0)
     worth = _worth([[b.measured]], [[a.measured]])
-    limits = _rank_sum(_logarithms(b), _logarithms(a), worth)
+    limits = _rank_sum(_logarithms(b.measured), _logarithms(a.measured), worth)
     count = min(len(a.measured), len(b.measured))
     return _ratio_interval(a.median / b.median, limits, count, fewest_samples())
 
 
 def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
-    """Return the median ratio of samples taken in turn, by the signed-rank test; what one has more is left out."""
-    pairs = [first - second for first, second in zip(_logarithms(a), _logarithms(b), strict=False)]
-    nulls = [_signed_rank_null(_independent(len(pairs), part)) for part in (_worth([[pairs]]), 1.0)]
-    values = _thinned(pairs)
-    # Of all pairs of values, each with itself, too.
-    means = sorted((first + second) / 2 for place, first in enumerate(values) for second in values[place:])
+    """Return the median ratio of samples taken in turn, by the signed-rank test; the longer series is cut."""
+    first, second = _logarithms(a.measured), _logarithms(b.measured)
+    differences = [before - after for before, after in zip(first, second, strict=False)]
+    nulls = [_signed_rank_null(_independent(len(differences), worth)) for worth in (_worth([[differences]]), 1.0)]
+    values = _thinned(differences)
+    # Of all pairs of values, each also with itself.
+    means = sorted((value + other) / 2 for index, value in enumerate(values) for other in values[index:])
     limits = _interval_limits(means, nulls, SIGNIFICANCE)
-    return _ratio_interval(math.exp(statistics.median(pairs)), limits, len(pairs), _FEWEST_PAIRS)
+    return _ratio_interval(math.exp(statistics.median(differences)), limits, len(differences), _FEWEST_PAIRS)
 
 
 def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float = 95.0) -> Difference:
@@ -184,26 +184,25 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
         level = "runs"
     elif max(len(a[0]), len(b[0])) > 1:
         level = "rounds"
-    of_a, of_b = _units(a, level), _units(b, level)
+    of_a, of_b = _level_values(a, level), _level_values(b, level)
     worth = _worth(a, b) if level == "samples" else 1.0
-    independent = _independent(len(of_a), worth), _independent(len(of_b), worth)
     significance = (100 - confidence_percent) / 100
     is_positive = min(of_a) > 0 and min(of_b) > 0
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
     median_ratio = median_b / median_a if is_positive else None
-    before, after = (list(map(math.log, side)) if is_positive else side for side in (of_a, of_b))
-    limits = _rank_sum(before, after, worth, significance)
+    independent = _independent(len(of_a), worth), _independent(len(of_b), worth)
+    difference = Difference(level, median_a, median_b, median_ratio, independent)
+    before, after = (_logarithms(side) if is_positive else side for side in (of_a, of_b))
+    limits = low, high, p_value = _rank_sum(before, after, worth, significance)
     fewest = fewest_samples(significance)
-    difference = Difference(level, median_a, median_b, median_ratio, None, None, None, independent, to_decide=fewest)
-    low, high, p_value = limits
     if not math.isfinite(high):
-        return difference
+        return replace(difference, to_decide=fewest)
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
     is_significant = not min(low, shift) <= 0 <= max(high, shift)
     if p_value is not None and p_value <= significance * (1 + ROUNDING) and not is_significant:
         # Ranks that contradict the medians show a difference, but not this one.
         p_value = 1.0
-    difference = replace(difference, p_value=p_value, is_significant=is_significant, to_decide=None)
+    difference = replace(difference, p_value=p_value, is_significant=is_significant)
     if median_ratio is None:
         return difference
     interval = _ratio_interval(median_ratio, limits, min(len(of_a), len(of_b)), fewest)
@@ -211,14 +210,14 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
 
 
 def autocorrelation(side: SideSamples) -> float | None:
-    """Correlate the ranks of samples with the one before in the same round, -1 to 1; None for fewer than 5 a round.
+    """Correlate the ranks of samples that follow one another in a round, -1 to 1; None for fewer than 5 a round.
 
     The estimate from a short series of n is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954). It is
     corrected to first order of 1 / n: whole, the correction would double the noise of an estimate from 8.
     """
     rounds = [samples for run in side for samples in run]
     length = min(map(len, rounds))
-    if length < _LEAST_FOR_DRIFT:
+    if length < _FEWEST_FOR_DRIFT:
         return None
     centred = [[rank - (len(samples) - 1) / 2 for rank in _average_ranks(samples)] for samples in rounds]
     squares = sum(rank * rank for ranks in centred for rank in ranks)
@@ -229,14 +228,18 @@ def autocorrelation(side: SideSamples) -> float | None:
 
 
 def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -> Interval:
-    """Return the interval of a ratio of ``count`` samples a side from logarithms; ``fewest`` could be significant."""
+    """Return the interval of a ratio, and where it is undecided, how many samples a side would decide it.
+
+    Args:
+        limits: of the ratio's logarithm; ``count``: samples a side; ``fewest``: those that could be significant.
+    """
     shift = math.log(estimate)
     low, high, p_value = limits
     low, high = min(low, shift), max(high, shift)
     ends = min(math.exp(low), estimate), max(math.exp(high), estimate)
     if not math.isfinite(high):
-        return Interval(estimate, *ends, 1.0, to_decide=fewest)
-    interval = Interval(estimate, *ends, 1.0, is_bound=p_value is None)
+        return Interval(estimate, *ends, neutral=1.0, to_decide=fewest)
+    interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)
     if not interval.is_undecided:
         return interval
     # The interval has to leave out 1, or to lie within SAME_PERCENT of it; it narrows with the root of the number.
@@ -245,11 +248,12 @@ def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -
     return replace(interval, to_decide=max(count + 1, math.ceil(count * ((high - low) / needed_width) ** 2)))
 
 
-def _logarithms(samples: Samples) -> list[float]:
-    return list(map(math.log, samples.measured))
+def _logarithms(values: Sequence[float]) -> list[float]:
+    return list(map(math.log, values))
 
 
-def _units(side: SideSamples, level: Level) -> list[float]:
+def _level_values(side: SideSamples, level: Level) -> list[float]:
+    """Return a side's samples, or the medians of its rounds or runs."""
     if level == "samples":
         return list(side[0][0])
     if level == "rounds":
@@ -258,19 +262,19 @@ def _units(side: SideSamples, level: Level) -> list[float]:
 
 
 def _average_ranks(values: Sequence[float]) -> list[float]:
-    """Return the place of each value among all, from 0; equal ones share theirs."""
+    """Return the rank of each value among all, from 0; equal values have the mean of their ranks."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
 
 
 def _worth(*sides: SideSamples) -> float:
-    """Return the part of the samples that counts, ``(1 - rho) / (1 + rho)`` of an autoregressive series.
+    """Return how many independent samples one is worth, ``(1 - rho) / (1 + rho)`` in an autoregressive series.
 
     One rho for both sides, the mean of their estimates: of each alone it is too uncertain.
     """
-    lags = [lag for side in sides if (lag := autocorrelation(side)) is not None]
-    lag = min(max(fmean(lags), 0.0), _MOST_DRIFT) if lags else 0.0
-    return (1 - lag) / (1 + lag)
+    estimates = [rho for rho in map(autocorrelation, sides) if rho is not None]
+    rho = min(max(fmean(estimates), 0.0), _LARGEST_DRIFT) if estimates else 0.0
+    return (1 - rho) / (1 + rho)
 
 
 def _independent(count: int, worth: float) -> int:
@@ -278,15 +282,16 @@ def _independent(count: int, worth: float) -> int:
 
 
 def _thinned(values: Sequence[float]) -> Sequence[float]:
+    """Return the values, or :data:`_QUANTILES` of them that are evenly spaced in their order."""
     if len(values) <= _QUANTILES:
         return values
     ordered = sorted(values)
-    return [ordered[(2 * place + 1) * len(values) // (2 * _QUANTILES)] for place in range(_QUANTILES)]
+    return [ordered[(2 * index + 1) * len(values) // (2 * _QUANTILES)] for index in range(_QUANTILES)]
 
 
 def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> _Limits:
-    """Return the limits of the shift from ``a`` to ``b``: of all pairs' distances."""
-    # Of 40,000 pairs. Not with this module, which is imported where nothing is compared, too.
+    """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples."""
+    # Imported late: many who import this module compare nothing.
     import numpy as np
 
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
@@ -298,11 +303,9 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
 
 @dataclass(frozen=True)
 class _Null:
-    """Null distribution of a statistic that counts distances below 0.
+    """Null distribution of a statistic that counts distances below 0, ``most`` of them at most.
 
-    Attributes:
-        most: the largest that it can be.
-        at_most: the probability of at most 0, 1, ...; empty where a normal distribution is good enough.
+    ``at_most`` has the probability of at most 0, 1, ...; it is empty where a normal distribution is good enough.
     """
 
     most: int
@@ -314,32 +317,35 @@ class _Null:
         return NormalDist(self.most / 2, math.sqrt(self.variance))
 
     def probability(self, statistic: int) -> float:
+        """Return the probability of at most this value; 0.5 corrects the normal distribution for whole numbers."""
         return self.at_most[statistic] if self.at_most else self._normal.cdf(statistic + 0.5)
 
     def rejected(self, probability: float) -> int:
-        """Return how many of 0, 1, ... have at most this probability altogether."""
+        """Return how many of the values 0, 1, ... have at most this probability altogether."""
         if self.at_most:
             return bisect_right(self.at_most, probability * (1 + ROUNDING))
         return max(0, math.floor(self._normal.inv_cdf(probability) + 0.5))
 
 
 def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significance: float) -> _Limits:
-    """Return the limits from the distances that a test counts.
+    """Return the limits from the distances that a test counts, in rising order.
 
     Args:
         nulls: the distribution for as many samples as these are worth, and the one for as many as they are.
     """
-    null, undrifting = nulls
+    null, null_without_drift = nulls
+    # Where samples are worth less, the test counts fewer distances, each of which stands for so many of these.
     weight = len(ordered) / null.most
     rejected = null.rejected(significance / 2)
     if rejected:
+        # Zeros count for both sides.
         fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
         p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))
-        place = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
-        return ordered[place], ordered[-1 - place], p_value
-    if undrifting.rejected(significance / 2):
-        # However much they drift, no pair is further apart. Where no sample of one side is like one of the other, the
-        # sides differ by at least as much as the nearest pair.
+        index = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
+        return ordered[index], ordered[-1 - index], p_value
+    if null_without_drift.rejected(significance / 2):
+        # However much samples drift, no pair is further apart than the first and the last of these distances. Where
+        # the sides do not overlap, they differ by at least as much as the nearest pair.
         return ordered[0], ordered[-1], None
     return -math.inf, math.inf, None
 
@@ -349,16 +355,10 @@ def _rank_sum_null(smaller_count: int, larger_count: int) -> _Null:
     """Return the null distribution for ``smaller_count`` samples of one side and ``larger_count`` of the other."""
     most = smaller_count * larger_count
     variance = most * (smaller_count + larger_count + 1) / 12
-    if smaller_count > _EXACT or most > _EXACT**3:
+    if smaller_count > _MOST_EXACT or most > _MOST_EXACT**3:
         return _Null(most, variance)
-    # The Gaussian binomial coefficient: the product of (1 - x^(larger + i)) / (1 - x^i) for i = 1, ..., smaller.
-    ways = [1] + [0] * most
-    for factor in range(1, smaller_count + 1):
-        for power in range(most, larger_count + factor - 1, -1):
-            ways[power] -= ways[power - larger_count - factor]
-        for power in range(factor, most + 1):
-            ways[power] += ways[power - factor]
-    return _Null(most, variance, _cumulated(ways))
+    # The Gaussian binomial coefficient.
+    return _exact_null(most, variance, [(larger_count + i, i) for i in range(1, smaller_count + 1)])
 
 
 @cache
@@ -366,16 +366,19 @@ def _signed_rank_null(count: int) -> _Null:
     """Return the null distribution for so many pairs."""
     most = count * (count + 1) // 2
     variance = most * (2 * count + 1) / 12
-    if count > 2 * _EXACT:
+    if count > 2 * _MOST_EXACT:
         return _Null(most, variance)
-    # Each rank is on one side or the other: the product of (1 + x^i) for i = 1, ..., count.
+    # Each rank is on one side or the other: the factors are 1 + x^rank.
+    return _exact_null(most, variance, [(2 * rank, rank) for rank in range(1, count + 1)])
+
+
+def _exact_null(most: int, variance: float, factors: Sequence[tuple[int, int]]) -> _Null:
+    """Return the distribution whose generating function has the factors ``(1 - x^a) / (1 - x^b)``, as pairs (a, b)."""
     ways = [1] + [0] * most
-    for rank in range(1, count + 1):
-        for power in range(most, rank - 1, -1):
-            ways[power] += ways[power - rank]
-    return _Null(most, variance, _cumulated(ways))
-
-
-def _cumulated(ways: Sequence[int]) -> list[float]:
+    for a, b in factors:
+        for power in range(most, a - 1, -1):
+            ways[power] -= ways[power - a]
+        for power in range(b, most + 1):
+            ways[power] += ways[power - b]
     total = sum(ways)
-    return [so_far / total for so_far in accumulate(ways)]
+    return _Null(most, variance, [so_far / total for so_far in accumulate(ways)])

@@ -1,8 +1,7 @@
 """Measures the cells of a sweep in a worker process, so that no cell can end the sweep or keep memory from the next.
 
-The worker imports torch; its parent need not, and never creates a CUDA context of its own. It is replaced after a cell
-that ran out of memory, crashed or timed out, because memory stays held by tracebacks and by the allocator's cache, and
-after one that could not be captured in a CUDA graph, because parts of torch may still be capturing.
+The worker imports torch, its parent need not. It is replaced after a cell that ran out of memory, crashed or timed out,
+and after one that could not be captured in a CUDA graph, because parts of torch may still be capturing.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ Progress = Callable[[str], None]
 # How long a worker that has nothing to do may take to end its own helpers (compiler processes) and exit.
 _EXIT_S = 10.0
 
-# What allocators outside torch.OutOfMemoryError say when memory runs out.
-# torch's own error for a GPU is a RuntimeError with the second: to look for the type would mean to import torch.
+# What the errors of allocators say when memory runs out. The second is that of torch.OutOfMemoryError, too, a
+# RuntimeError, whose type would have to be imported with torch.
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
@@ -41,8 +40,8 @@ class Outcome:
     """The outcome of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise.
 
     Attributes:
-        refused: the cell failed before anything was run, or in the user's code: the process that measures can go on.
-        spoilt: the process that measures cannot go on, whatever the status.
+        refused: an ``error`` before anything was run, or in the user's code, after which the worker can go on.
+        spoilt: the worker cannot go on, whatever the status.
     """
 
     status: Status
@@ -68,19 +67,19 @@ class _Child:
     out_of_memory_kills: int | None = field(default_factory=out_of_memory_kills)
 
     def receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
-        """Its next message, an ``error`` outcome when it died, None when the time is up."""
+        """Return its next message, an ``oom`` or ``error`` outcome when it died, None when the time is up."""
         try:
             if not self.connection.poll(timeout_s):
                 return None
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
-            # In the middle of a message, too.
-            kills = self.out_of_memory_kills
+            # It may have died in the middle of a message.
+            kills_before = self.out_of_memory_kills
             cause = "closed its connection"
             if self.guarded.has_ended(_EXIT_S):
-                cause = cause_of_death(self.guarded.process.returncode, kills)
+                cause = cause_of_death(self.guarded.process.returncode, kills_before)
             is_killed = self.guarded.process.returncode == -signal.SIGKILL
-            ran_out = is_killed and kills is not None and (out_of_memory_kills() or 0) > kills
+            ran_out = is_killed and kills_before is not None and (out_of_memory_kills() or 0) > kills_before
             status: Status = "oom" if ran_out else "error"
             return Outcome(status, reason=f"the measuring process {cause}")
         try:
@@ -89,7 +88,7 @@ class _Child:
             return Outcome("error", reason=f"cannot read the measuring process's answer: {_first_sentences(error)}")
 
     def send(self, configuration: dict[str, Any]) -> None:
-        # That it has died is noticed when its answer is read.
+        # That the process has died is noticed when its answer is read.
         with contextlib.suppress(OSError):
             self.connection.send(configuration)
 
@@ -101,8 +100,8 @@ class Worker:
         measure: where to find the :data:`Measure` function, as ``package.module:function``; a name and not the function
             itself, so that the parent need not import its module.
         arguments: the command line, for the run's record.
-        silence_s: how long the process may take to start, and then until the first message of a cell: one that starts
-            ranks has those end when they hang, and before that it can hang itself. None is as long as it takes.
+        silence_s: how long the process may take to start, and then until the first message of a cell. A cell that
+            starts ranks ends them when they hang, but may hang itself before. None: as long as it takes.
 
     Attributes:
         run: the machine that the worker found itself on; None before it has started.
@@ -117,15 +116,11 @@ class Worker:
         self._is_busy = False
 
     def start(self, *, timeout_s: float | None = None) -> Outcome | None:
-        """Start the process unless there is one, which :meth:`measure` does, too.
+        """Start the process unless there is one; :meth:`measure` does so, too.
 
-        Returns:
-            None, or what becomes of the cell that waited for it: ``timeout``, or ``error`` where it died though one
-            has started before.
-
-        Raises:
-            CapabilityError: it died, and none has ever started.
-            UsageError: a package of the user's cannot be imported.
+        Return None, or the outcome of the cell that waited for it: ``timeout``, or ``error`` where it died though an
+        earlier one had started. Raise a CapabilityError where none has ever started, and a UsageError where a package
+        of the user's cannot be imported.
         """
         if self._child is not None and self._child.guarded.process.poll() is None:
             return None
@@ -151,13 +146,9 @@ class Worker:
         return Outcome("error", reason=reason)
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
-        """Measure one cell; whatever goes wrong in it comes back as an outcome.
+        """Measure one cell; whatever goes wrong in it is an outcome, but a CapabilityError that no process starts.
 
-        Args:
-            timeout_s: how long the cell may take, and as long before it the process to start.
-
-        Raises:
-            CapabilityError: no process could start.
+        ``timeout_s`` is how long the cell may take, and as long before it the process to start.
         """
         failure = self.start(timeout_s=timeout_s)
         if failure is not None:
@@ -173,6 +164,7 @@ class Worker:
             remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())
             message = child.receive(remaining)
             if isinstance(message, str):
+                # From its first message on, only the cell's own limit counts.
                 limit_s = timeout_s
                 progress(message)
                 continue
@@ -186,7 +178,7 @@ class Worker:
             return message
 
     def close(self) -> None:
-        """End the worker: by itself when it waits for the next cell, else kill it and all that it started."""
+        """End the worker: let it exit when it waits for the next cell, else kill it and all that it started."""
         child = self._child
         if child is None:
             return
@@ -202,8 +194,8 @@ class Worker:
 class WorkerHere:
     """Stands in for :class:`Worker` where cells need objects that this process alone has: it measures them itself.
 
-    What goes wrong in a cell comes back as an outcome, too, but nothing ends a cell that takes too long, and one that
-    kills its process kills this one.
+    Errors of a cell come back as outcomes, too, but nothing ends a cell that takes too long, and one that kills its
+    process kills this one.
     """
 
     def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
@@ -226,7 +218,7 @@ class WorkerHere:
 
 
 class _ParentGone(BaseException):
-    """Nobody waits for this cell any more; not an Exception, which would be the cell's own."""
+    """Nobody waits for this cell any more; no Exception, which would be taken for the cell's."""
 
 
 def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:
@@ -245,7 +237,7 @@ def _serve(connection: multiprocessing.connection.Connection, measure: str, argu
         send(Outcome("unsupported", reason=str(error)))
         return
     new_run = imported("cs336sys.machine.environment:new_run")
-    # Where the parent ended with messages unread, the connection is reset and not closed.
+    # The connection is reset, not closed, where the parent ended with messages unread.
     with contextlib.suppress(EOFError, ConnectionResetError, _ParentGone):
         send(new_run(arguments))
         while True:
@@ -255,7 +247,7 @@ def _serve(connection: multiprocessing.connection.Connection, measure: str, argu
 
 
 def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress) -> Outcome:
-    """Run one cell and turn what it raises into its status."""
+    """Run one cell, and return its outcome also where it raises; reasons name the stage that it has come to."""
     stage = "start"
 
     def progress(text: str) -> None:
@@ -267,15 +259,13 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
         return measure_cell(configuration, progress)
     except (CapabilityError, UsageError) as error:
         return Outcome("unsupported", reason=str(error), spoilt=isinstance(error, CaptureError))
-    except UserCodeError as error:
+    except (UserCodeError, LostProcessError) as error:
         if DEBUG_VARIABLE in os.environ:
             traceback.print_exc()
-        # A GPU on which an assertion failed is of no use to this process any more.
+        if isinstance(error, LostProcessError):
+            return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
+        # A process cannot use its GPU any more once an assertion failed there.
         return Outcome("error", reason=str(error), refused="CUDA error" not in str(error))
-    except LostProcessError as error:
-        if DEBUG_VARIABLE in os.environ:
-            traceback.print_exc()
-        return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
     except Exception as error:
         if isinstance(error, ImportError) and (reason := why_no_triton()) is not None:
             return Outcome("unsupported", reason=f"needs {reason}")
@@ -286,7 +276,7 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out, on whichever device, though another error may tell it."""
+    """Return whether memory ran out, on whichever device; the error may be a cause of this one."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True
@@ -298,11 +288,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _first_sentences(error: BaseException) -> str:
-    """An error's message, short enough for a table: its first line, at most two sentences."""
-    # The CPU allocator puts the place of its check before what happened.
+    """Return an error's message, short enough for a table: its first line, at most two sentences."""
+    # The CPU allocator's message begins with the place of its check.
     text = re.sub(r"\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    # Compilers begin with what raised, and a colon.
+    # Compilers name on a line of its own where it was raised.
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return ". ".join(first.split(". ")[:2]).rstrip(".")
 
@@ -313,7 +303,7 @@ def release_memory() -> None:
 
     from cs336sys.machine.device import free_gpu_memory
 
-    # Imports the compiler, which takes more than a second and about as long again when the process ends.
+    # Else nothing was compiled, and this would import the compiler, in more than a second.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     free_gpu_memory()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
 _TRACER_LINES = b"USDT:"
-# A cell that takes longer says what it has come to, so that one that waits for ever is no silence.
+# A cell that takes longer reports its stage, so that one that waits for ever is noticed.
 _SILENT_S = 30.0
-# How long the last lines may take: busy cores keep the thread that passes them on waiting for seconds, and one who
-# no longer reads standard error keeps it for ever.
+# How long the last lines may take: busy cores delay the thread that passes them on for seconds, and a reader of
+# standard error that has stopped delays it for ever.
 _PASSED_ON_S = 30.0
 # Written to the pipe to mark the end of all that was written before; it occurs in no text.
-_MARK = b"\0\0 all of it\n"
+_END_MARK = b"\0\0 all of it\n"
 
 
 class SweepProgress:
@@ -33,32 +33,28 @@ class SweepProgress:
         """Report the stage of the cell that is measured now."""
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
-        """A cell was measured, or taken from a file: then ``took_s`` is None."""
+        """Report a cell that was measured in so many seconds, or taken from a file (None)."""
 
 
 @contextlib.contextmanager
 def showing_progress(
     command: str, configurations: Sequence[Mapping[str, Any]], *, is_shown: bool, measured_here: bool = False
 ) -> Iterator[SweepProgress]:
-    """Progress of a sweep over ``configurations`` on standard error; nowhere if it is not shown here.
+    """Show the progress of a sweep over ``configurations`` on standard error, if it is shown here.
 
-    Args:
-        measured_here: cells are measured by this very process, which cannot read what it writes itself: native code
-            that writes more than a pipe holds while it keeps Python's lock would wait for ever.
+    A process that measures cells itself (``measured_here``) cannot read its own standard error: native code that writes
+    more than a pipe holds while it keeps Python's lock would wait for ever.
     """
     from rich.console import Console
 
     if not is_shown:
         yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
-        # Not closed here: processes that outlive the sweep may still have something to say.
+        # Not closed here: processes that outlive the sweep may still write to it.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
-        with (
-            _drawn_bar(console) as drawn,
-            # What workers write would be written into the bar.
-            _stderr_by_lines(functools.partial(_print_above, drawn), is_read=not measured_here),
-        ):
-            yield _Bar(drawn, command, len(configurations))
+        # Lines of workers are printed above the bar, or they would be written into it.
+        with _bar_of(console) as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):
+            yield _Bar(bar, command, len(configurations))
     else:
         with (
             _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here),
@@ -81,7 +77,7 @@ class _Lines(SweepProgress):
         self._durations_s: list[float] = []
         self._stage = ""
         self._timer: threading.Timer | None = None
-        # A timer that runs out as its cell ends would else speak, and set the next, for the cell after it.
+        # Else a timer that runs out as its cell ends would report, and set the next timer, for the cell after it.
         self._timer_lock = threading.Lock()
 
     def at_stage(self, stage: str) -> None:
@@ -91,13 +87,14 @@ class _Lines(SweepProgress):
                 self._tell_after(_SILENT_S, so_far_s=0.0)
 
     def close(self) -> None:
-        """Tell no more of the cell."""
+        """Report no more of the cell."""
         with self._timer_lock:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
     def _tell_after(self, wait_s: float, so_far_s: float) -> None:
+        """Report the cell's stage after a time, and again after as long as it has taken by then."""
         number = self._done + 1
 
         def tell() -> None:
@@ -133,42 +130,43 @@ class _Lines(SweepProgress):
 
 @contextlib.contextmanager
 def _stderr_by_lines(write: Callable[[bytes], None], *, is_read: bool) -> Iterator[None]:
-    """Let ``write`` have each line that this process, and those that it starts meanwhile, write to standard error."""
+    """Call ``write`` with each line that this process, and those that it starts meanwhile, write to standard error."""
     if not is_read:
         yield
         return
-    reading, writing = os.pipe()
-    before = os.dup(2)
-    os.dup2(writing, 2)
+    read_end, write_end = os.pipe()
+    stderr = os.dup(2)
+    os.dup2(write_end, 2)
     all_is_passed_on = threading.Event()
-    threading.Thread(target=_pass_on, args=(reading, write, all_is_passed_on), daemon=True).start()
+    threading.Thread(target=_pass_on, args=(read_end, write, all_is_passed_on), daemon=True).start()
     try:
         yield
     finally:
-        os.dup2(before, 2)
-        os.close(before)
-        # The reader stays for processes that outlive this.
-        os.write(writing, _MARK)
-        os.close(writing)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        # The thread goes on for processes that outlive this.
+        os.write(write_end, _END_MARK)
+        os.close(write_end)
         all_is_passed_on.wait(_PASSED_ON_S)
 
 
 def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: threading.Event) -> None:
+    """Write the lines that come from a pipe, but those of tracers; set the event at the mark of their end."""
     with open(descriptor, "rb") as lines:
         for line in lines:
-            text = line.removesuffix(_MARK)
+            text = line.removesuffix(_END_MARK)
             if text and not text.startswith(_TRACER_LINES):
                 # Read on even if this fails: a full pipe that nobody reads would block those who write to it.
                 with contextlib.suppress(OSError):
                     write(text)
-            if line.endswith(_MARK):
+            if line.endswith(_END_MARK):
                 all_is_passed_on.set()
 
 
-def _print_above(drawn: "Progress", line: bytes) -> None:
+def _print_above(bar: "Progress", line: bytes) -> None:
     # rich first computes where the bar is and writes later; its thread must not redraw the bar in between.
-    with drawn.live._lock:
-        drawn.console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
+    with bar.live._lock:
+        bar.console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
 
 
 def _write_to(descriptor: int, line: bytes) -> None:
@@ -176,27 +174,20 @@ def _write_to(descriptor: int, line: bytes) -> None:
         line = line[os.write(descriptor, line) :]
 
 
-def _drawn_bar(console: "Console") -> "Progress":
-    from rich import progress
+def _bar_of(console: "Console") -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[stage]}"),
-    )
-    return progress.Progress(*columns, console=console, transient=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress("{task.description}", *columns, "{task.fields[stage]}", console=console, transient=True)
 
 
 class _Bar(SweepProgress):
-    def __init__(self, drawn: "Progress", command: str, count: int):
-        self._drawn = drawn
-        self._task = drawn.add_task(command, total=count, stage="")
+    def __init__(self, bar: "Progress", command: str, count: int):
+        self._bar = bar
+        self._task = bar.add_task(command, total=count, stage="")
 
     def at_stage(self, stage: str) -> None:
-        self._drawn.update(self._task, stage=stage)
+        self._bar.update(self._task, stage=stage)
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
-        self._drawn.advance(self._task)
+        self._bar.advance(self._task)

@@ -1,20 +1,14 @@
-"""Sweeps whose cells run on several ranks: how many ranks, and what changes when torchrun or Slurm started them.
+"""Sweeps whose cells run on several ranks: their options, and what changes when torchrun or Slurm started the ranks.
 
-The function that measures a cell is the same however the ranks were started: ``launch.kept(world_size)`` or
-``launch.start`` gives it ranks, and ``ranks.run`` every rank's result, in rank order.
-
-Alone, the command measures in a worker process (:class:`cs336sys.run.cells.Worker`), where ``launch`` spawns the
-ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: each measures
-the cells in the command's own process, which ``launch`` makes one of the ranks. All ranks go through the same cells and
-end with the same exit code; only rank 0 reports: it alone shows progress, saves, prints, and says which cells a resumed
-sweep skips. Ranks that torchrun started cannot be replaced, so a cell that runs out of memory or breaks on one of them
-is the last: the sweep ends with exit code 1, at which torchrun ends the other ranks.
+Then every rank runs the command, with equal options, and measures the cells in its own process. All go through the same
+cells and end with the same exit code, and only rank 0 reports. Ranks that torchrun started cannot be replaced: a cell
+that runs out of memory or breaks on one of them is the last, and the sweep ends with exit code 1, at which torchrun
+ends the other ranks.
 """
 
 import contextlib
 import datetime
 import functools
-import importlib
 import itertools
 import os
 import pickle
@@ -29,6 +23,7 @@ from cs336sys.command_line.options.effects import writes_file
 from cs336sys.command_line.options.output import OutputOptions
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, is_first_rank, started_outside
+from cs336sys.processes.child import imported
 from cs336sys.results.model import Run
 from cs336sys.settings.course_package import telling_import_errors
 from cs336sys.settings.parallel import ONLY_BUCKETED, ParallelWorkload
@@ -41,12 +36,12 @@ if TYPE_CHECKING:
 # must be over within 10 s.
 _REPORT_S = 5.0
 
-# How long ranks wait for each other at first, where cells do not say it.
+# How long ranks wait for each other at first, where cells have no timeout.
 _JOIN_S = 120.0
 
 
 def choose_world_sizes(values: Sequence[int]) -> Sequence[int]:
-    """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2."""
+    """Return the values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2."""
     identity = started_outside()
     return values or [identity.world_size if identity else 2]
 
@@ -65,7 +60,7 @@ class ParallelTraining(options.OptionGroup):
     def cells(
         self, trainings: Sequence[Workload], world_sizes: Sequence[int], *order: str, **settings: Any
     ) -> list[dict[str, Any]]:
-        """Return a cell for each number of ranks, workload and :meth:`combinations`, as fields of workloads."""
+        """Return the fields of each :class:`ParallelWorkload`: each number of ranks, training and combination."""
         settings["trace"] = str(self.trace) if self.trace else None
         return [
             {"training": training} | cell
@@ -80,11 +75,7 @@ class ParallelTraining(options.OptionGroup):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def check(self, output: OutputOptions, workloads: Sequence[ParallelWorkload]) -> None:
-        """Find out on the first rank, before anything is measured, whether tables, pictures and traces can be written.
-
-        Raises:
-            UsageError: one of them cannot, or the cells have nothing to draw.
-        """
+        """Raise a UsageError, on rank 0 alone, if tables, pictures or traces of cells cannot be written or drawn."""
         from cs336sys.tables.outputs import check_writable
 
         if not is_first_rank():
@@ -105,9 +96,8 @@ class JoinedWorker:
     def __init__(
         self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, cells: Collection[dict[str, Any]] = ()
     ):
-        module, function = measure.split(":")
         with telling_import_errors():
-            self._measure_cell = getattr(importlib.import_module(module), function)
+            self._measure_cell = imported(measure)
         self._arguments = arguments
         self.identity = identity
         self.is_first = identity.rank == 0
@@ -121,61 +111,43 @@ class JoinedWorker:
         return new_run(self._arguments)
 
     def start(self, *, timeout_s: float | None) -> None:
-        """This process runs already; the others are waited for.
-
-        Raises:
-            UsageError, CapabilityError: they cannot be found, or have not come.
-        """
-        from cs336sys.parallel.ranks.launch import outside_store
-
-        outside_store(self._join_timeout_s)
+        """Wait for the other ranks; raise a UsageError or CapabilityError if they cannot be found, or do not come."""
+        _shared_store(self._join_timeout_s)
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: "Progress") -> "Outcome":
         """Measure one cell; no time limit can end it, because there is no other process to end."""
         from cs336sys.run.cells import guarded, release_memory
 
-        # Results are printed to standard output; what a cell prints is log.
+        # Standard output is for results; what a cell prints is log.
         with contextlib.redirect_stdout(sys.stderr):
             outcome = guarded(self._measure_cell, configuration, progress)
         release_memory()
         return outcome
 
     def from_first_rank(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; all ranks call this equally often.
-
-        Raises:
-            CapabilityError: rank 0 is gone; it has said why.
-        """
-        from cs336sys.parallel.ranks.launch import outside_store
-
+        """Return rank 0's value on every rank, all of which call this; a CapabilityError tells that rank 0 is gone."""
         key = f"cs336sys-from-first-rank-{next(_values_shared)}"
         if self.is_first:
-            outside_store().set(key, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes, as its stub does not say
+            _shared_store().set(key, pickle.dumps(value))
             return value
         try:
-            return pickle.loads(outside_store().get(key))
+            return pickle.loads(_shared_store().get(key))
         except RuntimeError as error:
             raise CapabilityError(f"rank {self.identity.rank}: rank 0 ended before anything was measured") from error
 
     def require_same_cells(self, configurations: Sequence[dict[str, Any]]) -> None:
-        """Refuse cells that are not those of every other rank: their collectives would not match.
-
-        Raises:
-            UsageError: on every rank, naming the first difference.
-        """
-        from cs336sys.parallel.ranks.launch import outside_store
-
-        store, key = outside_store(), f"cs336sys-cells-{next(_values_shared)}"
-        store.set(f"{key}-{self.identity.rank}", pickle.dumps(configurations))  # type: ignore[arg-type]  # as above
+        """Raise a UsageError on every rank if not all have the same cells, whose collectives would not match."""
+        store, key = _shared_store(), f"cs336sys-cells-{next(_values_shared)}"
+        store.set(f"{key}-{self.identity.rank}", pickle.dumps(configurations))
         no_cell: dict[str, Any] = {}
-        first: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-0"))
+        first_cells: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-0"))
         for rank in range(1, self.identity.world_size):
-            others: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-{rank}"))
-            for first_cell, cell in itertools.zip_longest(first, others, fillvalue=no_cell):
-                for name in sorted(first_cell.keys() | cell.keys()):
-                    if first_cell.get(name) != cell.get(name):
+            cells: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-{rank}"))
+            for first, cell in itertools.zip_longest(first_cells, cells, fillvalue=no_cell):
+                for name in sorted(first.keys() | cell.keys()):
+                    if first.get(name) != cell.get(name):
                         raise UsageError(
-                            f"ranks have different options: {name} is {first_cell.get(name)} on rank 0 and "
+                            f"ranks have different options: {name} is {first.get(name)} on rank 0 and "
                             f"{cell.get(name)} on rank {rank}; start all ranks with one command"
                         )
 
@@ -185,21 +157,26 @@ class JoinedWorker:
         end_kept()
 
     def wait_for_report(self) -> None:
-        """On rank 0: tell the others that it has reported. On the others: wait for that, but not long."""
-        from cs336sys.parallel.ranks.launch import outside_store
-
-        # The store is gone with rank 0 where that hosts it.
+        """Tell the others that rank 0 has reported; on these, wait for that, but not long."""
+        # Rank 0 may host the store, which is gone with it.
         with contextlib.suppress(RuntimeError):
             if self.is_first:
-                outside_store().set("cs336sys-reported", "")
+                _shared_store().set("cs336sys-reported", "")
             else:
-                outside_store().wait(["cs336sys-reported"], datetime.timedelta(seconds=_REPORT_S))
+                _shared_store().wait(["cs336sys-reported"], datetime.timedelta(seconds=_REPORT_S))
 
     def exit_at_once(self) -> NoReturn:
-        """End this process with 1; an ordinary exit destroys the process group, which may wait for lost ranks."""
+        """End this process with exit code 1, without destroying the process group, which may wait for lost ranks."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _shared_store(*timeout_s: float) -> Any:
+    """Return the store by which ranks that torchrun or Slurm started share values."""
+    from cs336sys.parallel.ranks.launch import outside_store
+
+    return outside_store(*timeout_s)
 
 
 _values_shared = itertools.count()

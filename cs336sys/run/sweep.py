@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,27 +46,15 @@ _CHECK_INSTALLED = "cs336sys.run.tracking.check_installed"
 _WORTH_RETRYING = ("error", "timeout")
 
 
-@dataclass(frozen=True)
-class KnownCells:
-    """A sweep's cells in a results file.
-
-    Attributes:
-        cells: the ones to skip, by :func:`configuration_key`.
-        notes: what is measured again although the file holds it, and what was taken although it was measured otherwise.
-    """
-
-    cells: dict[str, Cell]
-    notes: tuple[str, ...]
-
-
 def known_cells(
     results: Results, command: str, configurations: Sequence[Mapping[str, Any]], run: Run, *, take_any: bool
-) -> KnownCells:
-    """The cells of a file that a sweep in ``run`` need not measure.
+) -> tuple[dict[str, Cell], list[str]]:
+    """Return the cells of a file that a sweep in ``run`` need not measure, by :func:`configuration_key`, and notes.
 
-    They are those of a run under the same ``Run.conditions`` with the same code, or of any run
-    with ``take_any``; the latest, where there are several. Cells that are measured in turn (``interleave``) are known
-    together, from one run, or not at all. A cell that is asked for files (``--trace``) is known if it left them there.
+    They are those of a run under the same ``Run.conditions`` with the same code, or of any run with ``take_any``; the
+    latest, where there are several. Cells that are measured in turn (``interleave``) are known together, from one run,
+    or not at all. A cell that is asked for files (``--trace``) is known if it left them there. The notes say which
+    cells are measured again although the file holds them, or taken although they were measured otherwise.
     """
     measured: dict[str, dict[str, Cell]] = {}
     for cell in results.cells:
@@ -74,68 +62,71 @@ def known_cells(
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
     turns: dict[str, list[Mapping[str, Any]]] = {}
     for configuration in configurations:
-        turns.setdefault(turn_key(configuration), []).append(configuration)
-    run_ids = {run_id for cells in measured.values() for run_id in cells}
+        turns.setdefault(_turn_key(configuration), []).append(configuration)
+    run_ids = {cell.run_id for cell in results.cells}
     differences = {run_id: _differences(results.runs.get(run_id), run) for run_id in run_ids}
-    taken_cells: dict[str, Cell] = {}
-    other_conditions: list[str] = []
+    reusable: dict[str, Cell] = {}
     differing: dict[str, tuple[Any, Any]] = {}
-    unpaired = 0
-    for in_turn in turns.values():
-        keys = [configuration_key(configuration) for configuration in in_turn]
-        # Of cells that left their files where they are asked for, if they are.
-        present = [
-            [name for name, cell in measured.get(key, {}).items() if folders <= folders_of(cell.configuration).items()]
-            for key, folders in zip(keys, (folders_of(part).items() for part in in_turn), strict=True)
-        ]
-        complete = [run_id for run_id in present[0] if all(run_id in runs for runs in present)]
-        same = [run_id for run_id in complete if not differences[run_id]]
-        if complete and not same:
-            other_conditions += keys
+    differing_count = unpaired_count = 0
+    for turn in turns.values():
+        keys = [configuration_key(configuration) for configuration in turn]
+        # For each cell, the runs that measured it, and left its files in the folders that are asked for, if any are.
+        runs_of_cells = []
+        for key, folders in zip(keys, (folders_of(configuration).items() for configuration in turn), strict=True):
+            cells = measured.get(key, {}).items()
+            runs_of_cells.append([name for name, cell in cells if folders <= folders_of(cell.configuration).items()])
+        complete = [run_id for run_id in runs_of_cells[0] if all(run_id in runs for runs in runs_of_cells)]
+        alike = [run_id for run_id in complete if not differences[run_id]]
+        if not complete:
+            # Cells of the turn that the file holds, but not all of them from one run.
+            unpaired_count += sum(map(bool, runs_of_cells))
+        elif not alike:
+            differing_count += len(keys)
             differing |= differences[complete[-1]]
-        elif not complete:
-            unpaired += sum(map(bool, present))
-        usable_runs = same or (complete if take_any else [])
-        taken_cells |= {key: measured[key][usable_runs[-1]] for key in keys if usable_runs}
-    return KnownCells(taken_cells, tuple(_sweep_notes(len(other_conditions), differing, unpaired, take_any)))
+        usable = alike or (complete if take_any else [])
+        reusable |= {key: measured[key][usable[-1]] for key in keys if usable}
+    return reusable, _known_cells_notes(differing_count, differing, unpaired_count, take_any=take_any)
 
 
-def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
-    """The run whose machine a title may name: that of the cells; None where they are of several machines."""
-    runs = [run if cell.run_id == run.run_id else results.runs.get(cell.run_id) for cell in cells] or [run]
-    machines = [None if source is None else source.machine for source in runs]
-    return runs[0] if all(machine == machines[0] for machine in machines) else None
-
-
-def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:
-    code = {} if same_code(then, now) else {"code": (code_name(then), code_name(now))}
-    return differing_conditions(then, now) | code
-
-
-def turn_key(configuration: Mapping[str, Any]) -> str:
-    """Equal for the configurations that are measured in turn."""
-    return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
-
-
-def _sweep_notes(other_conditions: int, differing: Mapping[str, tuple], unpaired: int, take_any: bool) -> list[str]:
-    """Say why so many cells of the file do not count: from other conditions, or without the others of their turn."""
+def _known_cells_notes(
+    differing_count: int, differing: Mapping[str, tuple], unpaired_count: int, *, take_any: bool
+) -> list[str]:
+    """Say how many cells of the file differ in their conditions, and how many lack the others of their turn."""
     notes = []
-    if other_conditions:
+    if differing_count:
         listed = ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in differing.items())
-        cells = "1 cell" if other_conditions == 1 else f"{other_conditions} cells"
+        cells = "1 cell" if differing_count == 1 else f"{differing_count} cells"
         if take_any:
             notes.append(f"--resume-any takes {cells} that the file holds from other conditions: {listed}")
         else:
             notes.append(
                 f"--resume measures {cells} again, other conditions than in the file: {listed}; --resume-any takes them"
             )
-    if unpaired:
-        cells = "1 cell" if unpaired == 1 else f"{unpaired} cells"
+    if unpaired_count:
+        cells = "1 cell" if unpaired_count == 1 else f"{unpaired_count} cells"
         notes.append(
             f"--resume measures {cells} again, because the cells that --interleave pairs them with are missing or "
             f"from another run"
         )
     return notes
+
+
+def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
+    """Return the run whose machine a title may name: that of the cells; None where they are of several machines."""
+    runs = [run if cell.run_id == run.run_id else results.runs.get(cell.run_id) for cell in cells] or [run]
+    machines = [None if source is None else source.machine for source in runs]
+    return runs[0] if all(machine == machines[0] for machine in machines) else None
+
+
+def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the conditions in which two runs differ, and their ``code`` if it does, with both values."""
+    code = {} if same_code(then, now) else {"code": (code_name(then), code_name(now))}
+    return differing_conditions(then, now) | code
+
+
+def _turn_key(configuration: Mapping[str, Any]) -> str:
+    """Return a key that configurations which are measured in turn share."""
+    return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
 
 
 @dataclass(frozen=True)
@@ -144,10 +135,10 @@ class Sweep:
 
     Attributes:
         cells: one for each configuration, in their order; fewer when it was interrupted.
-        run: the machine they were measured on; None where no process has started that could say, or with
+        run: the run whose machine the tables name; None where no process has started that could say it, or with
             ``--resume-any`` where there were several.
         runs: those that measured the cells, by their ids.
-        interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
+        interruption: the command's exit code after Ctrl-C or SIGTERM; None if neither came.
         faults: why some of the cells are not in the ``--save`` file, or in a tracker.
         ranks: a ``JoinedWorker`` where this process is one of the ranks that torchrun or Slurm started.
         stopped: those ranks could not go on after the last cell.
@@ -163,7 +154,7 @@ class Sweep:
 
     @property
     def is_reported_here(self) -> bool:
-        """False on all but the first of the ranks that torchrun or Slurm started: they print and draw nothing."""
+        """Return whether this process prints and draws: of ranks that torchrun or Slurm started, only the first."""
         return self.ranks is None or self.ranks.is_first
 
     def report(
@@ -175,10 +166,10 @@ class Sweep:
     ) -> None:
         """Print the tables and draw the pictures, if there is a cell and this process reports, and :meth:`exit`.
 
-        Pictures need a cell that was measured. Tables come first: what cannot be drawn, or saved, has been seen.
+        Pictures need a cell that was measured. Tables come first, so that numbers are seen if drawing fails.
 
         Args:
-            pictures: files that were asked for, with what draws the cells to them.
+            pictures: files that were asked for, with the function that draws the cells to each.
             pooled: joins the rounds of cells before they are shown.
         """
         faults: list[OutputError | UsageError] = [*self.faults]
@@ -191,7 +182,7 @@ class Sweep:
             faults += output.emit_measured(tidy(self.cells[0].command, with_rows(*tables(rows, self.run)), rows))
             drawn = [(path, draw) for path, draw in pictures if path is not None]
             if drawn and all(cell.status != "ok" for cell in self.cells):
-                # An empty picture would be written over the last one that shows something.
+                # An empty picture would replace the last one that shows something.
                 say("no cell was measured: no picture is drawn")
                 drawn = []
             for path, draw in drawn:
@@ -232,10 +223,7 @@ def run_sweep(
     options: SweepOptions = SweepOptions(),
     **settings: Any,
 ) -> Sweep:
-    """Measure every configuration with ``measure`` (``module:function``, see :class:`Worker`).
-
-    Args:
-        settings: others of :class:`_RunningSweep`.
+    """Measure every configuration with ``measure`` (``module:function``) and these settings of :class:`_RunningSweep`.
 
     Raises:
         UsageError: ``options.save`` cannot be written or, on ``--resume``, read.
@@ -252,7 +240,7 @@ class _RunningSweep:
         fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
         across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.run.ranks`; where torchrun or
             Slurm started these, ``fresh_worker`` has no effect.
-        is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
+        is_wanted: whether to measure a configuration, given the cells so far.
         predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
     """
 
@@ -266,13 +254,14 @@ class _RunningSweep:
     predictions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Open what the sweep writes to, and choose the process that measures; refuse what cannot be."""
         configurations, options = self.configurations, self.options
         self.cells: list[Cell] = []
         self.interruption: int | None = None
-        self.failure: Outcome | None = None
+        # What becomes of the first cell where the worker could not start.
+        self.start_failure: Outcome | None = None
         self.stopped = self.run_is_saved = self.fault_is_told = False
-        # Cells that are measured in turn have no pause between them.
-        self.turn_before: str | None = None
+        self.last_turn: str | None = None
         identity = started_outside() if self.across_ranks else None
         _refuse_timeout(options, identity)
         self.ranks: Any = None
@@ -286,17 +275,17 @@ class _RunningSweep:
             self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
-        is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
-        if is_here and (self.across_ranks or options.cell_timeout is not None):
+        needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
+        if needs_this_process and (self.across_ranks or options.cell_timeout is not None):
             option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
             raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
-        self.worker: Any = self.ranks or self._started_worker(is_here)
+        self.worker: Any = self.ranks or self._make_worker(needs_this_process)
         self.run: Run | None = None
 
-    def _started_worker(self, is_here: bool) -> Any:
+    def _make_worker(self, needs_this_process: bool) -> Any:
         from cs336sys.run.cells import Worker, WorkerHere
 
-        if is_here:
+        if needs_this_process:
             return WorkerHere(self.measure, command_line())
         timeouts_s = [cell["timeout_s"] for cell in self.configurations if self.across_ranks and "timeout_s" in cell]
         return Worker(self.measure, command_line(), silence_s=max(timeouts_s, default=None))
@@ -309,12 +298,16 @@ class _RunningSweep:
                     self.command, self.configurations, is_shown=self.is_shown, measured_here=self.ranks is not None
                 ) as progress,
                 contextlib.closing(self.worker),
-                _told_at_once(self._tell_interruption),
             ):
-                self._go_through(progress)
+                try:
+                    self._go_through(progress)
+                except KeyboardInterrupt as interrupt:
+                    # Before the worker is ended: processes that fill their GPUs take seconds to end.
+                    self._tell_interruption(interrupt)
+                    raise
             if self.ranks is not None and self.stopped:
                 last = self.cells[-1]
-                say(f"rank {self.ranks.identity.rank}: {last.status}: {last.reason}; {self._count}")
+                say(f"rank {self.ranks.identity.rank}: {last.status}: {last.reason}; {self._count_words}")
         except KeyboardInterrupt as interrupt:
             self._tell_interruption(interrupt)
         finally:
@@ -333,17 +326,19 @@ class _RunningSweep:
         return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
 
     @property
-    def _count(self) -> str:
+    def _count_words(self) -> str:
         return f"{len(self.cells)} of {len(self.configurations)} cells measured"
 
     def _tell_interruption(self, interrupt: KeyboardInterrupt) -> None:
+        """Note the exit code of an interruption and tell of it, once."""
         if self.interruption is None:
             self.interruption = interruption_code(interrupt)
             if self.is_shown:
-                say(f"{'terminated' if self.interruption == TERMINATED else 'interrupted'}: {self._count}")
+                say(f"{'terminated' if self.interruption == TERMINATED else 'interrupted'}: {self._count_words}")
 
     def _go_through(self, progress: SweepProgress) -> None:
-        self.failure = self.worker.start(timeout_s=self.options.cell_timeout)
+        """Measure one configuration after another, or take its cell from the file, until ranks cannot go on."""
+        self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)
         self.run = self.worker.run
         resumed = self._resumed_cells()
         for configuration in self.configurations:
@@ -354,7 +349,7 @@ class _RunningSweep:
                 self._cool_down(configuration, progress)
                 started_s = time.monotonic()
                 outcome = self._measure(configuration, progress)
-                cell = self._measured_cell(configuration, outcome)
+                cell = self._cell_of(configuration, outcome)
                 took_s = time.monotonic() - started_s
                 self._keep(cell)
                 if self.tracking is not None:
@@ -370,36 +365,37 @@ class _RunningSweep:
                 break
 
     def _resumed_cells(self) -> dict[str, Cell]:
-        """The cells, by configuration, that were measured before; says which are not taken, and why."""
+        """Return the cells that were measured before, by configuration; say which are not taken, and why."""
         cells: dict[str, Cell] = {}
         # Without a worker it is not known which machine this is.
         if self.results is not None and self.run is not None:
-            in_file = known_cells(
+            cells, notes = known_cells(
                 self.results, self.command, self.configurations, self.run, take_any=self.options.resume_any
             )
-            for note in in_file.notes:
+            for note in notes:
                 say(note)
-            cells = in_file.cells
         if self.ranks is None:
             return cells
         self.ranks.require_same_cells(self.configurations)
         return self.ranks.from_first_rank(cells)
 
     def _cool_down(self, configuration: Mapping[str, Any], progress: SweepProgress) -> None:
-        turn, pause_s = turn_key(configuration), self.options.cool_down
-        if pause_s and self.turn_before not in (None, turn):
+        """Pause before a cell, unless it is the first or measured in turn with the one before."""
+        turn, pause_s = _turn_key(configuration), self.options.cool_down
+        if pause_s and self.last_turn not in (None, turn):
             progress.at_stage(f"cooling down for {pause_s:g} s")
             time.sleep(pause_s)
-        self.turn_before = turn
+        self.last_turn = turn
 
     def _measure(self, configuration: dict[str, Any], progress: SweepProgress) -> "Outcome":
+        """Measure a configuration, add its predictions, and say what its notes warn of."""
         if self.file is not None:
             self.file.catch_up()
             tell_notices(self.file)
-        outcome = self.failure or self.worker.measure(
+        outcome = self.start_failure or self.worker.measure(
             configuration, timeout_s=self.options.cell_timeout, progress=progress.at_stage
         )
-        self.failure, self.run = None, self.worker.run
+        self.start_failure, self.run = None, self.worker.run
         if self.predictions:
             outcome.derived.update(self.predictions.get(configuration_key(configuration, ("round",)), {}))
         for note in outcome.derived.get("notes", ()) if self.is_shown else ():
@@ -407,7 +403,7 @@ class _RunningSweep:
                 say(note)
         return outcome
 
-    def _measured_cell(self, configuration: dict[str, Any], outcome: "Outcome") -> Cell:
+    def _cell_of(self, configuration: dict[str, Any], outcome: "Outcome") -> Cell:
         run_id = "" if self.run is None else self.run.run_id
         # Rounded before anything is shown, so that saved results show the same.
         samples = {name: samples.to_keep for name, samples in outcome.samples.items()}
@@ -430,7 +426,7 @@ class _RunningSweep:
 
 
 def in_rounds(configurations: Sequence[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-    """Every second round goes backwards, so that none is always the first, or always measured after the same one."""
+    """Return the configurations of all rounds, every second one backwards: none always comes after the same one."""
     return [
         configuration | {"round": number}
         for number in range(1, rounds + 1)
@@ -448,10 +444,9 @@ def show_plan(
     across_ranks: bool = False,
     **written: Path | None,
 ) -> None:
-    """Print the plan of ``--dry-run`` for the memory of the device, on the first of the ranks.
+    """Print the plan of ``--dry-run`` for the memory of the device, on the first of the ranks, or refuse it.
 
-    Raises:
-        UsageError, CapabilityError: as of :func:`check_planned`.
+    The errors are those of :func:`check_planned`.
     """
     capacity = check_planned(options, device, across_ranks=across_ranks, **written)
     if not across_ranks or is_first_rank():
@@ -463,16 +458,10 @@ def show_plan(
 def check_planned(
     options: SweepOptions, device: str, *, across_ranks: bool = False, **written: Path | None
 ) -> "Capacity | None":
-    """Refuse for ``--dry-run`` what :func:`run_sweep` would refuse, and pictures and traces of what is not measured.
+    """Return the memory of the device for ``--dry-run``, None where it is not known.
 
-    Args:
-        written: the files and folders of ``--plot``, ``--trace`` and the like, by the names of their options.
-
-    Returns:
-        The memory of the device, None where it is not known.
-
-    Raises:
-        UsageError, CapabilityError: as there, and where there is no such device.
+    Raise a UsageError or CapabilityError where :func:`run_sweep` would, for a device that is not there, and for files
+    to be ``written`` (by the names of their options, ``--plot``, ``--trace``), which need measurements.
     """
     for name, path in written.items():
         if path is not None:
@@ -485,21 +474,21 @@ def check_planned(
         check_appendable(options.save)
     from cs336sys.machine.system import capacity
 
-    measured = capacity(device)
-    if measured is None and device == "cuda":
+    available = capacity(device)
+    if available is None and device == "cuda":
         # nvidia-smi is not everywhere where torch finds a GPU.
         from cs336sys.machine.device import choose_device
 
         choose_device(device)
-    return measured
+    return available
 
 
-# Less than this any machine has, and nvidia-smi is not asked.
+# Any machine has so much: nvidia-smi is not asked.
 _SMALL_GIB = 4.0
 
 
 class PredictedCell(Protocol):
-    """A workload whose memory is predicted, if its model is one of ours."""
+    """A workload whose memory is predicted, if its model is ours."""
 
     @property
     def name(self) -> str: ...
@@ -511,9 +500,9 @@ class PredictedCell(Protocol):
 def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *, force: bool) -> None:
     """Refuse, before anything is built, models that are predicted to need more main memory than there is.
 
-    Of a GPU's memory, and with ``force``, it only warns: a GPU without memory fails a cell, and a machine stalls.
+    Too little memory of a GPU, and any with ``force``, is only warned of: there a cell fails, while a machine stalls.
 
-    Nothing is said of ranks on GPUs: each has a GPU of its own, and is compared on as many blocks as that holds; nor of
+    Ranks on GPUs are not checked: each has a GPU of its own, and is compared on as many blocks as that holds. Nor are
     ranks that torchrun or Slurm started, which may be on several machines.
     """
     across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
@@ -522,13 +511,13 @@ def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *,
         return
     from cs336sys.machine.system import capacity
 
-    measured = capacity(device)
-    if across_ranks and measured is not None and measured.is_gpu:
+    available = capacity(device)
+    if across_ranks and available is not None and available.is_gpu:
         return
     for name, gib in needed_gib.items():
-        if measured is not None and gib > measured.memory_gib:
-            needs = f"{name} is predicted to need {gib:.1f} GiB, and {measured.device} has {measured.memory_gib:.1f}"
-            if not (force or measured.is_gpu):
+        if available is not None and gib > available.memory_gib:
+            needs = f"{name} is predicted to need {gib:.1f} GiB, and {available.device} has {available.memory_gib:.1f}"
+            if not (force or available.is_gpu):
                 raise UsageError(f"{needs}: choose a smaller size (--dry-run shows what fits), or add --force")
             say(f"warning: {needs}: it will run out of memory, or be killed; --dry-run shows what fits")
 
@@ -536,16 +525,6 @@ def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *,
 def _refuse_timeout(options: SweepOptions, identity: RankIdentity | None) -> None:
     if identity is not None and options.cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
-
-
-@contextlib.contextmanager
-def _told_at_once(tell: Callable[[KeyboardInterrupt], None]) -> Iterator[None]:
-    """Tell of an interruption before what was started is ended: processes that fill their GPUs take seconds to end."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        tell(interrupt)
-        raise
 
 
 def unsaved(file: ResultsFile | None) -> list[OutputError]:
@@ -558,6 +537,6 @@ def unsaved(file: ResultsFile | None) -> list[OutputError]:
 
 
 def tell_notices(file: ResultsFile | None) -> None:
-    """Say what others have done to the ``--save`` file meanwhile."""
+    """Say what others have done to the ``--save`` file."""
     while file is not None and file.notices:
         say(f"warning: {file.notices.pop(0)}")

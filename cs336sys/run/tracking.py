@@ -29,12 +29,12 @@ class TrackedCell:
     """A cell as trackers take it.
 
     Attributes:
-        name: of the run: the command, and what tells the cell from others of its sweep.
-        group: what the cells of a sweep have in common.
-        parameters: its configuration, and the machine.
-        figures: statistics of its samples and every number derived from them, by the names of csv; finite ones.
-        texts: what else was found, and the status.
-        files: all of the cell as JSON, and what it has left in the folder that it was given.
+        name: of the run: the command, and the settings that tell the cell from others of its sweep.
+        group: the sweep, by the id of its run.
+        parameters: the configuration, and the machine.
+        figures: finite statistics of samples and numbers derived from them, by the names of csv.
+        texts: derived texts, the status and its reason.
+        files: the cell as JSON, and what it has left in the folders that it was given.
     """
 
     name: str
@@ -52,7 +52,7 @@ class _Mlflow:
     def __init__(self, command: str):
         from mlflow import MlflowClient
 
-        # A new store is no news.
+        # It reports that it makes a new store.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -62,15 +62,15 @@ class _Mlflow:
     def track(self, cell: TrackedCell) -> None:
         from mlflow.entities import Metric, Param, RunTag
 
-        run = self._client.create_run(self._experiment, run_name=cell.name).info.run_id
+        run_id = self._client.create_run(self._experiment, run_name=cell.name).info.run_id
         now_ms = int(1000 * time.time())
-        figures = [Metric(name, value, now_ms, 0) for name, value in cell.figures.items()]
+        metrics = [Metric(name, value, now_ms, 0) for name, value in cell.figures.items()]
         parameters = [Param(name, value) for name, value in cell.parameters.items()]
-        texts = [RunTag(name, value[:_LONGEST_TEXT]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
-        self._client.log_batch(run, figures, parameters, texts)
+        tags = [RunTag(name, value[:_LONGEST_TEXT]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
+        self._client.log_batch(run_id, metrics, parameters, tags)
         for path in cell.files:
-            self._client.log_artifact(run, str(path))
-        self._client.set_terminated(run, "FAILED" if cell.is_failed else "FINISHED")
+            self._client.log_artifact(run_id, str(path))
+        self._client.set_terminated(run_id, "FAILED" if cell.is_failed else "FINISHED")
 
     def close(self) -> None:
         pass
@@ -101,7 +101,7 @@ class _WeightsAndBiases:
             run.log(dict(cell.figures))
             run.summary.update(dict(cell.texts))
             for path in cell.files:
-                # A copy: the file may be gone when the run is synchronised.
+                # A copy, because the file may be gone when the run is synchronised.
                 copy = Path(run.dir, path.name)
                 copy.write_bytes(path.read_bytes())
                 run.save(str(copy), base_path=run.dir, policy="end")
@@ -117,11 +117,7 @@ _TRACKERS: dict[str, type[Tracker]] = {"mlflow": _Mlflow, "wandb": _WeightsAndBi
 
 
 class Tracking:
-    """The trackers of a sweep. One that fails is left out from then on: what was measured is never lost with it.
-
-    Attributes:
-        faults: why cells are missing in a tracker.
-    """
+    """The trackers of a sweep. One that fails is left out from then on; ``faults`` say why cells are missing in it."""
 
     def __init__(self, command: str, settings: Sequence[str], trackers: Mapping[str, Tracker]):
         self.faults: list[OutputError] = []
@@ -130,11 +126,7 @@ class Tracking:
         self._trackers = dict(trackers)
 
     def track(self, cell: Cell, run: Run | None, took_s: float) -> None:
-        """Track a cell that was just measured.
-
-        Args:
-            took_s: how long that took: files that are older are not its own.
-        """
+        """Track a cell that was just measured in so many seconds; older files are not its own."""
         if not self._trackers:
             return
         with _as_tracked(self._command, self._settings, cell, run, time.time() - took_s) as tracked:
@@ -165,13 +157,10 @@ def _not_installed(tracker: str, package: str | None) -> CapabilityError:
 
 
 def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) -> Tracking:
-    """Start the trackers of these names (``options.output.TRACKERS``).
+    """Start the trackers of these names (``options.output.TRACKERS``), or raise a CapabilityError if one cannot.
 
     Args:
         settings: those of a configuration that tell the cells of the sweep apart.
-
-    Raises:
-        CapabilityError: a tracker's package is not installed, or its store cannot be opened.
     """
     started = {}
     for name in names:
@@ -189,33 +178,30 @@ def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) 
 def _as_tracked(
     command: str, settings: Sequence[str], cell: Cell, run: Run | None, started_s: float
 ) -> Iterator[TrackedCell]:
+    """Give the cell as trackers take it; its JSON file is removed at the end of this context."""
     configuration = cell.configuration
-    told_apart = [str(configuration.get(name)) for name in settings or list(configuration)[:1]]
     machine = {} if run is None else {f"machine.{name}": value for name, value in run.machine.items()}
-    values = {name: value for name, value in cell.derived.items() if not isinstance(value, dict | list)}
-    figures = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    parameters = (configuration | machine).items()
+    figures = {name: value for name, value in cell.derived.items() if isinstance(value, int | float)}
     for name, samples in cell.samples.items():
         if samples.measured:
             column = f"{name}_{samples.unit}"
             figures |= {f"{column}_{part}": getattr(samples, part) for part in ("mean", "std", "median")}
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    texts = {name: value for name, value in cell.derived.items() if isinstance(value, str)}
     texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
     folders = folders_of(configuration).values()
     files = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
     with OwnedFolder() as folder:
-        whole = folder / "cell.json"
-        whole.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
+        cell_file = folder / "cell.json"
+        cell_file.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
         yield TrackedCell(
-            " ".join([command, *told_apart]),
-            cell.run_id or "a run not recorded",
-            {
-                name: value if isinstance(value, str) else json_text(value)
-                for name, value in (configuration | machine).items()
-            },
-            {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)},
-            texts,
-            [whole, *(path for path in files if path.stat().st_mtime >= started_s)],
-            cell.status in ("error", "wrong"),
+            name=" ".join([command, *(str(configuration.get(name)) for name in settings or list(configuration)[:1])]),
+            group=cell.run_id or "a run not recorded",
+            parameters={name: value if isinstance(value, str) else json_text(value) for name, value in parameters},
+            figures={name: float(value) for name, value in figures.items() if math.isfinite(value)},
+            texts=texts,
+            files=[cell_file, *(path for path in files if path.stat().st_mtime >= started_s)],
+            is_failed=cell.status in ("error", "wrong"),
         )
 
 
@@ -224,6 +210,6 @@ def _one_line(error: Exception) -> str:
 
 
 def _close(tracker: Tracker) -> None:
-    # It has said, or is about to say, what is wrong with it.
+    # What is wrong with a tracker is reported where it tracks.
     with contextlib.suppress(Exception):
         tracker.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def import_named(name: str) -> Any:
-    """Import what a dotted name names: records name functions and classes, which are imported once a cell asks."""
+    """Import a function or class by its dotted name, which records hold so that only cells that need it import it."""
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(module), attribute)
 
@@ -23,12 +23,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Precision:
-    """What matrix products are computed in.
+    """The precision of matrix products.
 
     Attributes:
-        is_half: by autocast; weights are fp32.
+        is_half: half precision by autocast; weights are fp32.
         scales_loss: fp16's gradients underflow unless the loss is scaled up.
-        leaves_half_gradients: gradients may stay as products round them; those that are unscaled need fp32.
+        leaves_half_gradients: gradients may stay in half precision; those that are unscaled after it need fp32.
     """
 
     is_half: bool = True
@@ -42,10 +42,10 @@ class Attention:
 
     Attributes:
         function: the dotted name of our kernels' function of queries, keys, values and ``is_causal``; empty for others.
-        wait: names what waits until it is compiled.
+        wait: the dotted name of the function that waits until ours are compiled.
         keeps_scores: all scores of a layer are in memory, and saved for the backward pass.
         is_torchs, is_ours: torch's kernels compute it, or this project's.
-        work: what its work and its rates are called where scores are not kept.
+        work: the name of its operations and of their rates, where scores are not kept.
     """
 
     function: str = ""
@@ -83,11 +83,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class StateDtype:
-    """What an optimizer keeps its state in.
+    """An optimizer's state: the bytes of both moments of a parameter.
 
-    Attributes:
-        moment_bytes: of both moments of a parameter.
-        splits_weights: weights of blocks are kept in bf16, with what fp32 has beyond it among the state.
+    ``splits_weights``: weights of blocks are kept in bf16, and the bits that fp32 has beyond it in the state.
     """
 
     moment_bytes: int = 8

@@ -15,9 +15,9 @@ from cs336sys.errors import DEBUG_VARIABLE, UsageError, lines_of, summary_of
 
 PACKAGE = "cs336_basics"
 
-# What is called of the package, by module.
+# The names that we use of the package, by module.
 NEEDED = {
-    "model": (*("BasicsTransformerLM", "Embedding", "Linear", "RMSNorm", "scaled_dot_product_attention"),),
+    "model": ("BasicsTransformerLM", "Embedding", "Linear", "RMSNorm", "scaled_dot_product_attention"),
     "nn_utils": ("cross_entropy",),
     "optimizer": ("AdamW",),
 }
@@ -30,19 +30,14 @@ _MARK = "MADE_FOR_CS336SYS"
 
 @dataclass(frozen=True)
 class CoursePackage:
-    """A package ``cs336_basics``.
-
-    Attributes:
-        folder: of its modules.
-        is_ours: whether it is the one that comes with this program.
-    """
+    """A package ``cs336_basics``: the folder of its modules, and whether it is the one that comes with this program."""
 
     folder: Path
     is_ours: bool
 
     @property
     def name(self) -> str:
-        """``ours``, or the folder that holds it and the digest of its modules."""
+        """Return ``ours``, or the folder that holds the package and the digest of its modules."""
         if self.is_ours:
             return "ours"
         total = hashlib.sha256()
@@ -51,16 +46,16 @@ class CoursePackage:
         return f"{self.folder.parent.name}/{self.folder.name} {total.hexdigest()[:12]}"
 
     def lacking(self) -> list[str]:
-        """List what is called of the package and not in it; raise a UsageError for a module that is no Python."""
+        """List the modules and names of :data:`NEEDED` that it lacks; raise a UsageError for one that is no Python."""
         lacking = []
-        # Not looked for elsewhere: where an editable install of ours would add it, two packages would be mixed.
+        # Looked for in its folder alone: an editable install of ours may add modules, which would mix two packages.
         for module, names in NEEDED.items():
             file = self.folder / f"{module}.py"
             if not file.is_file():
                 lacking.append(f"module {module}")
                 continue
             try:
-                defined = _defined_by(file.read_bytes(), str(file.absolute()))
+                defined = _defined_names(file.read_bytes(), str(file.absolute()))
             except (SyntaxError, ValueError) as error:
                 raise _line_refusal(error, self.folder, file, getattr(error, "lineno", None) or 1) from None
             if defined is not None:
@@ -68,7 +63,7 @@ class CoursePackage:
         return lacking
 
     def require_needed(self) -> None:
-        """Raise a UsageError that names what it lacks, or the line that is no Python."""
+        """Raise a UsageError that names what the package lacks, or the line that is no Python."""
         if lacking := self.lacking():
             raise UsageError(
                 f"the cs336_basics in {self.folder.parent} is not of the shape that this program trains, it has no "
@@ -79,11 +74,7 @@ class CoursePackage:
 
 @contextlib.contextmanager
 def telling_import_errors() -> Iterator[None]:
-    """Within this, what ``cs336_basics`` raises, ours or the user's, is told in one sentence.
-
-    Raises:
-        UsageError: in place of that error; the sentence names its line.
-    """
+    """Raise a UsageError that names the line, in place of any error that ``cs336_basics``, ours or not, raises here."""
     try:
         yield
     except Exception as error:
@@ -96,8 +87,7 @@ def telling_import_errors() -> Iterator[None]:
 def line_in_package(error: BaseException, before: Sequence[str] = ()) -> tuple[Path, Path, int] | None:
     """Return the folder of ``cs336_basics``, and its file and line that raised; None if this program or a compiler did.
 
-    Args:
-        before: folders that are looked at before those of ``sys.path``.
+    Python would search the folders ``before`` those of ``sys.path``.
     """
     folders = [folder.absolute() for folder in (first_folder(before), course_package().folder) if folder is not None]
     for file, line in reversed(lines_of(error)):
@@ -118,37 +108,33 @@ def _line_refusal(error: Exception, folder: Path, file: Path, line: int) -> Usag
 
 
 def first_folder(before: Sequence[str] = ()) -> Path | None:
-    """The first folder on ``sys.path`` with such a package, also one without ``__init__.py``; None if it is elsewhere.
+    """Return the first folder of the package on ``before`` and ``sys.path``; None if an import hook must find it.
 
-    Python itself takes a package with that file before one without, wherever they are.
-
-    Args:
-        before: folders that are looked at before those of ``sys.path``.
+    Python itself takes a folder with ``__init__.py`` before one without, wherever they are; we take the first.
     """
     folders = (Path(entry) / PACKAGE for entry in (*before, *sys.path))
     return next((folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/*.py"))), None)
 
 
 def course_package() -> CoursePackage:
-    """The package that an import would find.
-
-    Raises:
-        UsageError: there is none, or it is no folder of modules.
-    """
+    """Return the package that an import would find, or raise a UsageError where there is none with modules."""
     folder = first_folder()
     if folder is None:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or spec.origin is None:
             raise UsageError(f"there is no package {PACKAGE}: install cs336sys from its wheel or its whole repository")
         folder = Path(spec.origin).parent
-    return CoursePackage(folder, _MARK in (_defined(folder / "__init__.py") or ()))
+    is_ours = False
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        is_ours = _MARK in (_defined_names((folder / "__init__.py").read_bytes()) or ())
+    return CoursePackage(folder, is_ours)
 
 
 def set_aside_others() -> None:
     """Take folders off ``sys.path`` whose package this program cannot train, until ours comes first.
 
-    For a model of the user's, which may lie next to a package of the user's, as of ``python -m`` in its folder. What
-    is loaded for it finds that package again.
+    A user's model may lie next to such a package, and started by ``python -m`` there, Python would import that. What is
+    loaded for the model finds it again.
     """
     while (folder := first_folder()) is not None:
         if not CoursePackage(folder, is_ours=False).lacking():
@@ -157,20 +143,12 @@ def set_aside_others() -> None:
         sys.path[:] = [entry for entry in sys.path if entry not in package_paths]
 
 
-def _defined(file: Path) -> frozenset[str] | None:
-    """The names that a module has when it is imported; None where that cannot be read off it."""
-    try:
-        return _defined_by(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
 # Each workload of a sweep asks.
 @functools.lru_cache(maxsize=16)
-def _defined_by(source: bytes, name: str = "<unknown>") -> frozenset[str] | None:
+def _defined_names(source: bytes, file: str = "<unknown>") -> frozenset[str] | None:
+    """Return the names that a module has when it is imported; None where ``import *`` hides some."""
     names = set()
-    tree = ast.parse(source, name)
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source, file)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

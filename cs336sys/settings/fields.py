@@ -1,7 +1,7 @@
 """Settings: fields of frozen dataclasses that describe themselves. Plain data, no torch.
 
-From a field follow its option, the option's variable and its key in a settings file, the refusal of wrong values, its
-entry in a cell's configuration, columns and titles, the signature of the Python API, and its row in docs/columns.md.
+From a field follow its option, variable and key in a settings file, the refusal of wrong values, its entry in a cell's
+configuration, columns and titles, the signature of the Python API, and its row in docs/columns.md.
 """
 
 import functools
@@ -22,7 +22,7 @@ MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output
 
 @dataclass(frozen=True)
 class Needs:
-    """The values that another setting must have for these ``values``, or without any for all but the default.
+    """The values that the setting ``other`` must have where a setting has one of ``values`` (without any: no default).
 
     ``reason`` follows option and value in the refusal, with ``{}`` for the other setting's value.
     """
@@ -38,8 +38,8 @@ class Setting:
     """A field, and its description.
 
     Attributes:
-        help: of the option; without help, there is none.
-        choices: the values of a text.
+        help: of the option.
+        choices: the texts that are allowed.
         takes_code: a value may also be a function of the user.
         parse: reads a text that is none of the choices, such as several of them joined.
         minimum, maximum: of a number.
@@ -47,14 +47,14 @@ class Setting:
         panel: the panel of help.
         option: the option's name as a parameter, if that is not the field's.
         option_default: of the option, if that is not the field's; cells that cannot have it have the field's.
-        shown_default: what help says of it.
+        shown_default: the default as help shows it, if that is not the default itself.
         off: the option that turns a switch off, if that is not ``--no-NAME``.
         key: the name in configurations, if that is not the field's; None: it is no setting.
         header: of the column for people, if that is not the name; None: people get no column.
         is_by_size: the option has no default, the size of the model decides.
         in_titles: titles name the value even if it is the default.
-        needs: what other settings must be.
-        is_required: where they are so, the default is refused.
+        needs: the values that other settings must have.
+        is_required: the default is refused where other settings have these.
         name, type, default: of the field.
     """
 
@@ -86,11 +86,7 @@ class Setting:
         return f"--{(self.option or self.name).replace('_', '-')}"
 
     def read(self, value: Any) -> Any:
-        """Return an allowed value as it is kept.
-
-        Raises:
-            UsageError: it is none of the choices, or out of range.
-        """
+        """Return an allowed value as it is kept, or raise a UsageError: it is no choice, or out of range."""
         if value is not None and self.minimum is not None and value < self.minimum:
             raise UsageError(f"{self.flag} {value}: must be at least {self.minimum}")
         if value is not None and self.maximum is not None and value > self.maximum:
@@ -105,15 +101,15 @@ class Setting:
         return value
 
     def needs_of(self, value: Any) -> list[Needs]:
-        """Return what a value needs; the default needs nothing."""
+        """Return what a value needs of other settings; the default needs nothing."""
         return [need for need in self.needs if value in need.values or (value != self.default and not need.values)]
 
     def yields(self, value: Any, cell: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> bool:
-        """Return whether a cell of a sweep has the default in place of a value, which needs what other cells have.
+        """Return whether a sweep's cell takes the default in place of a value that only fits other cells of it.
 
-        Args:
-            cell: the values of settings by the names of fields; ``lists``: those of all cells.
+        ``lists`` has the values of all cells.
         """
+        # An option's own default gives way wherever it must, a chosen value only where another cell can have it.
         return any(
             cell[need.other] not in need.allowed
             and (value == self.option_default or not set(need.allowed).isdisjoint(lists[need.other]))
@@ -128,26 +124,23 @@ def setting(default: Any = MISSING, help: str = "", **description: Any) -> Any:
 
 
 def same_setting(owner: Any, name: str, default: Any = None) -> Any:
-    """Declare a field as another class does, with a default of its own where one is named."""
-    described = owner.__dataclass_fields__[name]
-    return field(default=described.default if default is None else default, metadata=described.metadata)
+    """Declare a field as the class ``owner`` does, with another default where one is named."""
+    original = owner.__dataclass_fields__[name]
+    return field(default=original.default if default is None else default, metadata=original.metadata)
 
 
-def _described_fields(kind: Any) -> tuple[Setting, ...]:
-    described = [(member, member.metadata.get("setting", Setting())) for member in fields(kind)]
-    return tuple(
-        replace(
-            description,
-            key=member.name if description.key == "" else description.key,
-            name=member.name,
-            type=member.type,
-            default=member.default,
-        )
-        for member, description in described
-    )
+def _describe_fields(kind: Any) -> tuple[Setting, ...]:
+    """Return the description of every field of a class, completed by the field's name, type and default."""
+    settings = []
+    for member in fields(kind):
+        described = member.metadata.get("setting", Setting())
+        key = member.name if described.key == "" else described.key
+        settings.append(replace(described, key=key, name=member.name, type=member.type, default=member.default))
+    return tuple(settings)
 
 
-_settings: Callable[[Any], tuple[Setting, ...]] = functools.cache(_described_fields)
+# Annotated, because mypy takes no class for hashable.
+_settings: Callable[[Any], tuple[Setting, ...]] = functools.cache(_describe_fields)
 
 
 def _is_nested(setting: Setting) -> bool:
@@ -183,8 +176,7 @@ class Configured:
     @classmethod
     def direct_settings(cls) -> dict[str, Setting]:
         """Return the settings that are fields, without those of nested settings, by the fields' names."""
-        described = _settings(cls)
-        return {setting.name: setting for setting in described if setting.key and not _is_nested(setting)}
+        return {setting.name: setting for setting in _settings(cls) if setting.key and not _is_nested(setting)}
 
     @classmethod
     def in_panel(cls, panel: str) -> tuple[str, ...]:
@@ -193,7 +185,7 @@ class Configured:
 
     @classmethod
     def from_configuration(cls, configuration: Mapping[str, Any]) -> Self:
-        """Return the inverse of :meth:`configuration`; other entries, like the number of a round, are ignored."""
+        """Build the workload of a :meth:`configuration`; entries of no setting, as a round's number, are ignored."""
         values: dict[str, Any] = {}
         for setting in _settings(cls):
             if _is_nested(setting):
@@ -203,22 +195,20 @@ class Configured:
         return cls(**values)
 
     def check_settings(self) -> None:
-        """Refuse what the fields' descriptions do not allow, and keep values as these read them.
-
-        Raises:
-            UsageError: a value is none of the choices, out of range, or needs others.
-        """
+        """Keep each value as its setting reads it; raise a UsageError for one that is not allowed, or needs others."""
         for setting in _settings(type(self)):
             object.__setattr__(self, setting.name, setting.read(getattr(self, setting.name)))
+        configuration = self.configuration()
         for setting in _settings(type(self)):
             value = getattr(self, setting.name)
             for need in setting.needs_of(value):
-                other = self.configuration().get(need.other)
+                other = configuration.get(need.other)
                 if other not in need.allowed:
                     text = f"{value:g}" if isinstance(value, float) else value
                     raise UsageError(f"{setting.flag} {text}: {need.reason.format(other)}")
-            for need in setting.needs if setting.is_required and value == setting.default else ():
-                other = self.configuration()[need.other]
+            is_missing = setting.is_required and value == setting.default
+            for need in setting.needs if is_missing else ():
+                other = configuration[need.other]
                 if other in need.allowed:
                     raise UsageError(f"{setting.flag}: {need.other} '{other}' needs one")
 
@@ -226,11 +216,12 @@ class Configured:
     def combinations(cls, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return every combination of lists and single values, each once.
 
-        A value that needs another is the default in cells that lack this, unless all cells do and refuse it.
+        Where a value needs another setting that only some cells have, the other cells take its default; where no cell
+        has it, the value stays, and the cells refuse it.
 
         Args:
-            values: by the names of fields, the one first that changes slowest; lists where a sweep has several, of
-                which an empty one is the default.
+            values: by the names of fields, the one first that changes slowest; lists of settings that are ``several``,
+                of which an empty one stands for the default.
         """
         described = cls.direct_settings()
         lists = {

@@ -1,7 +1,7 @@
 """Changes that make a training step hold less memory: their settings, costs, options and lines of PyTorch. No torch.
 
 A plan is some of them, at most one for each setting. Prices order plans: percent of a step's FLOPs that are computed
-again, and conventions for what has no FLOPs. What gives the same numbers comes first, then recomputation, then other
+again, and conventions for what has no FLOPs. Changes that keep all numbers come first, then recomputation, then other
 rounding, then more GPUs.
 """
 
@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.accounting.flops import model_flops
@@ -20,7 +21,7 @@ from cs336sys.settings.training import OPTIMIZERS, Workload
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 _RANKS = (2, 4, 8)
-# Forward is a third of a step's FLOPs; of a model that is not ours nobody knows what its blocks' last product takes.
+# The forward pass, a third of a step's FLOPs, is the most that a model which is not ours may compute again.
 _WHOLE_FORWARD_PERCENT = 100 / 3
 
 
@@ -45,10 +46,7 @@ class SettingChange:
 
 
 def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
-    """List what a workload could change and does not yet, by setting.
-
-    ``--device cpu`` leaves out what computes on GPUs alone.
-    """
+    """List the changes that a workload has not made yet, by setting; on a CPU without those that need a GPU."""
     training = workload.training
     on_gpu = training.device != "cpu"
     has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
@@ -94,6 +92,7 @@ _BF16_STATE = SettingChange(
 
 
 def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
+    """Yield the numbers of micro-batches that divide the batch and are more than the workload has."""
     size = workload.training.size.batch_size
     for count in _MICRO_BATCHES:
         if count > workload.micro_batches and size % count == 0:
@@ -106,6 +105,7 @@ def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
 
 
 def _checkpoints(training: Workload) -> Iterator[SettingChange]:
+    """Yield the checkpointing strategies that a model can have, each with the FLOPs that it computes again."""
     line = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
     if not training.is_ours:
         percent = _WHOLE_FORWARD_PERCENT
@@ -113,30 +113,28 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
             "checkpointing", "block", "--checkpoint block", line, f"up to {percent:.0f} % of FLOPs again", percent
         )
         return
-    layers = training.size.num_layers
-    strategies = ["block", *(f"every={k}" for k in (2, 3, 4, 6, 8) if k < layers and layers % k == 0)]
+    blocks = training.size.num_layers
+    code = {"block": line}
+    for count in (2, 3, 4, 6, 8):
+        if count < blocks and blocks % count == 0:
+            group = f"x = checkpoint(torch.nn.Sequential(*group), x, use_reentrant=False)  # groups of {count} blocks"
+            code[f"every={count}"] = group
     if not training.fused_kernels and not training.is_compiled:
-        strategies += ["attention", "ffn", "sublayer"]
+        sublayers = {"attention": "attention", "ffn": "feed-forward layer", "sublayer": "attention, feed-forward layer"}
+        for strategy, part in sublayers.items():
+            code[strategy] = f"x = x + checkpoint(layer, x, use_reentrant=False)  # {part} of each block, with its norm"
     causal = not training.keeps_scores
-    for strategy in strategies:
+    for strategy, line in code.items():
         recomputed = recomputed_flops(training.size, strategy, causal=causal)
         percent = 100 * recomputed / model_flops(training.size, causal=causal)
-        code = line
-        if strategy.startswith("every="):
-            count = strategy.removeprefix("every=")
-            code = f"x = checkpoint(torch.nn.Sequential(*group), x, use_reentrant=False)  # groups of {count} blocks"
-        elif strategy != "block":
-            layer = {"attention": "attention", "ffn": "feed-forward layer", "sublayer": "attention, feed-forward layer"}
-            code = (
-                f"x = x + checkpoint(layer, x, use_reentrant=False)  # {layer[strategy]} of each block, with its norm"
-            )
         cost = f"{percent:.1f} % of FLOPs again"
-        yield SettingChange("checkpointing", strategy, f"--checkpoint {strategy}", code, cost, percent)
+        yield SettingChange("checkpointing", strategy, f"--checkpoint {strategy}", line, cost, percent)
 
 
 def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
+    """Yield the numbers of ranks that share the batch equally, with each strategy that shards this model."""
     training = workload.training
-    # What a unit of another model holds is not traced.
+    # The memory of FSDP is predicted for our model alone.
     for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
         if training.size.batch_size % ranks or not _can_shard(training):
             continue
@@ -166,9 +164,7 @@ def _can_shard(training: Workload) -> bool:
 
 def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:
     training = workload.training
-    return ShardedStep(
-        strategy, training.size, ranks, training.precision, training.attention, workload.checkpointing
-    )  # fmt: skip
+    return ShardedStep(strategy, training.size, ranks, training.precision, training.attention, workload.checkpointing)
 
 
 def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
@@ -184,22 +180,19 @@ def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
 
 
 def changed(workload: MemoryWorkload, plan: Sequence[SettingChange]) -> MemoryWorkload | None:
-    """The workload with these changes on one GPU; None where they do not go together."""
-    workload_settings = {
-        change.setting: change.value for change in plan if change.setting in ("checkpointing", "micro_batches")
-    }
-    settings = {change.setting: change.value for change in plan if change.setting not in (*workload_settings, "ranks")}
+    """Return the workload with these changes, as one GPU would run it; None where they do not go together."""
+    settings: dict[str, Any] = {change.setting: change.value for change in plan if change.setting != "ranks"}
+    memory_settings = {name: settings.pop(name) for name in ("checkpointing", "micro_batches") if name in settings}
     if "state_dtype" in settings:
         settings["optimizer"] = "adamw"
     try:
-        training = replace(workload.training, **settings)  # type: ignore[arg-type]  # values are of their settings
-        return replace(workload, training=training, **workload_settings)  # type: ignore[arg-type]  # likewise
+        return replace(workload, training=replace(workload.training, **settings), **memory_settings)
     except UsageError:
         return None
 
 
 def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
-    """Every combination of changes of different settings, the cheapest first, none of them empty."""
+    """Return every plan but the empty one, the cheapest first: at most one change for each setting."""
     settings = list(dict.fromkeys(change.setting for change in changes))
     choices = [[None, *(change for change in changes if change.setting == setting)] for setting in settings]
     combinations = [tuple(change for change in chosen if change is not None) for chosen in product(*choices)]
@@ -213,7 +206,7 @@ def command_line(workload: MemoryWorkload) -> str:
     for name, value in training.user.configuration().items():
         if name != "code_digest":
             arguments += [f"--{name}", value]
-    # A size with other widths has no name of its own.
+    # A size with other widths is named after these: say how it differs from tiny.
     named_size = SIZES.get(size.name, SIZES["tiny"])
     arguments += ["--size", named_size.name]
     for field in fields(size):
@@ -222,7 +215,7 @@ def command_line(workload: MemoryWorkload) -> str:
             arguments += [f"--{field.name.replace('_', '-')}", str(value)]
     for name, setting in Workload.direct_settings().items():
         default = named_size.precision if setting.is_by_size else setting.default
-        # The first two decide how often a step is repeated, the others nothing about its memory.
+        # A step's memory does not depend on these.
         if name not in ("warmup", "steps", "tf32", "synchronize") and getattr(training, name) != default:
             arguments += [setting.flag, str(getattr(training, name))]
     if workload.checkpointing != "none":

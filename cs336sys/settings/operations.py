@@ -24,10 +24,10 @@ COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
 
 @dataclass(frozen=True)
 class CollectiveWorkload(Configured):
-    """One collective on one size of message.
+    """One collective on one size of message, timed in two ways.
 
-    ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors; ``message_bytes`` is the whole array as
-    asked for. Calls are timed in two ways.
+    ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors; ``message_bytes`` is the requested size of
+    the whole array.
     """
 
     backend: str = setting(
@@ -46,11 +46,7 @@ class CollectiveWorkload(Configured):
 
     @property
     def elements(self) -> int:
-        """Elements of the whole array: as many as fit the message and all ranks can share equally.
-
-        Raises:
-            UsageError: there would be none.
-        """
+        """Return the elements of the whole array: as many as fit the message and ranks can share; a UsageError at 0."""
         element_bytes = COLLECTIVE_DTYPES[self.dtype]
         parts = self.world_size if self.collective in ("all_gather", "reduce_scatter") else 1
         count = self.message_bytes // element_bytes // parts * parts
@@ -63,7 +59,7 @@ class CollectiveWorkload(Configured):
 
     @property
     def size_bytes(self) -> int:
-        """The whole array as it is communicated; errors as of :attr:`elements`."""
+        """Return the bytes of the whole array as it is communicated, with the errors of :attr:`elements`."""
         return self.elements * COLLECTIVE_DTYPES[self.dtype]
 
 
@@ -73,12 +69,12 @@ IMPLEMENTATIONS = (
     *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", *FLASH_ATTENTION_4),
 )
 
-# Of ``attn``: the last is the model's own, whose softmax is made of single operations.
+# The implementations of ``attn``.
 PLAIN_ATTENTION = ("eager", "compiled", "model")
 
 
 def _varied(default: Any = MISSING, help: str = "", **description: Any) -> Any:
-    """Declare a setting of one operation, of which a sweep has several values and titles name the one."""
+    """Declare a setting of one operation, of which a sweep has several values and titles name each."""
     return setting(default, help, **{"several": True, "in_titles": True, "minimum": 1} | description)
 
 
@@ -87,15 +83,14 @@ class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
     Attributes:
-        implementation: one of :data:`IMPLEMENTATIONS` or :data:`PLAIN_ATTENTION`, or ``FILE.py:NAME`` of the user's;
-            ``auto`` is what ``flash_attention`` chooses, ``triton`` and
-            ``hopper`` are our kernels, ``deterministic`` is ``auto`` with gradients that repeat to the last bit,
-            ``tiled`` FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores in memory and ``compiled``
-            the same under torch.compile; ``fa4`` is the package flash-attn-4, ``fa4-deterministic``
-            the same with gradients that repeat;
-            ``model`` is the model's own attention, whose softmax is made of single operations.
-        kv_heads: heads of queries share so many; None for as many as of queries.
-        window: the query's own key is the last of them; None for all.
+        implementation: one of :data:`IMPLEMENTATIONS` or :data:`PLAIN_ATTENTION`, or ``FILE.py:NAME`` of the user's.
+            ``auto`` is what ``flash_attention`` chooses, ``triton`` and ``hopper`` are our kernels, ``deterministic``
+            is ``auto`` with gradients that repeat to the last bit, ``tiled`` FlashAttention-2 in PyTorch, ``eager``
+            plain PyTorch with the scores in memory, ``compiled`` the same under torch.compile, ``fa4`` the package
+            flash-attn-4, ``fa4-deterministic`` the same with gradients that repeat, ``model`` the model's own
+            attention, whose softmax is made of single operations.
+        kv_heads: heads of keys and values, which heads of queries share; None for as many as of queries.
+        window: how many keys a query sees, the last of them its own; None for all.
     """
 
     implementation: str = setting(several=True, header=None)

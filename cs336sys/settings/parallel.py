@@ -18,7 +18,7 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.settings.fields import LONGEST_S, Configured, Needs, setting
 from cs336sys.settings.sizes import MOST_RANKS, PRECISIONS, ModelSize
 from cs336sys.settings.strategies import STRATEGIES, HasStrategy, strategies_of
-from cs336sys.settings.training import Workload
+from cs336sys.settings.training import BLOCK_NEEDS, Workload
 
 BUCKETED = "bucketed"
 ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
@@ -46,14 +46,16 @@ _STRATEGY_NEEDS = (
     Needs("kernels", ("reference",), "computes with the layers of cs336_basics; leave out --kernels {}", _LAYERS),
     Needs("compile", ("off", "block"), "is compiled by blocks; choose --compile block or off", _LAYERS),
 )
+_NCCL_NEEDS = Needs("device", ("auto", "cuda"), "communicates between GPUs; choose gloo, or --device cuda", ("nccl",))
+_MESH_NEEDS = Needs(
+    "strategy",
+    _with("shares"),
+    "the ranks of strategy '{}' have one dimension; leave it out, or choose a strategy that shares layers or sequences",
+)
 
 
 def parse_bucket(size: float | str) -> float | str:
-    """Read a size of buckets, whole blocks or megabytes.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Read the size of buckets, whole blocks or megabytes, or raise a UsageError."""
     if size == WHOLE_BLOCKS:
         return size
     with contextlib.suppress(ValueError):
@@ -63,11 +65,7 @@ def parse_bucket(size: float | str) -> float | str:
 
 
 def parse_block_checkpointing(text: str, *others: str) -> str:
-    """Read what ranks checkpoint: ``none``, ``block``, ``keep=N`` or one of the ``others``.
-
-    Raises:
-        UsageError: it is none of them.
-    """
+    """Read what ranks checkpoint, ``none``, ``block``, ``keep=N`` or one of the ``others``, or raise a UsageError."""
     if kept_blocks(text) is None and text not in ("none", "block", *others):
         raise UsageError(choose_from(text, ("none", "block", "keep=N", *others)))
     return text
@@ -81,11 +79,11 @@ class ParallelWorkload(Configured, HasStrategy):
         training: its batch is that of all ranks together, each takes an equal part, or a slice of every sequence; its
             mode is ``train``.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
-        gradient_dtype: what gradients are summed in, too; they are kept in fp32, but see :attr:`has_half_gradients`.
+        gradient_dtype: gradients are sent and summed in it; they are kept in fp32, but see :attr:`has_half_gradients`.
         trace: a directory for the Chrome trace of one more step on rank 0.
-        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
-            ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
-        mesh: None is one dimension, or with two of them ``tp=2`` or ``cp=2``.
+        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again; ``keep=N``
+            keeps what is expensive to compute again, but of the feed-forward layers' gate and up only the last N.
+        mesh: None: all ranks in one dimension, or for a strategy with two, groups of two ranks (``tp=2``, ``cp=2``).
     """
 
     training: Workload
@@ -102,13 +100,7 @@ class ParallelWorkload(Configured, HasStrategy):
         in_titles=True,
     )
     backend: str = setting(
-        "auto",
-        f"{', '.join(BACKENDS)}; auto: by device.",
-        choices=BACKENDS,
-        header=None,
-        needs=(
-            Needs("device", ("auto", "cuda"), "communicates between GPUs; choose gloo, or --device cuda", ("nccl",)),
-        ),
+        "auto", f"{', '.join(BACKENDS)}; auto: by device.", choices=BACKENDS, header=None, needs=(_NCCL_NEEDS,)
     )
     bucket_mb: float | str | None = setting(
         None,
@@ -151,22 +143,9 @@ class ParallelWorkload(Configured, HasStrategy):
         several=True,
         option="checkpoint",
         in_titles=True,
-        needs=(
-            Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
-        ),
+        needs=BLOCK_NEEDS,
     )
-    mesh: str | None = setting(
-        None,
-        "Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.",
-        needs=(
-            Needs(
-                "strategy",
-                _with("shares"),
-                "the ranks of strategy '{}' have one dimension; leave it out, or choose a strategy that shares layers "
-                "or sequences",
-            ),
-        ),
-    )
+    mesh: str | None = setting(None, "Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.", needs=(_MESH_NEEDS,))
     keep_gathered: int = setting(
         0,
         "For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.",
@@ -186,10 +165,10 @@ class ParallelWorkload(Configured, HasStrategy):
     )
 
     def __post_init__(self) -> None:
+        """Refuse settings that do not go together, and numbers that the ranks cannot share."""
         self.check_settings()
         self.training.require_known_memory()
-        if kept_blocks(self.checkpointing) is not None:
-            self._check_kept()
+        self._check_kept_blocks()
         if self.training.device != "auto":
             self.backend_on(self.training.device)
         if not self.training.updates_parameters:
@@ -201,13 +180,21 @@ class ParallelWorkload(Configured, HasStrategy):
         if self.strategy_record.shares:
             self._check_mesh(self.strategy_record.shares)
         if self.strategy_record.splits_sequences:
-            self._check_context()
+            if self.strategy_record.trades_heads:
+                require_heads(self.training.size.num_heads, self.group_ranks)
+            # Refuses sequences of fewer tokens than chunks.
+            self._sequence_split(self.training.size.context)
         if self.strategy_record.shares_layers:
             self._check_tensor()
         sharing = "groups of ranks" if self.strategy_record.shares else "ranks"
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
+    def _sequence_split(self, context: int) -> SequenceSplit:
+        """Split sequences among a group: in two chunks a rank for a ring, so that causal masks give all equal work."""
+        return SequenceSplit(context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
+
     def _check_mesh(self, inner: str) -> None:
+        """Refuse a mesh that does not make the ranks, or has other dimensions than the strategy; ``inner`` is last."""
         if self.mesh is None:
             if self.world_size % self.group_ranks:
                 raise UsageError(
@@ -216,17 +203,19 @@ class ParallelWorkload(Configured, HasStrategy):
                 )
             return
         sizes = read_mesh(self.mesh)
-        wanted = [name for name in (self.strategy_record.outer, inner) if name is not None]
+        dimensions = [name for name in (self.strategy_record.outer, inner) if name is not None]
         if mesh_ranks(sizes) != self.world_size:
             raise UsageError(f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}")
-        if sizes.keys() != set(wanted) and (self.strategy_record.communicates or inner not in sizes):
+        # A strategy without communication names no outer dimension, but its ranks have that of the compared one.
+        if sizes.keys() != set(dimensions) and (self.strategy_record.communicates or inner not in sizes):
             raise UsageError(
-                f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(wanted)}"
+                f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(dimensions)}"
             )
         if mesh_text(sizes) != self.mesh:
             raise UsageError(f"--mesh {self.mesh}: groups are of neighbours, so {inner} comes last: {mesh_text(sizes)}")
 
     def _check_tensor(self) -> None:
+        """Refuse heads, and of a sequence-parallel strategy sequences, that a group cannot share equally."""
         training, tensor_ranks = self.training, self.group_ranks
         refusal = heads_refusal(training.size.num_heads, tensor_ranks)
         if refusal is not None:
@@ -237,15 +226,11 @@ class ParallelWorkload(Configured, HasStrategy):
                 f"of {tensor_ranks}, or a strategy without sequence"
             )
 
-    def _check_context(self) -> None:
-        training = self.training
-        if self.strategy_record.trades_heads:
-            require_heads(training.size.num_heads, self.group_ranks)
-        # Refuses sequences of fewer tokens than chunks.
-        SequenceSplit(training.size.context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
-
-    def _check_kept(self) -> None:
+    def _check_kept_blocks(self) -> None:
+        """Refuse ``keep=N`` where the products that it keeps cannot be told apart, or the model has fewer blocks."""
         training, blocks = self.training, kept_blocks(self.checkpointing)
+        if blocks is None:
+            return
         if not training.is_ours:
             raise UsageError(f"--checkpoint {self.checkpointing} supports only this project's model: choose block")
         if self.strategy_record.shares:
@@ -258,7 +243,7 @@ class ParallelWorkload(Configured, HasStrategy):
                 f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
                 "no logsumexp; choose flash or sdpa"
             )
-        if blocks is not None and blocks > training.size.num_layers:
+        if blocks > training.size.num_layers:
             raise UsageError(f"--checkpoint {self.checkpointing}: the model has {training.size.num_layers} blocks")
         if training.size.d_ff == training.size.d_model and not self.writes_out_blocks:
             raise UsageError(
@@ -292,11 +277,7 @@ class ParallelWorkload(Configured, HasStrategy):
         return self.world_size // self.group_ranks
 
     def backend_on(self, device: str) -> str:
-        """Return by what the ranks communicate on ``cpu`` or ``cuda``: ``gloo`` or ``nccl``.
-
-        Raises:
-            UsageError: the backend, or the priority that is asked for, needs GPUs.
-        """
+        """Return ``gloo`` or ``nccl`` for ranks on ``cpu`` or ``cuda``; a UsageError where a setting needs GPUs."""
         if self.backend == "nccl" and device == "cpu":
             raise UsageError("--backend nccl: communicates between GPUs; choose gloo, or --device cuda")
         backend = {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
@@ -308,16 +289,15 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def share(self) -> int:
-        """Sequences a rank has, or has a slice of."""
+        """Return how many sequences a rank has, or has a slice of."""
         return self.training.size.batch_size // self.data_ranks
 
     @property
     def share_size(self) -> ModelSize:
-        """The size with this rank's share of the batch, or the longest slice of its sequences."""
+        """Return the size with a rank's share of the batch, and of split sequences the longest slice."""
         share = replace(self.training.size, batch_size=self.share)
         if self.strategy_record.splits_sequences:
-            split = SequenceSplit(share.context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
-            return replace(share, context=max(split.lengths))
+            return replace(share, context=max(self._sequence_split(share.context).lengths))
         return share
 
     @property
@@ -344,9 +324,9 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def predicted_gib(self) -> float | None:
-        """GiB that ranks on one CPU hold together at their peak: each trains the whole batch alone, to compare with.
+        """Return the GiB that ranks on one CPU hold together at their peak; None where formulas do not know them.
 
-        None where formulas do not know, or fewer blocks are compared.
+        The peak is that of the comparison, where each rank trains the whole batch alone.
         """
         one_rank_gib = self.training.predicted_gib
         if one_rank_gib is None or self.has_half_weights or self.check_layers is not None:
@@ -355,16 +335,19 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def has_unsynchronized(self) -> bool:
-        """Return whether the same step can be computed without communication; one rank that splits nothing has none."""
-        if self.strategy_record.splits_sequences and self.world_size == 1:
+        """Return whether the same step can be computed without communication.
+
+        It cannot by a single rank whose sequences are not split, by torch's split of sequences, and by blocks with a
+        backward pass of their own.
+        """
+        splits_sequences = self.strategy_record.splits_sequences
+        if splits_sequences and (self.world_size == 1 or self.strategy_record.is_torchs):
             return False
-        return not self.writes_out_blocks and not (
-            self.strategy_record.splits_sequences and self.strategy_record.is_torchs
-        )
+        return not self.writes_out_blocks
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
-        """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
+        """Return the same steps without communication, and without a backward pass of the blocks' own."""
         mesh = None
         if self.strategy_record.shares and self.data_ranks > 1:
             mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.shares: self.group_ranks})

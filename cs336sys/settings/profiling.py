@@ -10,7 +10,7 @@ from cs336sys.accounting.checkpointing import SUBLAYERS, parse_checkpointing
 from cs336sys.accounting.memory import PeakMemory, accumulating
 from cs336sys.errors import UsageError
 from cs336sys.settings.fields import Configured, Needs, setting
-from cs336sys.settings.training import Workload
+from cs336sys.settings.training import BLOCK_NEEDS, Workload
 
 # Kept by a cell of memprof: every allocation worth a look.
 LARGEST_ALLOCATIONS = 40
@@ -18,11 +18,9 @@ LARGEST_ALLOCATIONS = 40
 
 @dataclass(frozen=True)
 class MemoryWorkload(Configured):
-    """A training workload whose memory is recorded.
+    """A training workload whose memory is recorded, with pictures and files of its step in the folder ``snapshot``.
 
-    Attributes:
-        checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
-        snapshot: a directory for the recorded step's pictures and files.
+    ``checkpointing`` is a strategy of :mod:`cs336sys.accounting.checkpointing`.
     """
 
     training: Workload
@@ -36,7 +34,7 @@ class MemoryWorkload(Configured):
         option="checkpoint",
         in_titles=True,
         needs=(
-            Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
+            *BLOCK_NEEDS,
             Needs("compile", ("off",), "--compile {} leaves no blocks to look into; choose off", SUBLAYERS),
             Needs("kernels", ("reference",), "--kernels {} computes a block as a whole; choose reference", SUBLAYERS),
             Needs("model", (None,), "supports only this project's blocks; choose none or block", SUBLAYERS),
@@ -65,7 +63,7 @@ class MemoryWorkload(Configured):
             raise UsageError(f"--micro-batches {self.micro_batches}: must divide the batch of {batch}")
 
     def configuration(self) -> dict[str, Any]:
-        """Return the settings; of whole batches as before there were others."""
+        """Return the settings, without ``micro_batches`` for whole batches: older cells are found again."""
         settings = super().configuration()
         if self.micro_batches == 1:
             del settings["micro_batches"]
@@ -73,12 +71,12 @@ class MemoryWorkload(Configured):
 
     @property
     def part(self) -> Workload:
-        """The training workload with the batch of one pass."""
+        """Return the training workload of one pass, with one micro-batch as its batch."""
         size = self.training.size
         return replace(self.training, size=replace(size, batch_size=size.batch_size // self.micro_batches))
 
     def moments(self) -> list[PeakMemory]:
-        """The moments of a step that can be its peak, on paper: with several passes, those of the second."""
+        """Return the moments of a step that can be its peak, on paper: with several passes, those of the second."""
         moments = self.part.widest_moments(self.checkpointing)
         if self.micro_batches == 1:
             return moments
@@ -86,13 +84,13 @@ class MemoryWorkload(Configured):
 
     @property
     def name(self) -> str:
-        """A file name without its ending, different for workloads that differ in anything but steps and seed."""
+        """Return a file name without ending: workloads that differ in more than steps and seed have others."""
         parts = f"-{self.micro_batches}parts" if self.micro_batches > 1 else ""
         return f"{self.training.name}-{self.checkpointing}{parts}".replace("=", "")
 
     @property
     def predicted_gib(self) -> float | None:
-        """GiB that a step holds at its peak; None where formulas do not know."""
+        """Return the GiB that a step holds at its peak; None where formulas do not know."""
         return self.peak.total_gib if self.training.memory_is_known else None
 
     @property
@@ -102,13 +100,7 @@ class MemoryWorkload(Configured):
 
 @dataclass(frozen=True)
 class LossWorkload(Configured):
-    """A training workload whose loss is followed while it learns a text.
-
-    Attributes:
-        training: ``steps`` of it are taken, each on a batch of its own.
-        text: files, separated by commas, whose bytes are the tokens.
-        text_digest: of what those files held.
-    """
+    """A training workload whose loss is followed while it learns the bytes of files, a new batch for each step."""
 
     training: Workload
     text: str = setting(in_titles=True)
@@ -126,11 +118,7 @@ class LossWorkload(Configured):
 
 @dataclass(frozen=True)
 class ProfileWorkload(Configured):
-    """A training workload that is run under a profiler.
-
-    Attributes:
-        keep: a directory for the profiler's files.
-    """
+    """A training workload that is run under a profiler, whose files are kept in the folder ``keep``."""
 
     training: Workload
     profiler: str = setting(
@@ -147,7 +135,7 @@ class ProfileWorkload(Configured):
         self.check_settings()
 
 
-# A byte is a token: a step of 4 x 512 has read so many after 500,000.
+# A byte is a token: 500,000 steps of 4 x 512 tokens read so many.
 _MOST_BYTES = 10**9
 
 # What counts as text in a folder.
@@ -155,11 +143,7 @@ _ENDINGS = (".md", ".txt")
 
 
 def read_text(paths: str) -> bytes:
-    """The bytes of files, separated by commas, one after another; of a folder, those of its text files by name.
-
-    Raises:
-        UsageError: a file cannot be read, or all of them are empty.
-    """
+    """Read files, separated by commas, one after another, of a folder its text files by name; or raise a UsageError."""
     content = bytearray()
     for path in map(Path, paths.split(",")):
         try:
@@ -185,9 +169,5 @@ def read_text(paths: str) -> bytes:
 
 
 def text_digest(paths: str) -> str:
-    """Return a digest of what :func:`read_text` reads, as 12 hexadecimal digits.
-
-    Raises:
-        UsageError: as there.
-    """
+    """Return a digest of what :func:`read_text` reads, with its errors, as 12 hexadecimal digits."""
     return hashlib.sha256(read_text(paths)).hexdigest()[:12]

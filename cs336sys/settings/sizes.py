@@ -90,24 +90,22 @@ SIZES = {
     )
 }
 
-# What is shared is shared out rank by rank, tensor by tensor, which takes seconds for so many.
+# Predictions deal tensors out to ranks one by one, which takes seconds for so many ranks.
 MOST_RANKS = 16_384
 
 
 def choose_size(name: str, **fields: int | None) -> ModelSize:
-    """Return the named size with these whole numbers of :class:`ModelSize` replaced, except by None.
-
-    A size whose shape was changed is called after its fields, so that no result is filed under a name it does not fit.
+    """Return the named size with these fields replaced, except by None; another shape is named after its numbers.
 
     Raises:
-        UsageError: the name is unknown, a count is not positive or larger than any model's, the heads do not divide
-            ``d_model`` or leave an odd head dimension, which rotary embeddings cannot split into pairs.
+        UsageError: the name is unknown, a number is out of range, or the heads do not divide ``d_model`` into an even
+            head dimension, which rotary embeddings split into pairs.
     """
     require_known("size", name, SIZES)
-    replaced: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
-    for field, value in replaced.items():
-        ModelSize.settings()[field].read(value)
-    size = replace(SIZES[name], **replaced)
+    described = ModelSize.settings()
+    size = replace(
+        SIZES[name], **{field: described[field].read(value) for field, value in fields.items() if value is not None}
+    )
     if size.d_model % size.num_heads:
         raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")
     if size.head_dim % 2:

@@ -14,16 +14,17 @@ from cs336sys.settings.choices import import_named
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy.
+    """How ranks train one model together.
 
     Attributes:
-        wraps: names the function that wraps a model and an optimizer on a rank, ``training.ranks``'s ``Prepare``.
-        wrapper: names the class of :mod:`cs336sys.parallel.ddp` that averages gradients, for ``wraps`` to use.
-        command: measures it; empty for steps without communication, which others are compared with.
+        wraps: dotted name of the function that wraps a model and an optimizer on a rank, ``training.ranks``'s
+            ``Prepare``.
+        wrapper: dotted name of the class of :mod:`cs336sys.parallel.ddp` that averages gradients, for ``wraps`` to use.
+        command: the command that measures it; empty for the steps without communication that others are compared with.
         shares: what a group of ranks shares: ``tp`` layers, ``cp`` sequences; empty without groups.
         outer: how groups share the batch, ``ddp`` or ``fsdp``; None: there is one group.
-        holds, sends: name functions of a ``ShardedStep``: the training state of the fullest rank, bytes that a rank
-            sends in a step. ``sends`` is empty where torch decides that.
+        holds, sends: dotted names of functions of a ``ShardedStep``: the training state of the fullest rank, and bytes
+            that a rank sends in a step (empty where torch decides that).
         has_known_peak: formulas know the most that a rank holds.
         is_torchs: torch's own classes.
         uses_torch_ddp: torch's DDP is among them, whose buckets are there from the start.
@@ -41,7 +42,7 @@ class Strategy:
         takes_split_weights: weights may be kept in bf16 and low bits.
         is_sequence_parallel: between shared layers a rank has a slice of the sequence.
         trades_heads: attention trades tokens for heads, all to all.
-        unsynchronized: the same without communication.
+        unsynchronized: the strategy of the same step without communication.
     """
 
     wraps: str
@@ -89,7 +90,7 @@ class Strategy:
         return self.communicates and not self.shares and not self.reduces_slices
 
     def load(self, function: str) -> Callable[..., Any]:
-        """Import one of the functions above, by the field that names it."""
+        """Import the function that the field ``function`` names."""
         return import_named(getattr(self, function))
 
 
@@ -199,11 +200,7 @@ class HasStrategy:
 
     @property
     def strategy_record(self) -> Strategy:
-        """Return what the strategy holds, sends and shares.
-
-        Raises:
-            UsageError: the strategy is unknown.
-        """
+        """Return the record of the strategy, or raise a UsageError where there is none of its name."""
         require_known("strategy", self.strategy, STRATEGIES)
         return STRATEGIES[self.strategy]
 

@@ -23,19 +23,15 @@ _KERNEL_SETS = {"reference": (), "fused": FUSED_KERNELS}
 _MODEL_KERNELS = (*_KERNEL_SETS, *FUSED_KERNELS)
 CUDA_GRAPH = ("off", "on")
 
-# Settings that names of files always have, and those that they never have.
-_NOT_IN_FILE_NAMES = (
+# Settings that file names always have, and those that they never have; they have the others where not the default.
+_NOT_OPTIONAL_IN_FILE_NAMES = (
     *("size", "user", "mode", "precision", "compile", "attention", "optimizer", "warmup"),
     *("steps", "device", "seed"),
 )
 
 
 def parse_kernels(text: str) -> str:
-    """A choice of the model's kernels as it is kept: names of FUSED_KERNELS in their order.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return kernels as they are kept, ``rms-norm+rope`` in the order of FUSED_KERNELS, or raise a UsageError."""
     if text in _KERNEL_SETS:
         return text
     names = text.split("+")
@@ -51,7 +47,7 @@ def parse_kernels(text: str) -> str:
 class UserCode(Configured):
     """Functions of the user instead of ours, as :mod:`cs336sys.settings.user_code` names them; None is ours.
 
-    ``blocks`` are patterns of names, separated by commas; ``code_digest`` is of all files, and of the optimizer's.
+    ``blocks`` are patterns of module names, separated by commas; ``code_digest`` is of all files, the optimizer's too.
     """
 
     model: str | None = setting(None, "Your model: FILE.py:NAME. Default: ours.", takes_code=True, panel=MODEL)
@@ -68,12 +64,12 @@ class UserCode(Configured):
                 raise UsageError(f"--{field} {getattr(self, field)}: is about a model of yours; give --model, too")
 
     def configuration(self) -> dict[str, Any]:
-        """Return the settings that were given: without any, a cell is the same as before there was any such choice."""
+        """Return the settings that are not None, so that cells of our model match those of older files."""
         return {name: value for name, value in super().configuration().items() if value is not None}
 
 
 def _variant(default: str, help: str = "", **description: Any) -> Any:
-    """Declare a setting of which a sweep compares several values."""
+    """Declare a setting of what runs, of which a sweep compares several values and titles name each."""
     return setting(default, help, **{"several": True, "panel": WHAT_RUNS, "in_titles": True} | description)
 
 
@@ -82,6 +78,10 @@ _STATE_NEEDS = (
     _IN_ADAMW,
     Needs("kernels", ("fused",), "keeps the weights that --kernels fused computes with; choose fused", ("split",)),
     Needs("precision", ("bf16",), "keeps weights in bf16, and precision '{}' has none; choose bf16", ("split",)),
+)
+# Of checkpoints around blocks.
+BLOCK_NEEDS = (
+    Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
 )
 _UPDATE_NEEDS = (
     Needs("mode", ("train",), "mode '{}' updates nothing; choose train"),
@@ -142,7 +142,7 @@ class Workload(Configured, StepChoices):
 
     @property
     def fused_kernels(self) -> tuple[str, ...]:
-        """Those of FUSED_KERNELS that the model has."""
+        """The names of FUSED_KERNELS that the model has."""
         return _KERNEL_SETS[self.kernels] if self.kernels in _KERNEL_SETS else tuple(self.kernels.split("+"))
 
     @property
@@ -151,11 +151,7 @@ class Workload(Configured, StepChoices):
         return self.is_ours and (self.is_fused or (self.is_default("kernels") and self.is_default("update")))
 
     def require_known_memory(self) -> None:
-        """Refuse a way to train our model that formulas of memory do not know.
-
-        Raises:
-            UsageError: it has some of the fused kernels, or is updated in the backward pass.
-        """
+        """Raise a UsageError where our model has only some fused kernels, or is updated in the backward pass."""
         if self.is_ours and not self.memory_is_known:
             raise UsageError(
                 f"--kernels {self.kernels} and --update {self.update}: memory is not predicted; choose fused, or "
@@ -163,11 +159,7 @@ class Workload(Configured, StepChoices):
             )
 
     def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
-        """The moments of a step that can be its peak, on paper; the same for compiled workloads, which need less.
-
-        Args:
-            checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
-        """
+        """Return the moments that can be a step's peak, on paper, in eager mode, with a strategy of checkpointing."""
         if self.is_fused:
             return fused_moments(self._fused_step, checkpointing)
         moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
@@ -179,7 +171,7 @@ class Workload(Configured, StepChoices):
 
     @property
     def block_activations(self) -> int:
-        """Bytes that a block saves for its backward pass."""
+        """Return the bytes that a block saves for its backward pass."""
         if self.is_fused:
             return self._fused_step.block
         return block_activations(self.size, self.precision, self.attention).total
@@ -191,7 +183,7 @@ class Workload(Configured, StepChoices):
         )
 
     def with_layers(self, most: int) -> "Workload":
-        """Return the same of at most so many layers."""
+        """Return the same workload with at most so many layers."""
         return replace(self, size=replace(self.size, num_layers=min(most, self.size.num_layers)))
 
     def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
@@ -199,7 +191,7 @@ class Workload(Configured, StepChoices):
 
     @property
     def predicted_gib(self) -> float | None:
-        """GiB that a step holds at its peak; None where formulas do not know."""
+        """Return the GiB that a step holds at its peak; None where formulas do not know."""
         return self.predicted_peak().total_gib if self.memory_is_known else None
 
     @property
@@ -223,18 +215,11 @@ class Workload(Configured, StepChoices):
 
     @property
     def flops(self) -> int | None:
-        """Model FLOPs a step, of the mode's phases: the optimizer's are negligible and not counted.
-
-        None for a model of the user's, whose operations are counted.
-        """
+        """Return a step's model FLOPs without the optimizer's, which are few; None for a user's model."""
         return model_flops(self.size, backward=self.has_backward) if self.is_ours else None
 
     def rates(self, step: Samples, peak_tflops: float | None, flops: int | None = None) -> dict[str, float | None]:
-        """:meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step (ms); no MFU where no peak is known.
-
-        Args:
-            flops: a step's, where they were counted.
-        """
+        """Return :meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step (ms); ``flops``, if counted."""
         seconds = step.mean / 1e3
         flops = self.flops if flops is None else flops
         utilization = None if flops is None else model_flops_utilization(flops, seconds, peak_tflops)
@@ -245,9 +230,9 @@ class Workload(Configured, StepChoices):
         }
 
     def throughput(self, step: Samples) -> dict[str, float | None]:
-        """``tokens_per_s`` of the mean step (ms).
+        """Return ``tokens_per_s`` of the mean step (ms).
 
-        A batch of the user's need not consist of tokens: ``examples_per_s`` counts what lies along its first dimension.
+        A user's batch need not consist of tokens: its ``examples_per_s`` are counted along its first dimension.
         """
         seconds = step.mean / 1e3
         if self.user.batch is None:
@@ -256,17 +241,17 @@ class Workload(Configured, StepChoices):
 
     @property
     def name(self) -> str:
-        """A file name without its ending, different for workloads that differ in more than device, steps and seed."""
+        """Return a file name without ending: workloads that differ in more than device, steps and seed have others."""
         size = self.size
         parts = [] if self.user.model is None else [self.user.model]
         parts += [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}"]
         parts += [self.mode, self.precision, f"compile-{self.compile}", self.attention, self.optimizer]
-        names = [field.name for field in fields(self) if field.name not in _NOT_IN_FILE_NAMES]
-        for name in names:
-            if not self.is_default(name):
-                value, text = getattr(self, name), name.replace("_", "-")
+        for field in fields(self):
+            if field.name not in _NOT_OPTIONAL_IN_FILE_NAMES and not self.is_default(field.name):
+                value, text = getattr(self, field.name), field.name.replace("_", "-")
                 parts.append(text if value is True else f"{text}-{value}")
         parts.append(f"w{self.warmup}")
+        # 512/2048/4/8, the name of a shape without a name of its own, becomes 512x2048x4x8.
         return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(parts).replace("/", "x"))
 
 

@@ -13,16 +13,14 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 
-HERE = "here"
-
-# Those that have a name for as long as this process lives.
+# Objects by their ``here:NAME``, which they have for as long as this process lives.
 _objects: dict[str, Callable[..., Any]] = {}
 
 TO_FILE = "write a function that builds it at module level of a file and give 'FILE.py:NAME', or the function"
 
 
 def is_user_code(value: str | None) -> bool:
-    """Return whether an option's value names a function of the user, and is none of our names."""
+    """Return whether an option's value names a function of the user, not one of our choices."""
     return value is not None and ":" in value
 
 
@@ -32,22 +30,18 @@ def name_object(value: Callable[..., Any]) -> str:
         if earlier is value:
             return reference
     name = getattr(value, "__name__", type(value).__name__)
-    reference = f"{HERE}:{name if name.isidentifier() else 'object'}_{len(_objects) + 1}"
+    reference = f"here:{name if name.isidentifier() else 'object'}_{len(_objects) + 1}"
     _objects[reference] = value
     return reference
 
 
 def named_object(reference: str) -> Callable[..., Any] | None:
-    """Return the object of this process that :func:`name_object` has named so; None for what is in a file."""
+    """Return the object of this process that :func:`name_object` has named so; None for a function in a file."""
     return _objects.get(reference)
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """File or module, and the name in it.
-
-    Raises:
-        UsageError: it is neither form.
-    """
+    """Split a reference into file or module, and the name in it, or raise a UsageError for another form."""
     where, _, name = reference.rpartition(":")
     if not where or not name.isidentifier() or not (is_file(where) or all(map(str.isidentifier, where.split(".")))):
         raise UsageError(f"'{reference}' names no function: write FILE.py:NAME or package.module:NAME")
@@ -59,15 +53,13 @@ def is_file(where: str) -> bool:
 
 
 def source_file(reference: str) -> Path:
-    """The file that a reference names; nothing of it is run.
+    """Return the file that a reference names, of which nothing is run, or raise a UsageError where there is none.
 
-    Raises:
-        UsageError: there is none.
+    For an object of this process, it is the file that tracebacks name, which for a notebook's cell does not exist.
     """
     where, _ = split_reference(reference)
-    if (code_object := _objects.get(reference)) is not None:
-        # As Python names it in a traceback; a notebook's cell has no such file.
-        code = getattr(code_object, "__code__", None)
+    if reference in _objects:
+        code = getattr(_objects[reference], "__code__", None)
         return Path(reference if code is None else code.co_filename)
     if is_file(where):
         if not Path(where).is_file():
@@ -87,18 +79,8 @@ def source_file(reference: str) -> Path:
     raise UsageError(f"'{reference}': there is no module {where}")
 
 
-def read_reference(text: str) -> str:
-    """Return an option's value, which names a function in a file or module that is there.
-
-    Raises:
-        UsageError: it names none.
-    """
-    source_file(text)
-    return text
-
-
 def digest(references: list[str]) -> str:
-    """The files that these name, and what they import from their own folders, as 12 hexadecimal digits.
+    """Return 12 hexadecimal digits of the files that these name, and of what they import from their own folders.
 
     What they import from elsewhere does not count: packages that are installed, folders put on ``sys.path``.
     """
@@ -112,24 +94,22 @@ def digest(references: list[str]) -> str:
 
 
 def _sources(file: Path) -> set[Path]:
-    """A file and those next to or below it that it imports, and they in turn; of an installed package itself alone."""
+    """Return a file, and those next to or below it that it and they import; an installed package's file alone."""
     if "site-packages" in file.parts:
         return {file}
     sources, waiting = {file}, [file]
     while waiting:
-        for imported in _imported(waiting.pop(), file.parent):
-            if imported not in sources:
-                sources.add(imported)
-                waiting.append(imported)
+        imported = set(_imported_files(waiting.pop(), file.parent)) - sources
+        sources |= imported
+        waiting += imported
     return sources
 
 
-def _imported(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the files that a file imports from a folder, or relative to itself."""
+def _imported_files(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files that a file imports from a folder, or relative to itself; of one that is no Python, none."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        # Whoever imports it says so.
         return
     for node in ast.walk(tree):
         names: list[str] = []
@@ -137,9 +117,11 @@ def _imported(file: Path, folder: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            # A dot is the file's folder, and each further dot the folder above.
             for _ in range(node.level):
                 start = file.parent if start is folder else start.parent
             module = node.module or ""
+            # What is imported from a package may be a module of it.
             names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
         for name in filter(None, names):
             path = start.joinpath(*name.split("."))

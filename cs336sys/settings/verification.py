@@ -56,27 +56,24 @@ DIMENSIONS = ("data", "context", "tensor", "pipeline")
 
 
 def parse_mesh(text: str, world_size: int) -> dict[str, int]:
-    """Return the sizes of dimensions by name, of ``data=2,tensor=2``; one dimension may be without its size.
-
-    Raises:
-        UsageError: a dimension is unknown or repeated, a size is 0, or the sizes do not make the world size.
-    """
+    """Return the dimensions' sizes of ``data=2,tensor=2``, one of which may lack its size, or raise a UsageError."""
     sizes: dict[str, int] = {}
+    unsized = ""
     for part in text.split(","):
         name, equals, size = part.partition("=")
         if name not in DIMENSIONS:
             raise UsageError(f"--mesh {text}: unknown dimension '{name}': {choose_from(name, DIMENSIONS)}")
-        has_size = size.isdecimal() and int(size) > 0
-        if name in sizes or not (has_size if equals else 0 not in sizes.values()):
+        is_size = size.isdecimal() and int(size) > 0
+        if name in sizes or (not is_size if equals else unsized):
             raise UsageError(
                 f"--mesh {text}: write each dimension once, with its size, at least 1 (one may be without): "
                 "data=2,tensor=2"
             )
-        sizes[name] = int(size) if equals else 0
-    sized_ranks = math.prod(size for size in sizes.values() if size)
-    unsized = [name for name, size in sizes.items() if not size]
-    if len(unsized) == 1 and world_size % sized_ranks == 0:
-        sizes[unsized[0]] = world_size // sized_ranks
+        unsized = unsized if equals else name
+        sizes[name] = int(size) if equals else 1
+    sized_ranks = math.prod(sizes.values())
+    if unsized and world_size % sized_ranks == 0:
+        sizes[unsized] = world_size // sized_ranks
     if math.prod(sizes.values()) != world_size:
         raise UsageError(f"--mesh {text}: its sizes multiply to {sized_ranks}, not to {world_size} ranks")
     return sizes
@@ -84,7 +81,7 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class VerifiedWorkload(Configured):
-    """A wrap of somebody's, and one case that its training is compared in with one process.
+    """A way of wrapping a model for ranks, and one case in which its training is compared with one process.
 
     Attributes:
         training: its batch is that of all ranks together.
@@ -108,29 +105,30 @@ class VerifiedWorkload(Configured):
     wrap_digest: str | None = None
 
     def __post_init__(self) -> None:
+        """Refuse an unknown wrap, and batches and sequences that the mesh cannot share equally."""
         self.check_settings()
         if not is_user_code(self.wrap) and self.wrap not in WRAPS:
             raise UsageError(
                 f"--wrap {self.wrap}: {choose_from(self.wrap, WRAPS)}; or yours: FILE.py:NAME, package.module:NAME"
             )
-        sizes = self.dimensions
-        context = sizes.get("context", 1)
-        if self.training.size.context % context:
-            raise UsageError(f"--context {self.training.size.context}: must be a multiple of the {context} ranks")
-        if self.training.size.batch_size < 4 * self.data_ranks:
+        batch_size, context, data_ranks = self.training.size.batch_size, self.training.size.context, self.data_ranks
+        context_ranks = self.dimensions.get("context", 1)
+        if context % context_ranks:
+            raise UsageError(f"--context {context}: must be a multiple of the {context_ranks} ranks")
+        if batch_size < 4 * data_ranks:
             raise UsageError(
-                f"--batch-size {self.training.size.batch_size}: must be at least {4 * self.data_ranks}, so that each "
-                f"of {self.data_ranks} ranks has several sequences in each of two micro-batches"
+                f"--batch-size {batch_size}: must be at least {4 * data_ranks}, so that each of {data_ranks} ranks has "
+                "several sequences in each of two micro-batches"
             )
-        if self.training.size.batch_size % (2 * self.data_ranks):
+        if batch_size % (2 * data_ranks):
             raise UsageError(
-                f"--batch-size {self.training.size.batch_size}: must be a multiple of {2 * self.data_ranks}, so that "
-                f"{self.data_ranks} ranks have equal micro-batches"
+                f"--batch-size {batch_size}: must be a multiple of {2 * data_ranks}, so that {data_ranks} ranks have "
+                "equal micro-batches"
             )
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """Sizes of the mesh by name."""
+        """Return the sizes of the mesh by the names of its dimensions."""
         return parse_mesh(self.mesh, self.world_size)
 
     @property
@@ -138,7 +136,7 @@ class VerifiedWorkload(Configured):
         return self.dimensions.get("data", 1)
 
     def data_place(self, rank: int) -> int:
-        """Return which of the batch's shares a rank has."""
+        """Return which share of the batch a rank has; the last dimension of the mesh changes fastest with the rank."""
         for name, size in reversed(self.dimensions.items()):
             if name == "data":
                 return rank % size

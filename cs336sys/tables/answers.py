@@ -21,10 +21,10 @@ _KINDS = {"decimal_bytes": "bytes"}
 
 
 def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequence[str] = ()) -> Table:
-    """One row for each derived value; ``notes`` say what is assumed."""
+    """Build a table with a row for each derived value; ``notes`` say what is assumed."""
     rows: list[dict[str, Value]] = []
     for answer in answers:
         value, unit = in_shown_unit(answer.value, answer.unit)
-        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value})
-        rows[-1]["kind"] = _KINDS.get(answer.unit, answer.unit)
+        kind = _KINDS.get(answer.unit, answer.unit)
+        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value, "kind": kind})
     return Table(name, title, _COLUMNS, rows, notes)

@@ -12,7 +12,7 @@ Value = str | bool | int | float | Samples | Interval | None
 
 MISSING = "-"
 
-# Columns of less are shown in MiB: GiB with four decimals would leave three digits of a tiny model's memory.
+# Columns below it are shown in MiB: GiB with four decimals would leave three digits of a tiny model's memory.
 _LEAST_GIB = 0.1
 
 
@@ -38,7 +38,7 @@ class Unit:
 UNITS = {
     "ms": Unit("ms"),
     "gib": Unit("GiB"),
-    # For people, of numbers that are GiB: see shown_unit.
+    # For people, of numbers that are GiB: see shown_units.
     "gib as mib": Unit("MiB", factor=2**10),
     "gbps": Unit("GB/s"),
     "joules": Unit("J"),
@@ -59,7 +59,7 @@ UNITS = {
     "value": Unit(digits=6),
 }
 
-# In which units a value is shown that has a column for its unit next to it: (divisor, label) in rising order.
+# Units of values that have a column for their unit next to them: (divisor, label) in rising order.
 _SHOWN_UNITS = {
     "bytes": tuple((2 ** (10 * power), label) for power, label in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
     "decimal_bytes": tuple((10 ** (3 * power), label) for power, label in enumerate(("B", "KB", "MB", "GB", "TB"))),
@@ -79,11 +79,10 @@ def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[s
 
     Their own, but MiB for GiB where the largest number is below 0.1 GiB. A column of zeros follows the others in GiB.
     """
-    sizes = [max((abs(number) for value in values if (number := _number(value))), default=0.0) for _, values in columns]
-    nonzero_gib_sizes = [size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib" and size]
-    are_small = bool(nonzero_gib_sizes) and max(nonzero_gib_sizes) < _LEAST_GIB
+    sizes = [max((abs(_number(value)) for value in values), default=0.0) for _, values in columns]
+    largest_gib = max((size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib"), default=0.0)
     return [
-        "gib as mib" if unit == "gib" and (0 < size < _LEAST_GIB or (size == 0 and are_small)) else unit
+        "gib as mib" if unit == "gib" and 0 < (size or largest_gib) < _LEAST_GIB else unit
         for (unit, _), size in zip(columns, sizes, strict=True)
     ]
 
@@ -96,13 +95,13 @@ def central_value(value: Value) -> str | bool | float | None:
 
 
 def _number(value: Value) -> float:
-    """The number of a table's cell; 0 of what is none, of infinity and of NaN."""
+    """Return the number of a table's cell; 0 for text, None, infinity and NaN."""
     value = central_value(value)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def format_value(value: Value, unit: str | None = None) -> str:
-    """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
+    """Write a table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
 
     Samples that vary too much end in ``!``. A difference is one of three: a number, and of a ratio its interval;
     ``same within 2.1 %``; or ``undecided``. A cost within the noise is an upper bound, ``< 1.2``.
@@ -122,6 +121,7 @@ def format_value(value: Value, unit: str | None = None) -> str:
 
 
 def _format_interval(interval: Interval, unit: str | None) -> str:
+    """Write an estimate, with its interval if it is a ratio, or what the interval says in place of the estimate."""
     low, high = (format_number(end, unit) for end in (interval.low, interval.high))
     if interval.is_range:
         return f"{low} to {high}"
@@ -132,8 +132,8 @@ def _format_interval(interval: Interval, unit: str | None) -> str:
     if interval.is_noise and interval.is_ratio:
         return same_within(interval.low, interval.high)
     if interval.neutral is not None and interval.is_noise:
-        most = max(interval.neutral - interval.low, interval.high - interval.neutral)
-        return f"same within {format_number(most, unit)}"
+        largest = max(interval.neutral - interval.low, interval.high - interval.neutral)
+        return f"same within {format_number(largest, unit)}"
     if interval.is_bound and interval.is_ratio:
         return f"at least {low}" if interval.low > 1 else f"at most {high}"
     estimate = format_number(interval.estimate, unit)
@@ -141,7 +141,7 @@ def _format_interval(interval: Interval, unit: str | None) -> str:
 
 
 def format_number(value: float | None, unit: str | None = None) -> str:
-    """A number under a header that names its unit: four significant digits, thousands separators, ``-`` for None.
+    """Write a number under a header with its unit: four significant digits, thousands separators, ``-`` for None.
 
     Without a unit a whole number keeps all digits and no separators, and another up to four decimals.
     """
@@ -151,7 +151,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
         return _format_bare(value)
     rule = _rule(unit)
     value *= rule.factor
-    divisor, suffix = _scale(value, rule)
+    divisor, suffix = _scale(value, rule.scales)
     if isinstance(value, int) and divisor == 1:
         return f"{value:,}{suffix}"
     scaled = value / divisor
@@ -162,7 +162,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
 
 
 def format_mean_std(mean: float, std: float | None, unit: str) -> str:
-    """``12.34 ± 0.05``: both in the same unit with the same number of decimals.
+    """Write ``12.34 ± 0.05``, both in the same unit with the same number of decimals.
 
     A std that is large compared with its mean has two digits, and the mean then as few as three; one that would
     be rounded to 0 gets one decimal more where that shows it.
@@ -171,19 +171,19 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
         return format_number(mean, unit)
     rule = _rule(unit)
     mean, std = rule.factor * mean, rule.factor * std
-    divisor, suffix = _scale(mean, rule)
+    divisor, suffix = _scale(mean, rule.scales)
     mean, std = mean / divisor, std / divisor
     larger = max(abs(mean), std) if math.isfinite(std) else abs(mean)
-    of_std = _decimals(std, 2, rule.most_decimals)
-    of_mean = _decimals(larger, rule.digits - 1, rule.most_decimals)
-    decimals = min(_decimals(larger, rule.digits, rule.most_decimals), max(of_std, of_mean))
+    std_decimals = _decimals(std, 2, rule.most_decimals)
+    fewest_decimals = _decimals(larger, rule.digits - 1, rule.most_decimals)
+    decimals = min(_decimals(larger, rule.digits, rule.most_decimals), max(std_decimals, fewest_decimals))
     if math.isfinite(std) and round(std, decimals) == 0 < round(std, decimals + 1):
         decimals += 1
     return f"{_fixed(mean, decimals)} ± {_fixed(std, decimals)}{suffix}"
 
 
 def format_duration(seconds: float) -> str:
-    """A time for people to wait: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``1 h 05 min``."""
+    """Write a time to wait: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``1 h 05 min``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -194,24 +194,22 @@ def format_duration(seconds: float) -> str:
 
 
 def format_quantity(value: float | None, unit: str) -> str:
-    """A number with its unit, for running text: ``12.34 ms``, ``1.50 GiB``, ``5.00 %``."""
+    """Write a number with its unit, for running text: ``12.34 ms``, ``1.50 GiB``, ``5.00 %``."""
     label = unit_label(unit) if value is not None else ""
     return f"{format_number(value, unit)} {label}".rstrip()
 
 
 def in_shown_unit(value: float, unit: str) -> tuple[float, str]:
-    """A value of mixed company in the largest unit that leaves it at 1 or more: (bytes) 3e9 is (2.79, "GiB").
+    """Return a value in the largest unit that leaves it at 1 or more, and that unit: of 3e9 bytes (2.79, "GiB").
 
     A unit that has no scales, ``tokens``, is its own label.
     """
-    scales = _SHOWN_UNITS.get(unit, ((1, unit),))
-    fitting = [scale for scale in scales if scale[0] <= abs(value) < math.inf]
-    divisor, label = fitting[-1] if fitting else next(scale for scale in scales if scale[0] == 1)
+    divisor, label = _scale(value, _SHOWN_UNITS.get(unit, ((1, unit),)))
     return value if divisor == 1 else value / divisor, label
 
 
 def format_operand(value: float) -> str:
-    """A number inside a formula: an integer with all digits, another with six; large and small ones as ``4.6e14``."""
+    """Write a number in a formula: an integer with all digits, another with six; large and small ones as ``4.6e14``."""
     if isinstance(value, int):
         return f"{value:,}"
     text = f"{value:,.6g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.6g}"
@@ -222,13 +220,14 @@ def _rule(unit: str) -> Unit:
     return UNITS.get(unit) or Unit(unit)
 
 
-def _scale(value: float, rule: Unit) -> tuple[float, str]:
-    fitting = [scale for scale in rule.scales if math.isfinite(value) and scale[0] <= abs(value)]
-    return fitting[-1] if fitting else rule.scales[0]
+def _scale(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return the largest scale, (divisor, name), that leaves a value at 1 or more, or else that of divisor 1."""
+    fitting = [scale for scale in scales if scale[0] <= abs(value) < math.inf]
+    return fitting[-1] if fitting else next(scale for scale in scales if scale[0] == 1)
 
 
 def _decimals(value: float, digits: int, most: int) -> int:
-    """Decimals that show ``value`` with ``digits`` significant digits, at most ``most``."""
+    """Return how many decimals show ``value`` with ``digits`` significant digits, at most ``most``."""
     if value == 0 or not math.isfinite(value):
         return most
     # The exponent after rounding: 9.9996 with four digits is 10.00.

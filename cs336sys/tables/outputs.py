@@ -46,11 +46,9 @@ def read_output(text: str) -> Path:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise before anything is measured if the file cannot be written; a file that is there keeps its content.
+    """Raise a UsageError, before anything is measured, if a file cannot be written, or holds what ``--save`` wrote.
 
-    Raises:
-        UsageError: it cannot, or it holds what ``--save`` has written, which would be lost; the sentence names the
-            option that asked for it.
+    A file that is there keeps its content.
     """
     from cs336sys.results.model import holds_results
 
@@ -61,7 +59,7 @@ def check_writable(path: Path, option: str) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            # A link that led nowhere stays. Another rank of the same command may have been faster.
+            # Removes the made file where a link led to nothing, and not the link. Another rank may have been faster.
             Path(os.path.realpath(path)).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(_unwritable(f"{option} {path}", error)) from error
@@ -74,12 +72,7 @@ def require_folder(path: Path, option: str) -> None:
 
 
 def check_plot(path: Path | None, option: str = "--plot") -> None:
-    """Find out before anything is measured whether a picture can be written.
-
-    Raises:
-        UsageError: the file's ending is no picture's, or its folder cannot be written.
-        CapabilityError: matplotlib is not installed.
-    """
+    """Raise a UsageError or CapabilityError, before anything is measured, if a picture cannot be written or drawn."""
     if path is None:
         return
     if path.suffix not in _PICTURES:
@@ -96,11 +89,7 @@ def check_drawing(option: str) -> None:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Write what an option asked for, whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written; that a disk is full is found out too late for anything else.
-    """
+    """Write the file of an option, whole or not at all, or raise an OutputError: a disk may fill up meanwhile."""
     try:
         with written_whole(path) as whole:
             whole.write_bytes(content)
@@ -130,13 +119,13 @@ def legend_columns(figure: "Figure") -> int:
 def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata: dict[str, Any] | None = None) -> None:
     """Write a picture in the format of its file's ending, or raise an OutputError."""
     content = io.BytesIO()
-    _let_names_be_plain(figure)
+    _show_names_as_typed(figure)
     figure.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)
     write_file(path, _with_palette(content) if path.suffix == ".png" else content.getvalue(), option)
 
 
-def _let_names_be_plain(figure: "Figure") -> None:
-    """Let no name be read as mathematics (``$x$``) or LaTeX; the powers of ten on logarithmic axes are written so."""
+def _show_names_as_typed(figure: "Figure") -> None:
+    """Let no name be read as mathematics (``$x$``) or LaTeX, as only powers of ten on logarithmic axes should be."""
     from matplotlib.axis import Axis
     from matplotlib.text import Text
     from matplotlib.ticker import LogFormatter
@@ -150,7 +139,7 @@ def _let_names_be_plain(figure: "Figure") -> None:
 
 
 def _with_palette(png: io.BytesIO) -> bytes:
-    """The picture in 256 colours, which is all that plots have: a third of the bytes, in documents and histories."""
+    """Return the picture in 256 colours, which is all that plots have: a third of the bytes."""
     from PIL import Image
 
     content = io.BytesIO()
@@ -160,13 +149,9 @@ def _with_palette(png: io.BytesIO) -> bytes:
 
 @contextlib.contextmanager
 def writing_stdout() -> Iterator[None]:
-    """Raise the reason if what is written to standard output in this context does not arrive.
+    """Raise ReaderLeft where nobody reads standard output in this context, or OutputError where it cannot be written.
 
     Characters that its encoding lacks become ``?``: numbers that took an hour to measure must not end in a traceback.
-
-    Raises:
-        ReaderLeft: its reader has gone.
-        OutputError: it cannot be written; the file behind it may be on a full disk.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -183,11 +168,9 @@ def writing_stdout() -> Iterator[None]:
 
 
 def _discard_stdout() -> None:
-    """Send what Python still holds to nowhere, or it would try again at its end, and print a traceback."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    """Send buffered text to nowhere, or Python would try again at its end, and print a traceback."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _unwritable(name: str, error: OSError) -> str:

@@ -1,7 +1,4 @@
-"""Tables and pictures as one HTML file that loads nothing, to be read on a screen, on a phone and on paper.
-
-A page is :func:`html_page` around parts: :func:`html_table`, :func:`html_picture`, and whatever HTML else.
-"""
+"""Tables and pictures as one HTML file that loads nothing, to be read on a screen, on a phone and on paper."""
 
 import base64
 import hashlib
@@ -17,23 +14,17 @@ from cs336sys.processes.folders import OwnedFolder
 from cs336sys.tables.outputs import check_drawing, check_writable
 from cs336sys.tables.table import Table, grid_of, one_line
 
-# Columns that fit a printed page only in smaller letters, and letters of a word that is broken, of a text that wraps.
-_WIDE, _LONG = 12, 24
+# So many columns fit a printed page in smaller letters alone. Texts of more characters wrap; longer words are broken.
+_WIDE_COLUMNS, _LONG_CHARACTERS = 12, 24
 
 
 def escaped(text: str) -> str:
-    """The text without newlines, terminal commands and HTML."""
+    """Return the text without newlines, terminal commands and HTML."""
     return html.escape(one_line(text))
 
 
 def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
-    """The text of a page.
-
-    Args:
-        parts: HTML, one part below the other.
-        style: CSS that these need next to the page's own.
-        script: JavaScript that they need. Browsers run no other, whatever the parts hold.
-    """
+    """Return a page of ``parts`` of HTML with their CSS and JavaScript; browsers run no other script on it."""
     from jinja2 import Environment, PackageLoader
 
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -43,17 +34,17 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
 
 
 def html_table(table: Table, heading: str = "h2") -> str:
-    """A table under its title, an element ``heading``, with its notes: as the other formats for people show it."""
+    """Return a table under its title, an element ``heading``, with its notes: as other formats for people show it."""
     grid = grid_of(table).map(html.escape)
-    kinds = [' class="number"' if is_number else "" for is_number in grid.is_number]
-    for number, column in enumerate(zip(*grid.rows, strict=True)):
-        if not kinds[number] and max(map(len, column)) > _LONG:
-            is_broken = max(len(word) for cell in column for word in cell.split() or [""]) > _LONG
-            kinds[number] = ' class="long"' if is_broken else ' class="text"'
-    wide = " wide" if len(grid.headers) >= _WIDE else ""
+    classes = [' class="number"' if is_number else "" for is_number in grid.is_number]
+    for index, column in enumerate(zip(*grid.rows, strict=True)):
+        if not classes[index] and max(map(len, column)) > _LONG_CHARACTERS:
+            longest_word = max(len(word) for cell in column for word in cell.split() or [""])
+            classes[index] = ' class="long"' if longest_word > _LONG_CHARACTERS else ' class="text"'
+    wide = " wide" if len(grid.headers) >= _WIDE_COLUMNS else ""
 
     def html_row(cells: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        return "".join(f"<{tag}{css}>{cell}</{tag}>" for cell, css in zip(cells, classes, strict=True))
 
     lines = [
         f"<{heading}>{escaped(table.title)}</{heading}>",
@@ -66,7 +57,7 @@ def html_table(table: Table, heading: str = "h2") -> str:
 
 
 def html_picture(draw: Callable[[Path], None], caption: str) -> str:
-    """A picture inside of the page, drawn to a file by ``draw``, with its caption."""
+    """Return a picture that the page contains, as ``draw`` draws it to a file, with its caption."""
     with OwnedFolder() as folder:
         path = folder / "picture.png"
         draw(path)
@@ -80,11 +71,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 
 
 def find_browser(option: str) -> str:
-    """Return the Chromium that prints pages.
-
-    Raises:
-        CapabilityError: none is installed; the message says how to print the page.
-    """
+    """Return the Chromium that prints pages, or raise a CapabilityError that says how to print them without."""
     for path in filter(None, map(shutil.which, _BROWSERS)):
         return path
     raise CapabilityError(
@@ -94,11 +81,7 @@ def find_browser(option: str) -> str:
 
 
 def print_page(text: str, browser: str) -> bytes:
-    """Return a page as a PDF, printed by a browser without a window.
-
-    Raises:
-        OutputError: it has printed nothing.
-    """
+    """Return a page as a PDF, printed by a browser without a window, or raise an OutputError."""
     with OwnedFolder() as folder:
         page, printed = folder / "page.html", folder / "page.pdf"
         page.write_text(text)
@@ -114,12 +97,7 @@ def print_page(text: str, browser: str) -> bytes:
 
 
 def check_page_writable(path: Path | None) -> None:
-    """Find out before anything is measured whether a page with pictures can be written.
-
-    Raises:
-        UsageError: the file does not end in .html or .htm, or its folder cannot be written.
-        CapabilityError: what draws the pictures is not installed.
-    """
+    """Raise a UsageError or CapabilityError, before anything is measured, if a page with pictures cannot be written."""
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):

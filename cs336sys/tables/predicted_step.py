@@ -16,22 +16,24 @@ PREDICTED_COLUMNS = named_columns(
 
 
 def configuration_words(configuration: StepConfiguration) -> str:
-    """Name what a configuration chooses: ``compile block, flash, adamw bf16, graph, checkpoint block``."""
-    training = configuration.training
-    choices = [f"batch {training.size.batch_size}"]
-    choices += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
-    choices += [f"compile {training.compile}"] if training.is_compiled else []
-    choices += [training.attention, *([f"{training.kernels} kernels"] if training.fused_kernels else [])]
-    choices += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
-    choices += ["graph"] if training.cuda_graph == "on" else []
-    choices += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []
-    choices += [configuration.strategy] if configuration.strategy else []
-    choices += ["gradients bf16"] if configuration.gradient_dtype == "bf16" else []
-    return ", ".join(choices).replace(", x ", " x ")
+    """Name the choices of a configuration: ``batch 4 x 2, compile block, flash, adamw bf16, checkpoint block``."""
+    training, accumulation = configuration.training, configuration.accumulation
+    choices = (
+        f"batch {training.size.batch_size}" + (f" x {accumulation}" if accumulation > 1 else ""),
+        f"compile {training.compile}" if training.is_compiled else "",
+        training.attention,
+        f"{training.kernels} kernels" if training.fused_kernels else "",
+        training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}"),
+        "graph" if training.cuda_graph == "on" else "",
+        f"checkpoint {configuration.checkpointing}" if configuration.checkpointing != "none" else "",
+        configuration.strategy,
+        "gradients bf16" if configuration.gradient_dtype == "bf16" else "",
+    )
+    return ", ".join(filter(None, choices))
 
 
 def limit_words(time: StepTime) -> str:
-    """Name what sets the pace: launches, or the largest term."""
+    """Name what a step's time is made of: launches, or the two largest terms with their shares."""
     if time.waits_for_launches:
         return "launches (CPU)"
     parts = {**time.terms_s, "communication": time.exposed_s}
@@ -40,27 +42,26 @@ def limit_words(time: StepTime) -> str:
 
 
 def step_row(
-    configuration: StepConfiguration, time: StepTime, rates: Rates, memory: float | None = None
+    configuration: StepConfiguration, time: StepTime, rates: Rates, memory_bytes: float | None = None
 ) -> dict[str, Value]:
-    """Return a configuration's row: without a time where it is unlike everything that was measured.
+    """Return a configuration's row, with no time where it is unlike everything that was measured.
 
-    Args:
-        memory: bytes of a rank; None: of our model.
+    ``memory_bytes`` are a rank's; None stands for those that formulas predict for our model.
     """
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
-    row["peak_gib"] = (step_memory(configuration).total if memory is None else memory) / GIB
+    row["peak_gib"] = (step_memory(configuration).total if memory_bytes is None else memory_bytes) / GIB
     if time.only_ranks_unknown:
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
     peak = peak_tflops(rates.gpu, configuration.training.precision)
-    flops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
+    tflops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
     return row | {
         "exposed_ms": 1e3 * time.exposed_s or None,
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,
-        "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * flops / peak,
+        "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * tflops / peak,
         "limit": limit_words(time),
     }
 

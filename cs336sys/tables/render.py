@@ -24,21 +24,12 @@ STDOUT = Path("-")
 
 
 def render(tables: Sequence[Table], format: str) -> str:
-    """All tables as one text that ends with a newline.
+    """Return all tables as one text that ends with a newline, or raise a UsageError for an unknown format.
 
-    - ``table``, ``markdown``, ``latex`` (booktabs), ``typst``: for people. Samples are mean ± std, columns without a
-      value in any row are left out, titles and notes are shown, and nothing is cut to a width.
-    - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. Rows have all settings and
-      the machine (:mod:`cs336sys.tables.tidy`). A column that holds samples, ``forward_ms``, becomes
-      ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain number among them stands
-      under ``_mean``. A column of intervals keeps its estimate under its own name, next to ``_low`` and ``_high``. NaN
-      and infinity are null, which is all that JSON has for them.
-    - ``csv``: the same rows of the tables that have the first one's name, under one header, after a column ``table``.
-
-    Numbers for programs are not rounded.
-
-    Raises:
-        UsageError: the format is unknown.
+    ``table``, ``markdown``, ``latex`` (booktabs) and ``typst`` are for people: samples are mean ± std, columns without
+    a value in any row are left out, nothing is cut to a width. ``json`` (all tables) and ``csv`` (those with the name
+    of the first, after a column ``table``) are for programs: all settings, the machine, and a column for each
+    statistic, not rounded (docs/columns.md). NaN and infinity are null in JSON, which has no more for them.
     """
     require_known("format", format, outputs.FORMATS)
     if format in _FOR_PROGRAMS:
@@ -49,10 +40,8 @@ def render(tables: Sequence[Table], format: str) -> str:
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
     """Write the tables to the file ``output``, or else (None, ``-``) to stdout; record them for a Python caller.
 
-    A folder gets a file for each name of tables, csv unless another format is asked for.
-
-    Without a format a file gets that of its name's ending, a terminal ``table`` drawn by rich, and everything else
-    ``markdown``. With ``wide`` stdout gets ``table`` as files have it, whatever a terminal's width.
+    Without a format a file gets that of its name's ending or Markdown, a folder a csv file for each name of tables, a
+    terminal ``table`` drawn by rich, other stdout Markdown. With ``wide`` stdout gets ``table`` as files have it.
 
     Raises:
         UsageError: the format is unknown.
@@ -81,6 +70,7 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
 
 
 def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
+    """Write the tables to standard output: drawn to a terminal's width unless ``wide`` or another format is chosen."""
     if sys.stdout is None:
         raise OutputError("cannot write the result: standard output is closed; give a file with --output")
     with outputs.writing_stdout():
@@ -94,16 +84,12 @@ def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
         sys.stdout.write(render(tables, format or ("table" if wide else "markdown")))
 
 
-# Names of files that no table can be written as: it would have been Markdown.
+# Files with these names are not for tables, which would be written to them as Markdown.
 _NO_TABLES = (".pdf", ".png", ".svg", ".html", ".docx", ".xlsx", ".jsonl", ".gz")
 
 
 def check_output(output: Path | None, format: str | None = None) -> None:
-    """Find out before anything is measured whether :func:`emit` will be able to write; a file there keeps its content.
-
-    Raises:
-        UsageError: the format is unknown, ``output`` cannot be written, or its name ends as a picture's or a page's.
-    """
+    """Raise a UsageError, before anything is measured, for an unknown format or a file that cannot be written."""
     if format is not None:
         require_known("format", format, outputs.FORMATS)
     elif output is not None and not output.is_dir() and output.suffix.lower() in _NO_TABLES:
@@ -140,7 +126,7 @@ def _markdown(table: Table) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """The text without Markdown: no image, link, HTML, code or emphasis."""
+    """Return the text without Markdown: no image, link, HTML, code or emphasis."""
     # An underscore inside a word (forward_ms) is plain text already.
     return re.sub(r"[\\|<*`\[\]]|&(?=#?\w+;)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
@@ -158,13 +144,14 @@ def _latex(table: Table) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """The text without LaTeX's commands."""
+    """Return the text without LaTeX's commands."""
     from tabulate import LATEX_ESCAPE_RULES
 
     return "".join(LATEX_ESCAPE_RULES.get(character, character) for character in text).replace("±", r"$\pm$")
 
 
 def _typst(table: Table) -> str:
+    """Return a table as a figure with a caption, and its notes as paragraphs below."""
     grid = grid_of(table).map(typst_string)
     lines = [
         "#figure(",
@@ -181,7 +168,7 @@ def _typst(table: Table) -> str:
 
 
 def typst_string(text: str) -> str:
-    """A string literal is content too, and needs none of markup's escapes."""
+    """Return a string literal, which Typst takes as content, so that markup needs no escapes."""
     return '"' + printable(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -189,7 +176,7 @@ _STATISTICS = ("mean", "std", "median")
 
 
 def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
-    """Keys and rows for programs: a column of samples or intervals becomes one column for each of their statistics."""
+    """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics."""
     keys: list[str] = []
     rows: list[dict[str, Value]] = [{} for _ in table.rows]
     flat: list[list[Any]]
@@ -197,7 +184,10 @@ def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
         values = [row.get(column.key) for row in table.rows]
         if column.spread == "interval" or any(isinstance(value, Interval) for value in values):
             names = [column.key, f"{column.key}_low", f"{column.key}_high"]
-            flat = [[v.estimate, v.low, v.high] if isinstance(v, Interval) else [v, None, None] for v in values]
+            flat = [
+                [value.estimate, value.low, value.high] if isinstance(value, Interval) else [value, None, None]
+                for value in values
+            ]
         elif column.spread == "samples" or any(isinstance(value, Samples) for value in values):
             names = [f"{column.key}_{statistic}" for statistic in _STATISTICS]
             flat = [[_statistic_of(value, statistic) for statistic in _STATISTICS] for value in values]
@@ -216,18 +206,19 @@ def _statistic_of(value: Value, statistic: str) -> Value:
 
 
 def _csv(tables: Sequence[Table]) -> str:
-    flat = [flat_rows(table) for table in tables if table.name == tables[0].name]
-    keys = list(dict.fromkeys(key for of_table, _ in flat for key in of_table))
+    name = tables[0].name
+    flat = [flat_rows(table) for table in tables if table.name == name]
+    keys = list(dict.fromkeys(key for table_keys, _ in flat for key in table_keys))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_csv_word, ["table", *keys]))
     for _, rows in flat:
-        writer.writerows([_csv_word(tables[0].name), *(_csv_word(row.get(key)) for key in keys)] for row in rows)
+        writer.writerows(map(_csv_word, [name, *(row.get(key) for key in keys)]) for row in rows)
     return stream.getvalue()
 
 
 def _csv_word(value: Any) -> str | float | None:
-    """A cell; text that a spreadsheet would compute, such as ``=HYPERLINK(...)``, begins with an apostrophe."""
+    """Return a cell; text that a spreadsheet would compute, as ``=HYPERLINK(...)``, begins with an apostrophe."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):
@@ -237,11 +228,11 @@ def _csv_word(value: Any) -> str | float | None:
 
 
 def _json(tables: Sequence[Table]) -> str:
-    documents = []
+    documents: list[dict[str, Any]] = []
     for table in tables:
         _, rows = flat_rows(table)
-        objects = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-        documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": table.all_notes})
+        finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+        documents.append({"name": table.name, "title": table.title, "rows": finite, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Records of how a command's saved cells are shown again: its tables and pictures."""
+"""Records of the functions that show a command's saved cells again, as tables and pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +31,7 @@ TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
 
 @dataclass(frozen=True)
 class SavedCommand:
-    """The functions that show a command's cells again.
-
-    Attributes:
-        tables: of cells that ``pooled`` has returned.
-        pictures: those that such cells have data for, drawn as these options ask.
-        pooled: joins the rounds of ``--rounds``.
-    """
+    """The functions that show a command's cells again; ``pooled`` joins rounds (``--rounds``) for the others."""
 
     tables: TableBuilder
     pictures: Callable[[Sequence[Cell], Run | None, Presentation], Pictures] = lambda cells, run, options: {}
@@ -45,14 +39,14 @@ class SavedCommand:
 
 
 def of_run(build: RunTableBuilder) -> TableBuilder:
-    """Tables that no option changes."""
+    """Return the builder of tables that no option changes."""
     return lambda cells, run, options: build(cells, run)
 
 
 def picture_of_measured(
     name: str, draw: Callable[[Sequence[Cell], Path], None]
 ) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
-    """One picture of all cells, if any was measured."""
+    """Return what gives a picture of all cells, if any was measured."""
     return lambda cells, run, options: {name: partial(draw, cells)} if measured_cells(cells) else {}
 
 

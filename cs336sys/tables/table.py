@@ -22,10 +22,9 @@ class Column:
         header: the name for people, without it: ``forward``.
         unit: how numbers are written, see :data:`cs336sys.tables.numbers.UNITS`.
         value: computes the column of what a row stands for, for :func:`fill_row`.
-        spread: ``samples`` or ``interval``, of whose statistics programs get a column each, whether or not any row has
-            a value.
-        exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
-            is a number of; rows of one kind are sorted among themselves.
+        spread: ``samples`` or ``interval``: programs get a column for each of its statistics, even without any value.
+        exact, kind: where each row has its own unit, the keys under which rows have the number to sort by and its kind
+            (bytes, seconds); rows of one kind are sorted among themselves.
         usual: of a setting, the values that titles do not name.
     """
 
@@ -40,7 +39,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        """Header and unit, ``forward, ms``; a header that is or ends with its unit (``tokens/s``) stands alone."""
+        """Return header and unit, ``forward, ms``; a header that ends with its unit (``tokens/s``) stands alone."""
         label = unit_label(self.unit)
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
 
@@ -69,7 +68,7 @@ def by_key(*columns: Column) -> dict[str, Column]:
 
 
 def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Any]:
-    """Return what the columns that compute a value make of an item."""
+    """Return the values of an item by the keys of the columns that compute one."""
     return {column.key: column.value(item) for column in columns if column.value is not None}
 
 
@@ -82,8 +81,8 @@ class Table:
         title: its caption for people.
         rows: values by column key; a missing key is None, and a key that no column has is left out.
         notes: sentences printed below the table.
-        steadier: what makes its measurements less noisy, as options of the command: ``more --steps``.
-        hidden: the keys of columns that programs get alone.
+        steadier: options of the command by which measurements become less noisy: ``more --steps``.
+        hidden: the keys of columns that only programs get.
         settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.tables.tidy`.
     """
 
@@ -99,18 +98,18 @@ class Table:
 
     @property
     def shown_columns(self) -> list[Column]:
-        """The columns for people."""
+        """Return the columns for people."""
         return [column for column in self.columns if column.key not in self.hidden]
 
     @property
     def all_columns(self) -> list[Column]:
-        """The columns for programs, which are the same whatever a sweep varies."""
+        """Return the columns for programs, which are the same whatever a sweep varies."""
         keys = {column.key for column in (*self.settings, *self.origin)}
         return [*self.settings, *(column for column in self.columns if column.key not in keys), *self.origin]
 
     @property
     def all_notes(self) -> list[str]:
-        """The notes, and what marks of noise in the table mean."""
+        """Return the notes, and those that explain the marks of noise in the table."""
         values = [row.get(column.key) for row in self.rows for column in self.columns]
         marks = []
         intervals = [value for value in values if isinstance(value, Interval)]
@@ -127,16 +126,15 @@ class Table:
 
 
 def with_rows(*tables: Table | None) -> list[Table]:
-    """Those of the tables that there are, and that have a row."""
+    """Return the tables that have a row."""
     return [table for table in tables if table is not None and table.rows]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text for people: only the columns that have a value somewhere.
+    """A table as text for people, without columns that have no value.
 
-    Attributes:
-        key_columns: how many of the first columns say which row it is, and not what was found.
+    ``key_columns`` counts the first columns, which name the row by its settings; the others are results.
     """
 
     headers: list[str]
@@ -155,11 +153,12 @@ class Grid:
 
 def grid_of(table: Table) -> Grid:
     """Format a table as text for people, without columns that have no value, each in the unit that suits its values."""
-    values_of_column = {
-        column: [value for row in table.rows if central_value(value := row.get(column.key)) is not None]
-        for column in table.shown_columns
-    }
-    shown = {column: values for column, values in values_of_column.items() if values or not table.rows}
+    shown: dict[Column, list[Value]] = {}
+    for column in table.shown_columns:
+        values = [row.get(column.key) for row in table.rows]
+        known_values = [value for value in values if central_value(value) is not None]
+        if known_values or not table.rows:
+            shown[column] = known_values
     is_number = [
         bool(values) and not any(isinstance(value, str | bool) for value in values) for values in shown.values()
     ]
@@ -172,37 +171,35 @@ def grid_of(table: Table) -> Grid:
 
 
 def one_line(text: str) -> str:
-    """The text without newlines, nor what would command a terminal."""
+    """Return the text without newlines and terminal commands."""
     return " ".join(printable(text).splitlines())
 
 
 def select_in_groups(
     groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
 ) -> list[list[Table]]:
-    """Return the tables of these names, sorted by a column, with these columns alone, in their groups.
-
-    Rows are sorted before columns are left out, so that they may be sorted by one of these.
+    """Return the tables of these names (of all, without any), sorted by a column, with these columns, in their groups.
 
     Args:
-        names: of any name, without one.
         keys: columns as :func:`select_columns` takes them.
         order: ``step_ms``, or ``-step_ms``: the largest first; tables without this column stay as they are. Samples are
             sorted by their mean. Rows without a value come last in either order. Where rows have their own units, bytes
             and seconds, those of one kind are sorted among themselves, and kinds keep their order.
 
     Raises:
-        UsageError: no table of any group has what was asked for.
+        UsageError: no table of any group has a name or a column of these.
     """
-    # One table of each name and columns: files of thousands of runs have as many tables of each.
-    kinds = {(table.name, *(column.title for column in table.columns)): table for group in groups for table in group}
-    _check_names(names, "--table", [table.name for table in kinds.values()])
     chosen = [[table for table in group if not names or table.name in names] for group in groups]
-    named = [table for table in kinds.values() if not names or table.name in names]
+    # Checked on one table of each name and columns: files of thousands of runs have as many of each.
+    distinct = {(table.name, *(column.title for column in table.columns)): table for table in itertools.chain(*groups)}
+    _check_names(names, "--table", [table.name for table in distinct.values()])
+    checked = [table for table in distinct.values() if not names or table.name in names]
+    # Sorted before columns are left out, by one of which rows may be sorted.
     if order is not None:
-        _check_columns([order.removeprefix("-")], "--sort", named)
+        _check_columns([order.removeprefix("-")], "--sort", checked)
         chosen = [[_sorted(table, order) for table in group] for group in chosen]
     if keys:
-        _check_columns(keys, "--columns", named)
+        _check_columns(keys, "--columns", checked)
         chosen = [select_columns(group, keys) for group in chosen]
     return chosen
 
@@ -214,7 +211,8 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
     """
     selected = []
     for table in tables:
-        columns = list(dict.fromkeys(column for name in names for column in _named(table, name)))
+        columns = list(dict.fromkeys(column for name in names for column in _columns_named(table, name)))
+        # A note has parts, each of which begins with the header of the column that it explains.
         hidden = {column.header.split(",")[0] for column in table.columns if column not in columns}
         hidden |= set() if any(column.key.endswith("speedup") for column in columns) else {"no speed-ups"}
         parts = ([part for part in note.split("; ") if part.partition(":")[0] not in hidden] for note in table.notes)
@@ -224,21 +222,23 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
 
 
 def _sorted(table: Table, order: str) -> Table:
-    columns = _named(table, order.removeprefix("-"))
+    """Return the table with its rows in an ``order`` as :func:`select_in_groups` takes it."""
+    columns = _columns_named(table, order.removeprefix("-"))
     if not columns:
         return table
     column = columns[0]
-    ranked = [(_sort_key(row.get(column.exact or column.key)), row) for row in table.rows]
-    with_value = [(rank, row) for rank, row in ranked if rank is not None]
-    with_value.sort(key=lambda pair: pair[0], reverse=order.startswith("-"))
+    keys_and_rows = [(_sort_key(row.get(column.exact or column.key)), row) for row in table.rows]
+    with_value = [(key, row) for key, row in keys_and_rows if key is not None]
+    with_value.sort(key=lambda key_and_row: key_and_row[0], reverse=order.startswith("-"))
+    rows = [row for _, row in with_value]
     if (kind := column.kind) is not None:
         kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
-        with_value.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
-    return replace(table, rows=[row for _, row in with_value] + [row for rank, row in ranked if rank is None])
+        rows.sort(key=lambda row: kinds.index(row.get(kind)))
+    return replace(table, rows=rows + [row for key, row in keys_and_rows if key is None])
 
 
 def _sort_key(value: Value) -> tuple[bool, float, str] | None:
-    """Numbers, also those written as text (``1.2e-05``), before text; None for what has no place in an order."""
+    """Return a key that puts numbers, also those written as text (``1.2e-05``), before text; None for None and NaN."""
     value = central_value(value)
     if value is None:
         return None
@@ -249,8 +249,8 @@ def _sort_key(value: Value) -> tuple[bool, float, str] | None:
     return None if math.isnan(number) else (False, number, "")
 
 
-def _named(table: Table, name: str) -> list[Column]:
-    """The column of this key, or else those of this header: of columns for people, or else of all."""
+def _columns_named(table: Table, name: str) -> list[Column]:
+    """Return the column of this key, or else those of this header: of columns for people, or else of all."""
     for columns in (table.shown_columns, table.all_columns):
         by_key = [column for column in columns if column.key == name]
         if matches := by_key or [column for column in columns if column.header.lower() == name.lower()]:
@@ -259,7 +259,7 @@ def _named(table: Table, name: str) -> list[Column]:
 
 
 def _check_columns(names: Sequence[str], option: str, tables: Sequence[Table]) -> None:
-    unknown = [name for name in names if not any(_named(table, name) for table in tables)]
+    unknown = [name for name in names if not any(_columns_named(table, name) for table in tables)]
     _check_names(unknown, option, [column.key for table in tables for column in table.all_columns])
 
 

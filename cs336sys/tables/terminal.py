@@ -26,7 +26,7 @@ def print_tables(tables: Sequence[Table], console: Console) -> None:
     for number, table in enumerate(tables):
         if number:
             console.print()
-        title, drawings = _drawn(table, console)
+        title, drawings = _drawings(table, console)
         console.print(Text(title))
         for part, drawing in enumerate(drawings):
             if part:
@@ -36,8 +36,8 @@ def print_tables(tables: Sequence[Table], console: Console) -> None:
             console.print(Text(one_line(note)))
 
 
-def _drawn(table: Table, console: Console) -> tuple[str, list[RichTable]]:
-    """The title, and the table in as many drawings as it takes."""
+def _drawings(table: Table, console: Console) -> tuple[str, list[RichTable]]:
+    """Return the title, and the table in as many drawings as it takes."""
     grid = grid_of(table)
     whole = _fitting_table(grid, console)
     if whole is not None:
@@ -49,7 +49,7 @@ def _drawn(table: Table, console: Console) -> tuple[str, list[RichTable]]:
 
 
 def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
-    """The table in one piece, with stacked headers where it must be; None if it is too wide even then."""
+    """Draw the table in one piece, with stacked headers where it must be; None if it is too wide even then."""
     unlimited = console.options.update(width=sys.maxsize)
     for headers in (grid.headers, _stacked_headers(grid)):
         drawing = _drawing(headers, grid)
@@ -59,7 +59,7 @@ def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
 
 
 def _stacked_headers(grid: Grid) -> list[str]:
-    """Headers in several lines, each as wide as what stands below it."""
+    """Break headers into lines as wide as the values below them."""
     stacked = []
     for index, header in enumerate(grid.headers):
         width = max((len(row[index]) for row in grid.rows), default=1)
@@ -79,7 +79,7 @@ def _chosen_columns(grid: Grid, chosen: Sequence[int]) -> Grid:
 
 
 def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
-    """The table without the keys and words (``status ok``) that are the same in all rows, and these as text."""
+    """Return the table without keys and words (``status ok``) that are the same in all rows, and these as text."""
     common = [
         index
         for index in range(len(grid.headers))
@@ -93,46 +93,47 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
 
 
 def _turned(grid: Grid) -> Grid:
-    """Rows as columns, each headed by its first value."""
+    """Return rows as columns, each headed by its first value."""
     (first, *others) = zip(grid.headers, *grid.rows, strict=True)
     return Grid(list(first), [list(row) for row in others], [False] + [True] * len(grid.rows))
 
 
 def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
-    """Tables of the keys and as many other columns as fit; none if not even one fits.
+    """Yield tables of the keys and as many other columns as fit; nothing where not even one fits.
 
-    After the first of them come those keys alone that it takes to tell the rows apart.
+    The first table has all keys, the others those alone that it takes to tell the rows apart.
     """
-    keys, rest = list(range(grid.key_columns)), list(range(grid.key_columns, len(grid.headers)))
-    while rest:
-        fitting = None
-        for count in range(1, len(rest) + 1):
-            wider = _fitting_table(_chosen_columns(grid, keys + rest[:count]), console)
+    keys, others = list(range(grid.key_columns)), list(range(grid.key_columns, len(grid.headers)))
+    while others:
+        fitting: list[RichTable] = []
+        for count in range(1, len(others) + 1):
+            wider = _fitting_table(_chosen_columns(grid, keys + others[:count]), console)
             if wider is None:
                 break
-            fitting, shown_count = wider, count
-        if fitting is None:
+            fitting.append(wider)
+        if not fitting:
             return
-        yield fitting
-        rest = rest[shown_count:]
-        keys = _telling_apart(grid)
+        yield fitting[-1]
+        others = others[len(fitting) :]
+        keys = _distinguishing_keys(grid)
 
 
-def _telling_apart(grid: Grid) -> list[int]:
-    """The keys without those that add nothing to the ones before them, as the parameters to the size."""
+def _distinguishing_keys(grid: Grid) -> list[int]:
+    """Return the keys without those that follow from the others, as the parameters from the size."""
 
-    def kinds(keys: Sequence[int]) -> int:
+    def distinct_rows(keys: Sequence[int]) -> int:
         return len({tuple(row[index] for index in keys) for row in grid.rows})
 
     keys = list(range(grid.key_columns))
     for index in reversed(range(grid.key_columns)):
         fewer_keys = [key for key in keys if key != index]
-        if kinds(fewer_keys) == kinds(keys):
+        if distinct_rows(fewer_keys) == distinct_rows(keys):
             keys = fewer_keys
     return keys
 
 
 def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
+    """Draw a table whose numbers are never wrapped, and its texts not below :data:`_NARROWEST_TEXT` characters."""
     drawing = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for index, (header, is_number) in enumerate(zip(headers, grid.is_number, strict=True)):
         lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
@@ -150,6 +151,7 @@ def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
 
 
 def _records(grid: Grid) -> RichTable:
+    """Draw each row as lines of header and value."""
     drawing = RichTable(box=box.ROUNDED, show_header=False)
     drawing.add_column(overflow="fold")
     drawing.add_column(overflow="fold")

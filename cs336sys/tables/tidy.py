@@ -1,8 +1,4 @@
-"""Columns for programs: every table of cells has all settings of its command, and the machine that measured each cell.
-
-Titles and varying columns are for eyes; csv, json and data frames have the same columns in the same order for each
-table of a command, so that two files can be put together.
-"""
+"""Columns for programs: all settings of a table's command, and the machine that measured each cell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +10,7 @@ from cs336sys.tables.titles import setting_columns
 
 _ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
 
-# What a cell of each command is, imported for its tables, and what the command adds to its settings.
+# By command: the dotted name of its cells' workload, imported for its tables, and the settings that the command adds.
 _CELLS: dict[str, tuple[str, ...]] = {
     "bench": ("cs336sys.settings.training.Workload", "rounds", "interleave", "interleaved"),
     "losses": ("cs336sys.settings.profiling.LossWorkload",),
@@ -34,26 +30,27 @@ _CELLS: dict[str, tuple[str, ...]] = {
 def with_origin(cells: Sequence[Cell], runs: Mapping[str, Run]) -> list[Cell]:
     """Return the cells with the machine and the run that measured them among their settings, for rows of tables."""
     origins = {run_id: run.origin for run_id, run in runs.items()}
-    of_cells = [origins.get(cell.run_id, {}) | {"run_id": cell.run_id, "reason": cell.reason} for cell in cells]
-    return [
-        replace(cell, configuration=cell.configuration | origin) for cell, origin in zip(cells, of_cells, strict=True)
-    ]
+    with_origin = []
+    for cell in cells:
+        origin = origins.get(cell.run_id, {}) | {"run_id": cell.run_id, "reason": cell.reason}
+        with_origin.append(replace(cell, configuration=cell.configuration | origin))
+    return with_origin
 
 
 def tidy(
     command: str, tables: Sequence[Table], cells: Sequence[Cell] = (), *, are_planned: bool = False
 ) -> list[Table]:
-    """Return the tables with all settings and the origin of their rows for programs, where rows are of cells.
+    """Return the tables with columns for programs of all settings, and of the origin of rows, where rows are cells.
 
     Args:
         cells: as :func:`with_origin` returns them; settings that only they have come after those of today.
-        are_planned: rows are of cells that nothing has measured.
+        are_planned: rows are cells that nothing has measured.
     """
-    kind, *added = _CELLS.get(command, ("",))
-    names = dict.fromkeys((*(import_named(kind).settings() if kind else ()), *added))
+    workload, *added = _CELLS.get(command, ("",))
+    names = dict.fromkeys((*(import_named(workload).settings() if workload else ()), *added))
     names |= dict.fromkeys(name for cell in cells for name in cell.configuration if name not in ORIGIN)
     if command == "nsys":
-        # Next to the number of kernels that a phase launched.
+        # Its tables have a column "kernels" for the number of kernels that a phase launched.
         names = dict.fromkeys("model_kernels" if name == "kernels" else name for name in names)
     return [
         replace(table, settings=table.settings or setting_columns(names), origin=() if are_planned else _ORIGIN_COLUMNS)

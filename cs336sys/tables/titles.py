@@ -1,9 +1,8 @@
-"""Titles and notes of tables, the settings that they show, and the rounds of a sweep pooled (``--rounds``)."""
+"""Titles and notes of tables, the settings that they show, and the pooling of a sweep's rounds (``--rounds``)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
@@ -15,7 +14,7 @@ from cs336sys.tables.table import Column, named_columns
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
 # These columns come before those of other settings, in this order.
-_FIRST = (
+_FIRST_COLUMNS = (
     "world_size",
     "mesh",
     *UserCode.settings(),
@@ -26,15 +25,13 @@ _FIRST = (
 def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
     """Return the columns of settings for people, in their order, without those that are ``omitted``."""
     settings = kind.settings()
-    first = _FIRST if "context" in settings else ()
-    headers = {name: settings[name].header for name in dict.fromkeys((*first, *settings)) if name in settings}
-    return {
-        name: Column(
-            name, header or name.replace("_", " "), usual=() if settings[name].in_titles else (settings[name].default,)
-        )
-        for name, header in headers.items()
-        if header is not None and name not in omitted
-    }
+    first = _FIRST_COLUMNS if "context" in settings else ()
+    columns = {}
+    for name in dict.fromkeys((*first, *settings)):
+        if name in settings and name not in omitted and settings[name].header is not None:
+            usual = () if settings[name].in_titles else (settings[name].default,)
+            columns[name] = Column(name, settings[name].header or name.replace("_", " "), usual=usual)
+    return columns
 
 
 # Settings that get a column only where the sweep varies them; the others stand in the title.
@@ -46,19 +43,19 @@ def setting_columns(names: Iterable[str]) -> list[Column]:
     return [SETTING_COLUMNS.get(name, Column(name, name.replace("_", " "))) for name in names]
 
 
-# What steps in CUDA graphs cost.
+# The costs of steps in CUDA graphs.
 GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
 
-# Batches that need not be tokens have examples.
+# A user's batches need not be tokens: their examples are counted.
 RATE_COLUMNS = named_columns(tokens_per_s="tokens/s", examples_per_s="examples/s")
 
 WALL_COLUMN = Column("wall_ms", "CPU wall", "ms", spread="samples")
 
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
-    """The columns of cells that are planned: all settings of memory, those of the user's code where there is any."""
+    """Return the columns of a plan: the settings that memory depends on, and where there is user code, those of it."""
     unset = UserCode.settings().keys() - {name for workload in workloads for name in workload.user.configuration()}
-    # The last three change nothing about the memory that is planned for.
+    # Memory does not depend on the last three.
     return [column for name, column in settings.items() if name not in (*unset, "tf32", "synchronize", "seed")]
 
 
@@ -74,13 +71,13 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
 
 
 def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """A note on a plan whose formulas are not those of the ``cs336_basics`` that would be trained."""
+    """Return the note of a plan if the ``cs336_basics`` that would be trained is not ours, for which formulas are."""
     package = course_package() if any(workload.is_ours for workload in workloads) else None
     return () if package is None or package.is_ours else _formula_notes(package.name)
 
 
 def package_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
-    """The same on cells that were measured."""
+    """Return the note of measured cells if the ``cs336_basics`` that was trained is not ours."""
     theirs = None if run is None else run.environment.get("cs336_basics")
     is_trained = any("d_model" in cell.configuration and "model" not in cell.configuration for cell in cells)
     return () if theirs is None or not is_trained else _formula_notes(theirs)
@@ -97,7 +94,7 @@ def _formula_notes(package: str) -> tuple[str, ...]:
 
 
 def machine_words(run: Run | None) -> list[str]:
-    """The GPU or CPU and the versions that a title names."""
+    """Name the GPU or CPU and the versions of a run, for titles."""
     if run is None:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
@@ -109,7 +106,7 @@ def machine_words(run: Run | None) -> list[str]:
 def shown_settings(
     cells: Sequence[Cell], settings: Mapping[str, Column], always: Sequence[str] = ()
 ) -> dict[str, Column]:
-    """The settings that the sweep varies, and those that are always shown; a cell may lack a setting."""
+    """Return the columns of settings that the sweep varies, and those that are always shown."""
     return {
         name: column
         for name, column in settings.items()
@@ -123,21 +120,22 @@ def title(
     run: Run | None,
     settings: Mapping[str, Column],
     shown: Mapping[str, Column],
-    *extra: str,
+    *phrases: str,
 ) -> str:
-    """Return the command, ``extra``, the settings that have no column and not their usual value, and the machine."""
+    """Return the command, ``phrases``, the settings that have no column and not their usual value, and the machine."""
     if not cells:
         return f"{command}: nothing measured"
+    configuration = cells[0].configuration
     constant = [
-        f"{column.header} {cells[0].configuration[name]}"
+        f"{column.header} {configuration[name]}"
         for name, column in settings.items()
-        if name not in shown and name in cells[0].configuration and cells[0].configuration[name] not in column.usual
+        if name not in shown and name in configuration and configuration[name] not in column.usual
     ]
-    return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
+    return f"{command}: {', '.join([*phrases, *constant, *machine_words(run)])}"
 
 
 def redundant_wall_column(steps: Iterable[Samples]) -> tuple[str, ...]:
-    """Return the key of the column that says nothing new where the CPU's clock timed the step itself."""
+    """Return the key of :data:`WALL_COLUMN` where the CPU's clock timed all steps, so that it repeats the step."""
     return (WALL_COLUMN.key,) if all(samples.method.startswith("cpu clock") for samples in steps) else ()
 
 
@@ -155,7 +153,7 @@ _IN_TRITON = {
     "optimizer": ("adamw",),
 }
 
-# Those that on a CPU choose the tiles in PyTorch.
+# The settings under which attention on a CPU is computed by tiles in PyTorch.
 _TILED_ON_CPU = {"implementation": ("auto", "deterministic"), "attention": ("flash",)}
 
 
@@ -166,6 +164,7 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
     is_interpreted = run.environment.get("TRITON_INTERPRET") == "1"
     interpreted, tiled = set(), set()
     for configuration in (cell.configuration for cell in cells if cell.status == "ok"):
+        # A run that does not say its GPU may have had one; None says that it had none.
         on_cpu = configuration.get("device") == "cpu" or run.machine.get("gpu", "") is None
         for name, values in _IN_TRITON.items():
             if configuration.get(name) not in values or (name == "optimizer" and configuration.get("mode") != "train"):
@@ -200,17 +199,16 @@ ERROR_NOTE = "medians; error is the relative difference from a float64 reference
 def find_baselines(
     cells: Sequence[Cell], setting: str, value: str, ignore: tuple[str, ...]
 ) -> tuple[list[Cell | None], list[str]]:
-    """Return, for each cell, the one whose ``setting`` is ``value``, if that is ok and differs in nothing but what to
-    ``ignore``; and a note where there is none at all."""
-    keys = [configuration_key(cell.configuration, ignore=ignore) for cell in cells]
-    by_key = {
-        key: cell
-        for key, cell in zip(keys, cells, strict=True)
-        if cell.configuration[setting] == value and cell.status == "ok"
-    }
-    is_missed = not by_key and any(cell.status == "ok" for cell in cells)
+    """Return each cell's baseline, or None, and a note where there is none at all.
+
+    The baseline is ok, has ``value`` for ``setting``, and differs in nothing but the settings to ``ignore``.
+    """
+    measured = [cell for cell in cells if cell.status == "ok"]
+    baselines = [cell for cell in measured if cell.configuration[setting] == value]
+    by_key = {configuration_key(cell.configuration, ignore=ignore): cell for cell in baselines}
+    is_missed = bool(measured) and not baselines
     notes = [f"no speed-ups: {value} has no time to compare with; see --baseline"] if is_missed else []
-    return [by_key.get(key) for key in keys], notes
+    return [by_key.get(configuration_key(cell.configuration, ignore=ignore)) for cell in cells], notes
 
 
 def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -227,13 +225,13 @@ def failure_notes(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ..
 
 ROUNDS_COLUMN = Column("rounds", "rounds")
 
-# Combines the derived columns of the rounds: takes their cells, and the pooled one, which has its configuration and the
-# joined samples (none unless all rounds are ok).
+# Computes the derived columns of pooled rounds from their cells, and from the pooled cell, which has its configuration
+# and the joined samples (none unless all rounds are ok).
 CombineDerived = Callable[[Sequence[Cell], Cell], dict[str, Any]]
 
 
 def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[Cell]:
-    """One cell for those that differ in nothing but ``round``, which the number of ``rounds`` replaces.
+    """Join cells that differ in nothing but ``round``, in whose place the number of ``rounds`` comes.
 
     Samples are joined, measured and warm-up ones apart, in the order of ``cells``. Unless all rounds are ``ok``, there
     are none, and status and reason are those of the first round that is not. Cells without a round stay as they are.
@@ -245,7 +243,7 @@ def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[C
 
 
 def by_configuration(cells: Sequence[Cell], ignore: tuple[str, ...] = ("round",)) -> dict[str, list[Cell]]:
-    """Return the rounds of each configuration; or the cells that differ in nothing but what to ``ignore``."""
+    """Group cells that differ in nothing but the settings to ``ignore``: the rounds of each configuration."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(configuration_key(cell.configuration, ignore=ignore), []).append(cell)
@@ -253,32 +251,29 @@ def by_configuration(cells: Sequence[Cell], ignore: tuple[str, ...] = ("round",)
 
 
 def largest_known(rounds: Sequence[Cell], name: str) -> float | None:
-    """The largest of a derived column's values, NaN before all others; None where no round knows any."""
+    """Return the largest of a derived column's values, NaN before all others; None where no round has any."""
     # max alone would find NaN or not by its place.
     return max(known_values(rounds, name), key=lambda value: (math.isnan(value), value), default=None)
 
 
 def known_values(rounds: Sequence[Cell], name: str) -> list[float]:
-    """A derived column's values in the rounds that know one."""
+    """Return a derived column's values in the rounds that have one."""
     return [cell.derived[name] for cell in rounds if cell.derived.get(name) is not None]
 
 
 def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
-    shown = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
-    configuration = {name: value for name, value in shown.configuration.items() if name != "round"}
+    """Join the rounds of one configuration."""
+    representative = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
+    configuration = {name: value for name, value in representative.configuration.items() if name != "round"}
     samples: dict[str, Samples] = {}
-    if shown.status == "ok":
-        samples = {name: _join_samples([cell.samples[name] for cell in rounds]) for name in shown.samples}
-    pooled = replace(shown, configuration=configuration | {"rounds": len(rounds)}, samples=samples)
+    if representative.status == "ok":
+        for name, first in representative.samples.items():
+            series = [cell.samples[name] for cell in rounds]
+            measured = tuple(value for part in series for value in part.measured)
+            warmup = tuple(value for part in series for value in part.warmup)
+            samples[name] = replace(first, measured=measured, warmup=warmup)
+    pooled = replace(representative, configuration=configuration | {"rounds": len(rounds)}, samples=samples)
     return replace(pooled, derived=combine_derived(rounds, pooled))
-
-
-def _join_samples(series: Sequence[Samples]) -> Samples:
-    return replace(
-        series[0],
-        measured=tuple(chain.from_iterable(samples.measured for samples in series)),
-        warmup=tuple(chain.from_iterable(samples.warmup for samples in series)),
-    )
 
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.

@@ -9,7 +9,7 @@ from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
 from cs336sys.tables.table import Column, Table, fill_row
 
-# Where memory goes at the moment when most is held, on paper, of a PeakMemory.
+# Of a PeakMemory: the memory at the moment when most is held, on paper.
 PEAK_COLUMNS = (
     Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters / GIB),
     Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients / GIB),
@@ -19,7 +19,7 @@ PEAK_COLUMNS = (
     Column("moment", "moment of the peak", value=lambda peak: peak.moment),
 )
 
-# Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
+# Of a device's memory: above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
 _TIGHT_PART = 0.9
 
 _FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
@@ -36,12 +36,8 @@ def training_plan(
             peak = workload.predicted_peak()
             row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
         rows.append(row)
-    columns = (
-        *titles.SIZE_COLUMNS,
-        *titles.plan_settings(workloads, titles.SETTING_COLUMNS),
-        *PEAK_COLUMNS,
-        *_FITTING_COLUMNS,
-    )
+    settings = titles.plan_settings(workloads, titles.SETTING_COLUMNS)
+    columns = (*titles.SIZE_COLUMNS, *settings, *PEAK_COLUMNS, *_FITTING_COLUMNS)
     assumption = "Predicted for eager mode: the most memory in use at one moment."
     fit = "Whether it fits is not known: no memory of such a device was found."
     if capacity is not None:
@@ -52,7 +48,7 @@ def training_plan(
 
 
 def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
-    """The values of the columns that say whether a cell fits."""
+    """Return the values of :data:`_FITTING_COLUMNS`; none where the device's memory is not known."""
     if capacity is None:
         return {}
     part = needed_gib / capacity.memory_gib

@@ -1,10 +1,10 @@
-"""Check and time a kernel of the user's so that no shortcut passes: every call that is timed has inputs of its own.
+"""Check and time a kernel of the user's so that no shortcut passes: every timed call has inputs of its own.
 
-Kernels that are written to be fast, by people or by machines, find ways to be fast without computing: they keep an
-output and give it out again, compute when somebody looks, leave work on another stream, or stop the clock (KernelBench,
-Ouyang et al. 2025, and the reports on its exploits). Here a part of the inputs is new before each call, memory that a
-call may be given is full of NaN, and what it returns is copied in the order of the caller's stream and compared with
-float64 before the next one. This is proof against shortcuts, not against code that looks into this process's memory.
+Kernels that are written to be fast, by people or by machines, find ways to be fast without computing: they return an
+earlier output again, compute when somebody looks, leave work on another stream, or stop the clock (KernelBench, Ouyang
+et al. 2025, and the reports on its exploits). Here a part of the inputs is new before each call, memory that a call may
+allocate is full of NaN, and its results are copied in the order of the caller's stream and compared with float64 before
+the next one. This is proof against shortcuts, not against code that looks into this process's memory.
 """
 
 import itertools
@@ -20,11 +20,12 @@ from cs336sys.errors import UserCodeError
 from cs336sys.results.model import Samples
 from cs336sys.timing import relative_error
 
-# What is written to empty an L2 cache, and how long a GPU waits so that what is launched too early finds old inputs.
+# Bytes that are written to empty an L2 cache; clock cycles that a GPU waits, so that work on another stream finds the
+# old inputs.
 _L2_FLUSH_BYTES, _WAIT_CYCLES = 256_000_000, 2_000_000
 _FEWEST_CALLS, _MOST_CALLS, _WARM_UP_CALLS = 5, 200, 3
 
-# What timing and checking call, by name: no file of the user's may put something else in its place.
+# The functions that timing and checking call, by their owners: no file of the user's may replace them.
 _WATCHED: Sequence[tuple[Any, str]] = (
     (time, "perf_counter perf_counter_ns time monotonic sleep"),
     (torch, "empty empty_like full_like randn zeros equal allclose isclose where sub"),
@@ -45,18 +46,18 @@ _BEFORE = {(owner, name): getattr(owner, name, None) for owner, names in _WATCHE
 
 
 class WrongKernelError(UserCodeError):
-    """The kernel computes something else, or is timed doing something else, in a sentence."""
+    """The kernel computes something else, or its time is not that of computing; the message is one sentence."""
 
 
 class ChangingInputs(Protocol):
-    """Inputs that change in part, and what a kernel should make of them."""
+    """Inputs that change in part, and the results that a kernel should compute of them."""
 
     @property
     def given(self) -> Sequence[Tensor]:
         """Inputs of the kernel, in the same memory at every call."""
 
     def draw_new_inputs(self) -> Callable[[], None]:
-        """Choose new values for a part, and return what puts them into ``given``, all of it as it should be."""
+        """Choose new values for a part, and return a function that writes all inputs to ``given``."""
 
     def is_as_given(self) -> bool:
         """Return whether ``given`` is as :meth:`draw_new_inputs` left it."""
@@ -66,11 +67,7 @@ class ChangingInputs(Protocol):
 
 
 def check_untouched() -> None:
-    """Refuse what stands in place of something that timing or checking calls.
-
-    Raises:
-        WrongKernelError: it names it.
-    """
+    """Raise a WrongKernelError that names a function of timing or checking which has been replaced."""
     for (owner, name), value in _BEFORE.items():
         if getattr(owner, name, None) is not value:
             where = getattr(owner, "__name__", str(owner))
@@ -78,14 +75,9 @@ def check_untouched() -> None:
 
 
 class KernelTimer:
-    """Times calls of a kernel, each with new inputs, and checks each.
+    """Times calls of a kernel, each with new inputs, and checks each with :func:`.relative_error.why_wrong`.
 
-    Args:
-        problem: what it is given.
-        tolerance: of :func:`.relative_error.why_wrong`.
-
-    Attributes:
-        errors: of every result, the largest of all calls.
+    ``errors`` has the largest error of every result in all calls.
     """
 
     def __init__(self, problem: ChangingInputs, device: torch.device, tolerance: float):
@@ -107,8 +99,9 @@ class KernelTimer:
         """Time calls for as long as asked for, five at least.
 
         Args:
-            prepare: does what is not timed, and returns the call: its results by name, as ``expected`` has them.
-            least_ms: no GPU of this kind does it in less.
+            prepare: does work that is not timed, and returns the call, which returns results by the names of
+                ``expected``.
+            least_ms: the least time that the work can take on this kind of GPU.
 
         Raises:
             WrongKernelError: a call was wrong, or too fast to be true.
@@ -127,6 +120,7 @@ class KernelTimer:
         return Samples("ms", "cuda events, checked" if self._on_gpu else "cpu clock, checked", tuple(times_ms))
 
     def _call(self, prepare: Callable[[], Callable[[], Mapping[str, Tensor]]]) -> float:
+        """Time and check one call with new inputs, and return its milliseconds."""
         self._calls += 1
         write_to_given = self.problem.draw_new_inputs()
         expected = self.problem.expected()
@@ -135,7 +129,7 @@ class KernelTimer:
             torch.cuda._sleep(_WAIT_CYCLES)
         write_to_given()
         call = prepare()
-        # Memory that an allocator gives out next: what is not written shows.
+        # Memory that the allocator gives out next, so that results which are not written show.
         poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
         poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
         del poison
@@ -162,6 +156,7 @@ class KernelTimer:
         return _elapsed_ms(start, end), copies
 
     def _copied(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy results that are plain tensors in memory of their own, or raise a WrongKernelError."""
         for name, result in results.items():
             if type(result) is not Tensor:
                 raise WrongKernelError(f"its {name} is a {type(result).__name__}, and should be a plain tensor")
@@ -170,11 +165,12 @@ class KernelTimer:
                 raise WrongKernelError(f"its {name} lies in the memory of its inputs")
             if any(memory == tensor.untyped_storage().data_ptr() for tensor in self._earlier):
                 raise WrongKernelError(f"its {name} lies in memory that an earlier call returned and that is in use")
-        # Held, so that no allocator gives their memory out again.
+        # Kept, so that no allocator gives their memory out again.
         self._earlier = [*self._earlier[-8:], *results.values()]
         return {name: result.detach().clone() for name, result in results.items()}
 
     def _check(self, results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """Raise a WrongKernelError for replaced functions, written inputs or wrong results; note the errors."""
         check_untouched()
         if not self.problem.is_as_given():
             raise WrongKernelError(f"it writes to its inputs, in call {self._calls}")

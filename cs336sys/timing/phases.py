@@ -1,4 +1,4 @@
-"""Time the phases of a repeated step: CUDA events around each, the CPU clock around the step; torch.profiler."""
+"""Time the phases of a repeated step, by CUDA events and the CPU's clock, and single calls; profile with torch."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from cs336sys.results.model import Samples
 
 
 def activities_on(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
-    """Return all that can be recorded of work on a device."""
+    """Return the activities of the profiler that exist on a device."""
     on_gpu = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
 
@@ -23,11 +23,7 @@ class TorchProfiler(torch.profiler.profile):
     """``torch.profiler.profile`` without :meth:`events` and :meth:`key_averages`, and so without the time they take.
 
     torch would make a Python object of each event when it stops: a third of the CPU time of ``shard`` with tiny.
-    What is read is ``profiler.kineto_results``, and what ``export_chrome_trace`` writes.
-
-    Args:
-        activities: what to record.
-        options: others of ``torch.profiler.profile``.
+    Read ``profiler.kineto_results``, or the file of ``export_chrome_trace``, instead.
     """
 
     def __init__(self, activities: Sequence[torch.profiler.ProfilerActivity], **options: Any):
@@ -35,7 +31,7 @@ class TorchProfiler(torch.profiler.profile):
         super().__init__(activities=activities, acc_events=True, **options)
 
     def prepare_trace(self) -> None:
-        # torch asks its compiler whether that makes CUDA graphs, and imports it to ask: 1.1 CPU seconds.
+        # torch would import its compiler, in 1.1 CPU seconds, to ask whether that makes CUDA graphs.
         modules: set[str] = getattr(torch, "_lazy_modules", set())
         hidden = {"_inductor"} & modules if "torch._inductor" not in sys.modules else set()
         modules -= hidden
@@ -50,9 +46,9 @@ class TorchProfiler(torch.profiler.profile):
         self.profiler.acc_events = False
 
 
-# What is written to empty an L2 cache of what calls left there: several times an H200's 50 MB.
+# Bytes that are written to empty an L2 cache: several times an H200's 50 MB.
 _L2_FLUSH_BYTES = 256_000_000
-# A GPU's clocks in a millisecond, at most.
+# A GPU's clock cycles in a millisecond, at most.
 _CYCLES_PER_MS = 2_000_000
 
 # A moment on the GPU, or by the CPU clock in seconds.
@@ -62,11 +58,11 @@ Mark = torch.cuda.Event | float
 class StepTimer:
     """Runs a step again and again, each time the given phases in order, and times every one of them.
 
-    On CUDA a phase lasts from the end of the phase before it (the first one: of what was launched before the step) to
-    the end of its last kernel. Where the GPU waits for launches it is therefore the time in which the CPU launches it:
-    compare with :func:`gpu_busy_ms`. ``step`` is the sum of the phases. ``wall`` is the CPU clock from a step's start
-    to the end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all
-    work).
+    On CUDA a phase lasts from the end of the phase before it (of the first one: of earlier work) to the end of its last
+    kernel. Where the GPU waits for launches, this is the time in which the CPU launches it: compare with
+    :func:`gpu_busy_ms`. ``step`` is the sum of the phases. ``wall`` is the time by the CPU's clock from a step's start
+    to the end of its work where ``synchronize_steps``, else to the next step's start (of the last step to the end of
+    all work).
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class StepTimer:
         self._clocks: list[tuple[float, float]] = []
 
     def run(self) -> None:
-        """One step."""
+        """Run one step, and mark the ends of its phases."""
         on_gpu = self._device.type == "cuda"
         started = time.perf_counter()
         step_marks = [mark(on_gpu)]
@@ -92,30 +88,24 @@ class StepTimer:
         self._clocks.append((started, time.perf_counter()))
 
     def samples(self, warmup: int) -> dict[str, Samples]:
-        """All steps so far, in milliseconds by phase name, and for ``step`` and ``wall``; waits for the device.
-
-        Args:
-            warmup: how many of the steps, the first ones, are kept apart.
-        """
-        on_gpu = self._device.type == "cuda"
+        """Return the times (ms) of all steps, the first ``warmup`` apart: of phases, of ``step`` and of ``wall``."""
         synchronize(self._device)
         clocks = self._clocks
         if not self._synchronize_steps:
             starts = [started for started, _ in clocks] + [time.perf_counter()]
             clocks = list(pairwise(starts))
-        method = "cuda events" if on_gpu else "cpu clock"
-        durations = {
-            name: [elapsed_ms(step[number], step[number + 1]) for step in self._marks]
-            for number, name in enumerate(self._phases)
+        times_ms = {
+            name: [elapsed_ms(step[index], step[index + 1]) for step in self._marks]
+            for index, name in enumerate(self._phases)
         }
-        durations["step"] = list(map(sum, zip(*durations.values(), strict=True)))
-        samples = {
-            name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
-            for name, values in durations.items()
+        times_ms["step"] = list(map(sum, zip(*times_ms.values(), strict=True)))
+        times_ms["wall"] = [(ended - started) * 1e3 for started, ended in clocks]
+        methods = dict.fromkeys(times_ms, "cuda events" if self._device.type == "cuda" else "cpu clock")
+        methods["wall"] = "cpu clock"
+        return {
+            name: Samples("ms", methods[name], measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
+            for name, values in times_ms.items()
         }
-        wall = [(ended - started) * 1e3 for started, ended in clocks]
-        samples["wall"] = Samples("ms", "cpu clock", measured=tuple(wall[warmup:]), warmup=tuple(wall[:warmup]))
-        return samples
 
 
 def time_phases(
@@ -127,12 +117,8 @@ def time_phases(
     synchronize_steps: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Samples]:
-    """Run ``warmup + steps`` steps and time the phases of every one of them, see :class:`StepTimer`.
-
-    Returns:
-        Samples in milliseconds by phase name, and for ``step`` and ``wall``.
-    """
-    # What was launched before is no part of the first step's wall, where there is no warm-up.
+    """Run ``warmup + steps`` steps, and return the milliseconds of their phases as :class:`StepTimer` does."""
+    # Without a warm-up, earlier work would count for the first step's wall.
     synchronize(device)
     timer = StepTimer(phases, device, synchronize_steps=synchronize_steps)
     for index in range(warmup + steps):
@@ -143,17 +129,17 @@ def time_phases(
 
 
 def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:
-    """Times of one call (ms), repeated for as long as asked for, each with a cold L2 cache on a GPU."""
+    """Time calls (ms each) for as long as asked for, on a GPU each with a cold L2 cache."""
     if device.type == "cuda":
         import triton.testing
 
         times_ms = triton.testing.do_bench(call, warmup=warmup_ms, rep=repetition_ms, return_mode="all")
         return Samples("ms", "triton do_bench", tuple(times_ms))
-    # Not with this module, which every worker and rank imports: setuptools comes along, in a twentieth of torch's time.
+    # Imported late: it brings setuptools, which takes every worker and rank a twentieth of torch's time.
     from torch.utils.benchmark import Timer
 
-    warm_at = time.perf_counter() + warmup_ms / 1e3
-    while time.perf_counter() < warm_at:
+    warm_up_end = time.perf_counter() + warmup_ms / 1e3
+    while time.perf_counter() < warm_up_end:
         call()
     timer = Timer("call()", globals={"call": call})
     measurement = timer.blocked_autorange(min_run_time=repetition_ms / 1e3)
@@ -161,19 +147,16 @@ def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, 
 
 
 def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:
-    """Times of what one call does on a GPU (ms), with a cold L2 cache and without waiting for the CPU to launch it.
+    """Time a call's work on a GPU (ms), with a cold L2 cache and without waiting for the CPU to launch it.
 
-    Each call is queued behind a wait on the GPU that lasts twice as long as the CPU needs to launch it. On a CPU it is
-    timed as by :func:`time_calls`.
-
-    Args:
-        warmup_ms, repetition_ms: how long calls and what is between them are repeated, five times at least.
+    Each call is queued behind a wait on the GPU that lasts twice as long as the CPU needs to launch it, for the given
+    times or at least five times. On a CPU it is timed as by :func:`time_calls`.
     """
     if device.type != "cuda":
         return time_calls(call, device, warmup_ms, repetition_ms)
     cache = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
-    def run(wait_ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def run_queued(wait_ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         torch.cuda._sleep(int(wait_ms * _CYCLES_PER_MS))
@@ -182,7 +165,11 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
         end.record()
         return start, end
 
-    def timed(function: Callable[[], Any]) -> float:
+    def run_and_wait() -> None:
+        run_queued(wait_ms)
+        torch.cuda.synchronize(device)
+
+    def cpu_ms(function: Callable[[], Any]) -> float:
         torch.cuda.synchronize(device)
         started = time.perf_counter()
         function()
@@ -190,22 +177,17 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
 
     # The first call may compile.
     call()
-    wait_ms = 2 * max(timed(call) for _ in range(3))
-
-    def turn() -> None:
-        run(wait_ms)
-        torch.cuda.synchronize(device)
-
-    turn_ms = timed(turn)
-    for _ in range(int(warmup_ms / turn_ms)):
-        run(wait_ms)
-    events = [run(wait_ms) for _ in range(max(5, int(repetition_ms / turn_ms)))]
+    wait_ms = 2 * max(cpu_ms(call) for _ in range(3))
+    queued_ms = cpu_ms(run_and_wait)
+    for _ in range(int(warmup_ms / queued_ms)):
+        run_queued(wait_ms)
+    events = [run_queued(wait_ms) for _ in range(max(5, int(repetition_ms / queued_ms)))]
     torch.cuda.synchronize(device)
     return Samples("ms", "cuda events, queued", tuple(start.elapsed_time(end) for start, end in events))
 
 
 def mark(on_gpu: bool) -> Mark:
-    """A moment: when the GPU has done what was launched before, or now."""
+    """Return a mark of the moment at which the GPU has done all work launched so far, or on a CPU of now."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -214,7 +196,7 @@ def mark(on_gpu: bool) -> Mark:
 
 
 def elapsed_ms(start: Mark, end: Mark) -> float:
-    """Milliseconds from one mark to another of the same kind; the GPU must have reached both."""
+    """Return the milliseconds from one mark to another of the same kind; the GPU must have reached both."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return (end - start) * 1e3
@@ -223,12 +205,10 @@ def elapsed_ms(start: Mark, end: Mark) -> float:
 
 
 def gpu_busy_ms(step: Callable[[], None]) -> float | None:
-    """Return how long at least one kernel or copy ran on the GPU during ``step``, by torch.profiler.
+    """Return the milliseconds in which the GPU ran at least one kernel or copy in ``step``, by torch.profiler.
 
-    The profiler slows the CPU down but not the kernels, so set this against the time of an unprofiled step.
-
-    Returns:
-        Milliseconds, or None when the profiler saw no GPU work (it cannot trace on this machine).
+    The profiler slows the CPU down but not the kernels: compare with the time of an unprofiled step. None where the
+    profiler saw no GPU work, because it cannot trace on this machine.
     """
     torch.cuda.synchronize()
     with TorchProfiler([torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -243,10 +223,10 @@ def gpu_busy_ms(step: Callable[[], None]) -> float | None:
 
 
 def covered(intervals: list[tuple[int, int]]) -> int:
-    """Length of the union of intervals given as (start, end)."""
+    """Return the length of the union of intervals of (start, end)."""
     total = 0
-    reached, _ = min(intervals, default=(0, 0))
+    covered_to, _ = min(intervals, default=(0, 0))
     for start, end in sorted(intervals):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
+        total += max(0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
     return total

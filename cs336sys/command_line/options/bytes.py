@@ -1,4 +1,4 @@
-"""The reading of options that are numbers of bytes."""
+"""Reading of options that are numbers of bytes."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _BYTE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def byte_count(text: str) -> int:
-    """A converter for :func:`split_list` that takes ``512``, ``8B``, ``1.5MB`` (1,500,000) and ``1MiB`` (1,048,576)."""
+    """Read ``512``, ``8B``, ``1.5MB`` (1,500,000) or ``1MiB`` (1,048,576), or raise a UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", text.upper())
     if match is None or match[2] not in _BYTE_UNITS:
         raise UsageError("write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)")
@@ -22,11 +22,7 @@ def byte_count(text: str) -> int:
 
 
 def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
-    """Bytes of ``130GiB``, ``140GB`` or ``80G`` (GiB, as Slurm and Docker count), a value of that option.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Read the bytes of ``130GiB``, ``140GB`` or ``80G`` (GiB, as Slurm and Docker count), or raise a UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT])(I?B)?", text.strip().upper())
     if match is None or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"{option} '{text}': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)")

@@ -1,4 +1,4 @@
-"""What an option may do beyond choosing what is computed and shown, declared where the option is."""
+"""Effects of options beyond the choice of what is computed and shown, declared where the option is."""
 
 import enum
 import functools
@@ -8,7 +8,7 @@ import typer
 
 
 class Effect(enum.StrEnum):
-    """What an option may do, as errors say it; a settings file that was found sets harmless options alone."""
+    """An effect of an option, as errors say it; a settings file that no user has named sets harmless options alone."""
 
     HARMLESS = "is harmless"
     READS_FILE = "reads a file"
@@ -25,7 +25,7 @@ def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
     return option
 
 
-# An option declared by typer.Option itself is Effect.UNDECLARED: no settings file that was found sets it.
+# An option declared by typer.Option itself is Effect.UNDECLARED, and set by the settings files that users name alone.
 setting = functools.partial(_declared, Effect.HARMLESS)
 reads_file = functools.partial(_declared, Effect.READS_FILE)
 writes_file = functools.partial(_declared, Effect.WRITES_FILE)

@@ -14,7 +14,7 @@ OPERATION_OPTIONS = ("kernel", "dtype", "baseline", "warmup_ms", "repetition_ms"
 
 
 class OperationOptions(OptionGroup):
-    """Implementations of the user's, and what ratios are over."""
+    """Options for implementations of the user's, and for the implementation that ratios are over."""
 
     kernel: Annotated[
         Sequence[str], runs_code(help="Also measure your function: FILE.py:NAME.", parser=read_function)
@@ -23,16 +23,12 @@ class OperationOptions(OptionGroup):
 
     @property
     def codes(self) -> dict[str, dict[str, str]]:
-        """Return what configurations of each of the user's implementations have besides settings."""
+        """Return the additional configuration of each of the user's implementations: the digest of its code."""
         return {reference: {"code": digest([reference])} for reference in self.kernel}
 
     @property
     def checked_baseline(self) -> str:
-        """Return the implementation that ratios are over; without ``--baseline`` eager, which need not be measured.
-
-        Raises:
-            UsageError: the baseline that was asked for is not measured, so that there would be no ratio.
-        """
+        """Return the base of ratios, eager by default; raise a UsageError for a ``--baseline`` that is not measured."""
         measured = (*self.implementation, *self.kernel)
         if self.baseline is not None and self.baseline not in measured:
             raise UsageError(f"--baseline '{self.baseline}': is not measured: {choose_from(self.baseline, measured)}")

@@ -1,4 +1,4 @@
-"""The options that say how results are shown and kept: groups that every command with a table, or with cells, takes."""
+"""Options for showing and keeping results: groups that every command with a table, or with cells, takes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,14 +41,9 @@ class OutputOptions:
     wide: Annotated[bool, setting("--wide", help="Do not fold wide rows; page with less -S.")] = False
 
     def check(self, **plots: Path | None) -> None:
-        """Find out before anything is measured whether :meth:`emit` will be able to write, and these can be drawn.
+        """Raise a UsageError or CapabilityError, before anything is measured, if tables or pictures cannot be written.
 
-        Args:
-            plots: picture files by the names of their options, ``plot_buckets`` for ``--plot-buckets``.
-
-        Raises:
-            UsageError: the format is unknown, or a file cannot be written.
-            CapabilityError: matplotlib is not installed.
+        ``plots`` are picture files by the names of their options, ``plot_buckets`` for ``--plot-buckets``.
         """
         from cs336sys.tables.outputs import check_plot
         from cs336sys.tables.render import check_output
@@ -58,32 +53,21 @@ class OutputOptions:
             check_plot(path, f"--{name.replace('_', '-')}")
 
     def check_selection(self, command: str, tables: Callable[[Sequence["Cell"], None], Sequence["Table"]]) -> None:
-        """Find out before anything is measured whether a command's tables, of no cells, have what is asked for.
-
-        Raises:
-            UsageError: a table or column has no such name.
-        """
+        """Raise a UsageError before anything is measured if a command has no table or column of the chosen names."""
         from cs336sys.tables.tidy import tidy
 
         if self.table or self.columns or self.sort:
-            self.chosen([tidy(command, tables([], None))])
+            # Tables of no cells have all columns.
+            self.select([tidy(command, tables([], None))])
 
-    def chosen(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
-        """Select from tables in groups what was asked for.
-
-        Raises:
-            UsageError: a table or column has no such name.
-        """
+    def select(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
+        """Select the tables and columns of these names, in their groups, or raise a UsageError where there are none."""
         from cs336sys.tables.table import select_in_groups
 
         return select_in_groups(groups, self.table, self.columns, self.sort)
 
     def write(self, tables: Sequence["Table"]) -> None:
-        """Write these tables, all of them.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Write all of these tables, or raise an OutputError."""
         from cs336sys.tables.render import emit
 
         emit(tables, format=self.format, output=self.output, wide=self.wide)
@@ -94,22 +78,17 @@ class OutputOptions:
             say(f"note: csv holds the table {names[0]}; for {', '.join(names[1:])}: --table, or --output FOLDER/")
 
     def emit(self, tables: Sequence["Table"]) -> None:
-        """Write what was asked for of the tables.
-
-        Raises:
-            UsageError: a table or column has no such name; nothing is written.
-            OutputError: it cannot be written.
-        """
-        self.write(self.chosen([tables])[0])
+        """Write the selected tables; a UsageError names an unknown table or column, and then nothing is written."""
+        self.write(self.select([tables])[0])
 
     def emit_measured(self, tables: Sequence["Table"]) -> list[UsageError | OutputError]:
-        """Write what was asked for of the tables, or all of them where that has no such name; what went wrong.
+        """Write the selected tables, or all of them where a name is unknown, and return the errors.
 
-        Which columns there are is not known before anything was measured, and that must not be lost.
+        Some columns exist only once cells are measured, which must not be lost by an error in their names.
         """
         faults: list[UsageError | OutputError] = []
         try:
-            (tables,) = self.chosen([tables])
+            (tables,) = self.select([tables])
         except UsageError as error:
             faults.append(error)
         try:
@@ -132,7 +111,7 @@ class SweepOptions:
     cool_down: Annotated[float, _seconds(help="Seconds to wait between cells.", min=0)] = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing, whether or not anything is measured."""
+        """Refuse options that do not go together, whether or not anything is measured."""
         if self.resumes and self.save is None:
             raise UsageError("--resume needs --save: the file that holds the cells to skip")
         if self.save is not None:

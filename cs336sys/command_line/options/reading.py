@@ -16,68 +16,58 @@ from typer.models import OptionInfo
 
 from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting
 from cs336sys.errors import UsageError, choose_from, did_you_mean
-from cs336sys.settings.user_code import (
-    is_file,
-    is_user_code,
-    named_object,
-    read_reference,
-    source_file,
-    split_reference,
-)
+from cs336sys.settings.user_code import is_file, is_user_code, named_object, source_file, split_reference
 
-# Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
+# No option needs larger numbers: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
 LARGEST_NUMBER = 1e18
-# A refusal of small numbers names no greatest one from here on.
+# A refusal of numbers that are too small names only maxima below it.
 _OUT_OF_REACH = 1e9
 
-# What help calls the value of an option, by its type. A flag has none.
+# Names of the values of options in help, by their types. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
 
 
 def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer should see it: with every option of its groups, and with callbacks that read their values.
+    """Return the command as typer should see it: with every option of its groups, read by callbacks.
 
     A group is a dataclass each of whose fields is an option, annotated as one. The parameter that takes it has an
     instance as its default, which holds the defaults of the options.
 
-    The attribute ``read_options`` of what is returned makes the groups and checks options as the command does. Its
-    ``declared`` has each option's declaration by the name of its parameter, its ``parameters`` types and defaults.
+    The returned function has three attributes. ``read_options`` makes the groups and checks options as the command
+    does; ``declared`` has each option's declaration by the name of its parameter, ``parameters`` types and defaults.
     """
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
-    plain: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for parameter in inspect.signature(command).parameters.values():
-        members = {parameter.name: parameter}
+        members = [parameter]
         if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            members = {
-                field.name: parameter.replace(
-                    name=field.name, annotation=field.type, default=getattr(parameter.default, field.name)
-                )
-                for field in fields(parameter.annotation)
-            }
-        plain |= members
+            group, defaults = parameter.annotation, parameter.default
+            groups[parameter.name] = group
+            members = [
+                parameter.replace(name=field.name, annotation=field.type, default=getattr(defaults, field.name))
+                for field in fields(group)
+            ]
+        parameters |= {member.name: member for member in members}
         panel = getattr(parameter.annotation, "panel", None)
-        options += [_read_by_callback(option, panel) for option in members.values()]
+        options += [_read_by_callback(member, panel) for member in members]
 
     declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         values = dict(values)
         _refuse_one_file_for_two(values, declared)
-        options_of_groups = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        return values | options_of_groups
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return values
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         command(**read(values))
 
-    run.read_options = read  # type: ignore[attr-defined]  # for who has the command alone
-    run.declared, run.parameters = declared, plain  # type: ignore[attr-defined]
+    run.read_options = read  # type: ignore[attr-defined]  # for callers without typer
+    run.declared, run.parameters = declared, parameters  # type: ignore[attr-defined]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return run
 
@@ -97,13 +87,13 @@ def is_given(context: typer.Context, option: str) -> bool:
 
 
 def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
-    """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
+    """Raise a UsageError where an option would write a file that another writes or reads."""
     written: dict[str, str] = {}
-    other_paths = []
+    input_paths = []
     for name, value in values.items():
         paths = [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)]
         if effect_of(declared.get(name)) is not Effect.WRITES_FILE:
-            other_paths += paths
+            input_paths += paths
             continue
         for path in paths:
             if str(path) != "-" and not path.is_dir():
@@ -111,26 +101,24 @@ def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, A
                 other = written.setdefault(os.path.realpath(path), option)
                 if other != option:
                     raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
-    for path in other_paths:
-        if os.path.realpath(path) in written:
-            raise UsageError(f"{written[os.path.realpath(path)]}: would overwrite an input file; give another name")
+    for file in map(os.path.realpath, input_paths):
+        if file in written:
+            raise UsageError(f"{written[file]}: would overwrite an input file; give another name")
 
 
 def choice(
     names: Collection[str], help: str | None = None, declare: Callable[..., Any] = setting, **settings: Any
 ) -> Any:
-    """An option that takes one of the names or, if it is a list, several. Its help lists them unless it says otherwise.
+    """Declare an option that takes one of the names or, if it is a list, several; without ``help``, help lists them.
 
-    Args:
-        declare: declares what the option may do, as :func:`setting` does.
-        settings: of ``typer.Option``; with ``parser`` it takes more than these names, which shells offer.
+    ``declare`` declares the option with its effect. With ``parser`` it takes more than these names, which shells offer.
     """
     help = f"{', '.join(names)}." if help is None else help
     return declare(help=help, autocompletion=among(names), **{"parser": one_of(names)} | settings)
 
 
 def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
-    """An option that takes one of the names, or several, and functions of the user's; the names are harmless."""
+    """Declare an option that takes one of the names, or several, and functions of the user's; names are harmless."""
 
     def read(text: str) -> str:
         return read_function(text) if is_user_code(text) or is_file(text) else one_of(names)(text)
@@ -140,17 +128,13 @@ def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     return option
 
 
-# In a file that has one of these, names may come from where its text does not say.
+# A file that has one of these may define names that its text does not contain.
 _COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b"
 
 
 def read_function(text: str) -> str:
-    """Return an option's value, which names a function in a file or module that is there; nothing of it is run.
-
-    Raises:
-        UsageError: it names none.
-    """
-    file, name = source_file(read_reference(text)), split_reference(text)[1]
+    """Return an option's value that names a function, of which nothing is run, or raise a UsageError for another."""
+    file, name = source_file(text), split_reference(text)[1]
     if file.suffix == ".py" and named_object(text) is None:
         source = file.read_text(encoding="utf-8", errors="replace")
         if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
@@ -161,11 +145,11 @@ def read_function(text: str) -> str:
 
 
 def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
-    """The option in this panel of the help, with a short word for its value, which a callback reads.
+    """Return the option in this panel of the help, with a short word for its value, which a callback reads.
 
-    The value is read by the option's ``parser``, or as a number between its ``min`` and ``max`` (without these, within
-    what means anything); other options have their text. Typer itself, which sees texts alone, words errors differently
-    from version to version, and takes inf and nan.
+    The value is read by the option's ``parser``, or as a number between its ``min`` and ``max`` (or our largest
+    numbers); other options have their text. Typer itself, which sees texts alone, words errors differently from
+    version to version, and takes inf and nan.
     """
     kind, *metadata = get_args(parameter.annotation) or (None,)
     if not metadata or not isinstance(metadata[0], OptionInfo):
@@ -180,7 +164,7 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     if Path in types:
         # typer before 0.29 makes a path of a text only when it calls the command; slurm reads options without.
         option.path_type = Path  # type: ignore[assignment]  # it takes any class
-    convert = option.parser or _read_number(types, option)
+    convert = option.parser or _number_reader(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
         option.callback = _callback(convert, is_list=is_list, may_be_empty=not default)
@@ -207,13 +191,14 @@ def types_in(kind: Any) -> set[Any]:
     return {kind, get_origin(kind)}.union(*map(types_in, get_args(kind)))
 
 
-def _read_number(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
+def _number_reader(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
+    """Return what reads the numbers of an option; None where its value is none."""
     if float in types:
         highest = LARGEST_NUMBER if option.max is None else option.max
         return between(-highest if option.min is None else option.min, highest)
     if int in types:
-        most = LARGEST_WHOLE_NUMBER if option.max is None else int(option.max)
-        return at_least(-most if option.min is None else int(option.min), most)
+        highest = LARGEST_WHOLE_NUMBER if option.max is None else int(option.max)
+        return at_least(-highest if option.min is None else int(option.min), highest)
     return None
 
 
@@ -230,11 +215,7 @@ Value = TypeVar("Value")
 
 
 def split_list(values: Sequence[str], option: str, convert: Callable[[str], Value]) -> list[Value]:
-    """Values of a list option given as ``a,b,c``, by repetition, or both; repeated values are dropped.
-
-    Raises:
-        UsageError: nothing was given, or ``convert`` refuses a value.
-    """
+    """Read each value of a list option once, from ``a,b,c``, repeated options or both, or raise a UsageError."""
     converted = [read_value(part.strip(), option, convert) for value in values for part in value.split(",")]
     if not converted:
         raise UsageError(f"{option} needs at least one value")
@@ -242,11 +223,7 @@ def split_list(values: Sequence[str], option: str, convert: Callable[[str], Valu
 
 
 def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value:
-    """The value of an option that takes a single one: of ``a,b`` all but the first would be dropped in silence.
-
-    Raises:
-        UsageError: ``convert`` refuses it.
-    """
+    """Read the value of an option that takes a single one, or raise a UsageError where ``convert`` refuses it."""
     try:
         return convert(text)
     except ValueError as error:
@@ -255,7 +232,7 @@ def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """A converter for :func:`split_list` that takes only the given names."""
+    """Return a converter for :func:`split_list` that takes only these names."""
 
     def convert(text: str) -> str:
         if text not in names:
@@ -265,13 +242,13 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     return convert
 
 
-def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:
-    """A converter for :func:`split_list` that takes whole numbers from ``minimum`` on, ``1e3`` and ``1000``."""
-    return between(minimum, most, _read_whole)
+def at_least(minimum: int, highest: float = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:
+    """Return a converter for :func:`split_list` that takes whole numbers from ``minimum`` on, ``1e3`` and ``1000``."""
+    return between(minimum, highest, _read_whole)
 
 
 def between(lowest: float, highest: float, read: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
-    """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``, which ``read`` reads."""
+    """Return a converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``, as ``read`` does."""
 
     def convert(text: str) -> Any:
         value = (read or _read_finite)(text)
@@ -301,12 +278,8 @@ def _read_finite(text: str) -> float:
     return value
 
 
-# What a shell offers where a value is to be typed, called with what stands there so far; it offers files itself.
-Completion = Callable[[str], list[str]]
-
-
-def among(names: Collection[str]) -> Completion:
-    """For an option that takes one of the names, or several after commas: those that are not given yet."""
+def among(names: Collection[str]) -> Callable[[str], list[str]]:
+    """Return what completes an option's value in a shell, with one of the names that do not stand there already."""
 
     def complete(incomplete: str) -> list[str]:
         earlier, comma, last = incomplete.rpartition(",")

@@ -1,15 +1,14 @@
 """Settings files: ``[tool.cs336sys.bench]`` in the nearest pyproject.toml, or ``[bench]`` in that of ``--config``.
 
-They are defaults: an option of the command line or its variable goes before. The tables of a file become click's
-``default_map``, level by level; the keys of a command are read when that command runs.
-
-A file that nobody has named may come from a stranger: it is refused if another user owns it, and sets only options that
-are declared harmless (:class:`cs336sys.command_line.options.effects.Effect`).
+The tables of a file become click's ``default_map``, level by level; the keys of a command are read when that command
+runs. A file that the user has not named may come from a stranger: it is refused if another user owns it, and sets only
+options that are declared harmless (:class:`cs336sys.command_line.options.effects.Effect`).
 """
 
 import contextlib
 import difflib
 import os
+import pwd
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,18 @@ from typing import Any
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options.effects import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
-from cs336sys.processes import started_outside
+from cs336sys.processes import is_first_rank
 
-# Options that stand in for each other: one that is given leaves what the file says of the others without effect.
+# Options that stand in for each other: the file's values of all are ignored where the user gives one.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)
 
-# The keys under which a context keeps how errors begin the name of a command's table in the file, the file, and whether
-# the user has named it.
+# The keys under which a context's ``meta`` has the beginning of a command's table in errors, the file, and whether the
+# user has named it.
 _PLACE, _FILE, _IS_NAMED = "cs336sys.settings", "cs336sys.settings_file", "cs336sys.settings_file_is_named"
 
 
 def with_config_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``--config FILE`` before the command, wherever it stood."""
+    """Return the arguments with ``--config FILE`` before the command, wherever it stood."""
     for number, argument in enumerate(arguments):
         if argument == "--config" or argument.startswith("--config="):
             end = number + (2 if argument == "--config" else 1)
@@ -39,31 +38,26 @@ def with_config_first(arguments: Sequence[str]) -> list[str]:
 def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> None:
     """Let the commands below this context take their defaults from ``config``, or else the nearest pyproject.toml.
 
-    Raises:
-        UsageError: the file cannot be read, is no TOML, or has tables of no command.
+    A UsageError says that the file cannot be read, is no TOML, or has tables of no command.
     """
-    file, is_tool = config, config is None or config.name == "pyproject.toml"
+    file, is_pyproject = config, config is None or config.name == "pyproject.toml"
     if file is None:
-        start = Path.cwd()
-        candidates = (path for folder in (start, *start.parents) if (path := folder / "pyproject.toml").is_file())
-        file = next(candidates, None)
+        folders = (Path.cwd(), *Path.cwd().parents)
+        file = next((path for path in (folder / "pyproject.toml" for folder in folders) if path.is_file()), None)
     tables = {} if file is None else _read_settings(file)
-    if is_tool:
+    if is_pyproject:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
     if config is None and file is not None and tables:
-        _refuse_of_others(file)
-    place = f"{file}: tool.cs336sys." if is_tool else f"{file}: "
+        _refuse_other_owner(file)
     ctx.meta[_FILE], ctx.meta[_IS_NAMED] = file, config is not None
-    ctx.meta[_PLACE] = place
+    ctx.meta[_PLACE] = f"{file}: tool.cs336sys." if is_pyproject else f"{file}: "
     ctx.default_map = tables
     check_tables(ctx, commands)
 
 
-def _refuse_of_others(path: Path) -> None:
-    """Raise a UsageError if a file that was found belongs to a user who is neither this one nor root."""
-    if not hasattr(os, "geteuid"):
-        return
+def _refuse_other_owner(path: Path) -> None:
+    """Raise a UsageError if a file belongs to another user than this one, root, or who called sudo."""
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0 and os.environ.get("SUDO_UID", "").isdecimal():
         trusted.add(int(os.environ["SUDO_UID"]))
@@ -71,9 +65,7 @@ def _refuse_of_others(path: Path) -> None:
     for owner in (path.lstat().st_uid, path.stat().st_uid):
         if owner not in trusted:
             name = str(owner)
-            with contextlib.suppress(ImportError, KeyError):
-                import pwd
-
+            with contextlib.suppress(KeyError):
                 name = pwd.getpwuid(owner).pw_name
             raise UsageError(
                 f"{path}: belongs to another user, {name}, so its settings are not taken; --config {path} takes them, "
@@ -101,11 +93,7 @@ def _place(ctx: Any) -> str:
 
 
 def check_tables(ctx: Any, commands: Collection[str]) -> None:
-    """Raise if the context's settings are not tables of these commands.
-
-    Raises:
-        UsageError: a key is no command, or its value no table.
-    """
+    """Raise a UsageError if the context's settings are not tables of these commands."""
     place, tables = _place(ctx), ctx.default_map
     if not isinstance(tables, Mapping):
         raise UsageError(f"{place.removesuffix('.')}: must be a table")
@@ -117,13 +105,10 @@ def check_tables(ctx: Any, commands: Collection[str]) -> None:
 
 
 def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of the context's command by the names of its parameters, as texts, read as from the command line.
+    """Return the settings of the context's command by the names of its parameters, as texts of a command line.
 
-    Args:
-        typed: the names of options that the user gave, which another may stand in for in the file.
-
-    Raises:
-        UsageError: a key is no option of the command, or its value cannot be one.
+    Of :data:`_ALTERNATIVES` of options that the user has ``typed``, the file's are ignored. A UsageError names a key
+    that is no option of the command, and a value that cannot be one or is not harmless.
     """
     options = {
         name.removeprefix("--"): parameter
@@ -145,7 +130,7 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
                 f"{place}{key} = {value!r}: {effect_of(declaration)}, which a file that was found may not; give "
                 f"--{name} on the command line, or name the file: --config {ctx.meta[_FILE]}"
             )
-        if getattr(option, "is_flag", False):
+        if option.is_flag:
             if not isinstance(value, bool):
                 raise UsageError(f"{place}{key} = {value!r}: must be true or false")
             defaults[option.name] = value
@@ -161,27 +146,27 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
 
 
 def _no_such_option(ctx: Any, name: str, names: Collection[str], prefix: str = "") -> str:
-    """Say that the context's command lacks an option, with the nearest name after its prefix."""
+    """Say that the context's command lacks an option, and name the nearest one, after its prefix."""
     nearest = nearest_name(name, names)
     hint = f"did you mean {prefix}{nearest}?" if nearest else f"{ctx.command_path} --help-all shows its options"
     return f"{ctx.info_name} has no such option; {hint}"
 
 
 def _is_harmless(declaration: Any, value: Any) -> bool:
-    texts = [text.strip() for item in (value if isinstance(value, list) else [value]) for text in str(item).split(",")]
-    return effect_of(declaration) is Effect.HARMLESS or set(texts) <= set(getattr(declaration, "harmless_values", ()))
+    """Return whether an option is harmless, or each of its values is."""
+    texts = {text.strip() for item in (value if isinstance(value, list) else [value]) for text in str(item).split(",")}
+    return effect_of(declaration) is Effect.HARMLESS or texts <= set(getattr(declaration, "harmless_values", ()))
 
 
 def tell_settings(ctx: Any) -> None:
-    """Say which options of the context's command a settings file has given, and which file."""
+    """Name the options of the context's command that a settings file has set, and the file; on rank 0 alone."""
     options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
     names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not names:
         return
-    # Only rank 0 speaks. Wrong variables of ranks are refused by the command.
+    # The command refuses variables of ranks that are wrong.
     with contextlib.suppress(UsageError):
-        identity = started_outside()
-        if identity is not None and identity.rank > 0:
+        if not is_first_rank():
             return
     say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in names)}")
 
@@ -192,24 +177,21 @@ def _option_text(key: str, value: Any) -> str:
     return str(value)
 
 
-# The variable of every option: ``CS336SYS_BENCH_NUM_LAYERS`` is ``bench --num-layers``. These are no option's: whether
-# errors show where they came from, nsys's path, the engine of attention, and whether tests write pages of docs.
-_OF_NO_OPTION = (DEBUG_VARIABLE, "CS336SYS_NSYS", "CS336SYS_TRITON_ENGINE", "CS336SYS_WRITE_DOCS")
+# Every option has a variable: that of ``bench --num-layers`` is ``CS336SYS_BENCH_NUM_LAYERS``. These belong to none:
+# whether errors show tracebacks, nsys's path, the engine of attention, and whether tests write pages of docs.
+_OTHER_VARIABLES = (DEBUG_VARIABLE, "CS336SYS_NSYS", "CS336SYS_TRITON_ENGINE", "CS336SYS_WRITE_DOCS")
 
-# From this likeness on, one word is taken for a misspelling of the other: benhc and bench are 0.8, triton and attn 0.6.
-_NEARLY = 0.75
+# Words as similar as this are misspellings of each other: benhc and bench are 0.8, triton and attn 0.6.
+_MISSPELLING_SIMILARITY = 0.75
 
 
 def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
-    """Give every option a variable of its name: that of ``bench --num-layers`` ends in _NUM_LAYERS.
-
-    Typer's own are called after the function's parameters, and turn --version, --help and completion on, too.
-    """
+    """Give every option a variable of its name; Typer's are called after parameters, and exist for --help, too."""
     for parameter in parameters:
         if parameter.param_type_name != "option":
             continue
         parameter.allow_from_autoenv = False
-        # One line of help tells the rule.
+        # The rule stands in one line of the help.
         parameter.show_envvar = False
         if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
             name = next(name for name in parameter.opts if name.startswith("--"))
@@ -218,33 +200,29 @@ def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
 
 
 def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[str] = ()) -> None:
-    """Refuse variables of a command, or of a group of commands, that set nothing.
+    """Raise a UsageError for a variable that begins like those of a command or group of ``commands``, and is none.
 
-    Args:
-        parameters: as :func:`with_own_variables` returns them.
-        commands: of a group, whose variables are checked when they run.
-
-    Raises:
-        UsageError: a variable begins like those of the command, and is none of them.
+    ``parameters`` are as :func:`with_own_variables` returns them; commands of a group check variables when they run.
     """
     if ctx.auto_envvar_prefix is None:
         return
-    # Those of --help and --version set nothing, and are no mistake either.
+    # Variables of --help and --version set nothing, but are no mistake.
     option_variables = {
         _variable(ctx, name[2:]) for parameter in parameters for name in parameter.opts if name.startswith("--")
     }
-    beyond = len(ctx.auto_envvar_prefix) + 1
+    prefix = f"{ctx.auto_envvar_prefix}_"
     for variable in sorted(os.environ):
-        if not variable.startswith(f"{ctx.auto_envvar_prefix}_") or variable in (*option_variables, *_OF_NO_OPTION):
+        if not variable.startswith(prefix) or variable in (*option_variables, *_OTHER_VARIABLES):
             continue
+        name = variable.removeprefix(prefix)
         if not commands:
-            endings = sorted(name[beyond:] for name in option_variables)
-            raise UsageError(f"{variable}: {_no_such_option(ctx, variable[beyond:], endings, variable[:beyond])}")
-        word = variable[beyond:].partition("_")[0].lower()
-        if word not in commands and difflib.get_close_matches(word, commands, cutoff=_NEARLY):
+            names = sorted(variable.removeprefix(prefix) for variable in option_variables)
+            raise UsageError(f"{variable}: {_no_such_option(ctx, name, names, prefix)}")
+        word = name.partition("_")[0].lower()
+        if word not in commands and difflib.get_close_matches(word, commands, cutoff=_MISSPELLING_SIMILARITY):
             raise UsageError(f"{variable}: unknown command '{word}': {choose_from(word, commands)}")
         if word not in commands:
-            example = f"{variable[:beyond]}{next(iter(commands)).upper()}_{variable[beyond:]}"
+            example = f"{prefix}{next(iter(commands)).upper()}_{name}"
             raise UsageError(f"{variable}: '{word}' is no command; the variable of an option names one: {example}")
 
 

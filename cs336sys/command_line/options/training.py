@@ -1,4 +1,4 @@
-"""The options that say which model is trained and how, shared by every command that trains one.
+"""Options of the model and its training, shared by every command that trains one.
 
 A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
 of its options (see :func:`cs336sys.command_line.options.reading.with_read_options`). Options of settings follow from
@@ -25,11 +25,7 @@ from cs336sys.settings.user_code import digest, is_user_code
 
 
 def option_of(owner: type[Configured], name: str, **changes: Any) -> Any:
-    """Declare the option of a setting, as its field describes it.
-
-    Args:
-        changes: arguments of the declaration that differ, such as ``help``.
-    """
+    """Declare the option of a setting as its field describes it, but for ``changes`` of the declaration (``help``)."""
     described = owner.settings()[name]
     declared = {"help": described.help or None, "rich_help_panel": described.panel or None} | changes
     if described.shown_default:
@@ -57,7 +53,7 @@ class OptionGroup:
 
         Args:
             order: fields, the one first that changes slowest; others come after them.
-            values: of fields that are no options, or are not as the options say.
+            values: of fields without options, or in place of the options' values.
         """
         options = {name: described.option or name for name, described in owner.direct_settings().items()}
         chosen = {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)} | values
@@ -78,6 +74,7 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
     """
 
     def add(group: type[Group]) -> type[Group]:
+        """Declare a field for each option, with its type and default, before those that the class declares."""
         declared = {name: kind for base in group.__mro__ for name, kind in get_annotations(base).items()}
         annotations: dict[str, Any] = {}
         for name in names:
@@ -85,13 +82,14 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
                 annotations[name] = declared[name]
                 continue
             described = owner.settings()[name]
+            option = described.option or name
             default = described.default if described.option_default is None else described.option_default
             default = None if described.is_by_size or default is MISSING else default
             kind: Any = described.type | None if described.is_by_size else described.type
             if described.several:
                 kind, default = Sequence[described.type], () if default is None else (default,)  # type: ignore[name-defined]
-            annotations[described.option or name] = Annotated[kind, option_of(owner, name, **changes)]
-            setattr(group, described.option or name, vars(group).get(described.option or name, default))
+            annotations[option] = Annotated[kind, option_of(owner, name, **changes)]
+            setattr(group, option, vars(group).get(option, default))
         group.__annotations__ = annotations | group.__annotations__
         return dataclass(frozen=True)(group)
 
@@ -123,11 +121,7 @@ class SizeOptions(OptionGroup):
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.", rich_help_panel=MODEL)] = ()
 
     def sizes(self) -> list[ModelSize]:
-        """Every combination of sizes, contexts and batch sizes, in their order.
-
-        Raises:
-            UsageError: a size cannot be.
-        """
+        """Return every combination of sizes, contexts and batch sizes, with the errors of :func:`choose_size`."""
         shape = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")}
         return [
             choose_size(name, context=context, batch_size=batch_size, **shape)
@@ -152,11 +146,7 @@ class PrecisionOptions(OptionGroup):
     fp16: Annotated[bool, setting("--fp16", help="Short for --precision fp16.", rich_help_panel=WHAT_RUNS)] = False
 
     def precisions(self) -> Sequence[str] | Sequence[None]:
-        """Those that were asked for, else None: the size's own.
-
-        Raises:
-            UsageError: more than one option was given.
-        """
+        """Return the precisions of one option, of several a UsageError; without any None, for the size's own."""
         if bool(self.precision) + self.bf16 + self.fp16 > 1:
             raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
         return ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision or [None]
@@ -183,14 +173,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}. Default: small; CPU: tiny.", rich_help_panel=MODEL)] = ()
 
     def workloads(self, modes: Sequence[str] = ("train",), **settings: Any) -> list[Workload]:
-        """Return every combination of the list options, in their order.
-
-        Args:
-            settings: of every workload, for which there are no options.
-
-        Raises:
-            UsageError: settings do not go together, or a size cannot be.
-        """
+        """Return all combinations of list options, in their order, with these ``settings``; or raise a UsageError."""
         if self.model is not None:
             set_aside_others()
         course_package().require_needed()
@@ -210,7 +193,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
         ]
 
     def _user_code(self) -> UserCode:
-        """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name."""
+        """Return the user's functions, with one digest of the files of all of them, optimizers included."""
         references = {"model": self.model, "loss": self.loss, "batch": self.batch}
         for option, reference in references.items():
             if reference is not None:
