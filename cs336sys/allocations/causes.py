@@ -1,15 +1,7 @@
-"""Causes of full memory, each with its evidence; where something else could explain it, it only looks like the cause.
+"""Causes of full memory, each with its evidence, by the rules in ``docs/memprof.md``.
 
-| cause | evidence |
-|---|---|
-| optimizer state twice | one line of an optimizer made the same state in two steps, or from two calls of ``step`` |
-| leak, graph kept, growing cache | a line holds more at the end of each step than at the end of the step before |
-| longer batch | lines of the forward pass made larger memory than in all steps before, by one ratio |
-| fragmentation | more is free in segments than was asked for, and a tenth of them, but no piece is large enough |
-| fp32 logits | a loss function, or a conversion before it, makes twice the bytes of the matrix product before it |
-
-Steps end as :mod:`~cs336sys.allocations.inference` says. Where there are none, a loop around the model is
-recognized by what repeats within it, and growth over a loop is never proved.
+Where something else could explain the evidence, it only looks like the cause. Where no step ends, a loop around the
+model is recognized by what repeats within it, and growth over a loop is never proved.
 """
 
 import re
@@ -21,18 +13,18 @@ from itertools import pairwise, takewhile
 from statistics import median
 
 from cs336sys.allocations import inference as infer
-from cs336sys.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
+from cs336sys.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame, Segment
 from cs336sys.allocations.timeline import held_bytes
 
-# What grows is named where it holds at least this part of the memory; free pieces and logits, ten times that.
+# Least parts of the memory: of causes that grow, and of free pieces and logits.
 _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
-# Steps that a line must have grown over; a single tensor, whose size may also follow the batch's, and an optimizer's
-# state, which is made when a parameter first has a gradient.
+# Steps that a line must have grown over. More steps are needed for a single tensor, whose size may also follow the
+# batch's, and for an optimizer's state, which is made when a parameter first has a gradient.
 _LEAK_STEPS, _SURE_STEPS = 3, 5
-_COMPUTED = (infer.FORWARD, infer.USER)
+_FORWARD_ROLES = (infer.FORWARD, infer.USER)
 # Iterations take about equally many events, and at least some: the longest gap in medians, the shortest in events.
 _LONGEST_GAP, _LEAST_GAP = 1.5, 3
-# Parts of the iterations in which one of their lines runs (some are skipped), and of these lines that layers repeat.
+# Least parts: of the iterations in which a line of the loop runs (some are skipped), of these lines that layers repeat.
 _LEAST_ITERATIONS, _LEAST_REPEATED = 0.8, 0.4
 
 _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
@@ -46,12 +38,12 @@ class MemoryCause:
     """A mistake or a waste that fills memory.
 
     Attributes:
-        name: as in the module's table.
+        name: as in ``docs/memprof.md``.
         size: bytes that it holds.
-        code: the line that makes the largest part; of a graph, the line that all of it was called from.
+        code: the line that makes the largest part; of a graph, the line that called all of it.
         is_proved: nothing else explains the evidence.
-        step_bytes, steps: by which a step grows, and how many have.
-        ratio: of the sizes of a longer batch.
+        step_bytes, steps: by how much memory grows in a step, and in how many it has.
+        ratio: of a longer batch's sizes to those of others.
     """
 
     name: str
@@ -87,7 +79,7 @@ class Moment:
     """A device at one moment, which causes are to explain.
 
     Attributes:
-        live: indices of the blocks that are there.
+        live: indices of the blocks that exist.
         size: their bytes.
     """
 
@@ -99,11 +91,6 @@ class Moment:
     size: int
     free: FreePieces
 
-    @property
-    def begins_empty(self) -> bool:
-        """Return whether the record has the device's memory from its first allocation on."""
-        return all(block.start for block in self.record.blocks)
-
     def role(self, block: Block | FailedAllocation) -> str:
         return self.inference.roles[block.stack]
 
@@ -112,11 +99,12 @@ class Moment:
         return next(filter(infer.is_telling, self.record.stacks[stack]), None)
 
     def is_loss(self, stack: int) -> bool:
+        """Return whether a loss function allocated with this stack."""
         line = self.innermost(stack)
         return line is not None and bool(_LOSS.search(line.name) or line.filename.endswith("/loss.py"))
 
     def is_product(self, stack: int) -> bool:
-        """Return whether a matrix product made it."""
+        """Return whether a matrix product allocated with this stack."""
         line = self.innermost(stack)
         names = [frame.name for frame in self.record.stacks[stack] if not frame.filename.endswith(".py")]
         if line is not None:
@@ -124,16 +112,20 @@ class Moment:
         return any(_PRODUCT.search(name) for name in names)
 
     def line(self, stack: int) -> tuple[str, str]:
-        """Code and operation of a stack."""
+        """Return code and operation of a stack."""
         frames = self.record.stacks[stack]
         return infer.code_of(frames), infer.operation_of(frames)
 
+    def is_leak(self, size: float) -> bool:
+        """Return whether so many bytes are enough to name what grows."""
+        return size >= max(1, _LEAST_LEAK * self.size)
+
 
 def find_causes(moment: Moment) -> list[MemoryCause]:
-    """Return the causes by their order of mending; fragmentation where nothing proved holds more."""
+    """Return the causes in the order in which to mend them; fragmentation where no proved cause holds more."""
     if moment.inference.is_recorded:
         return []
-    causes = [cause for rule in _RULES if (cause := rule(moment)) is not None]
+    causes = [cause for cause in (rule(moment) for rule in _RULES) if cause is not None]
     largest = max((cause.size for cause in causes if cause.is_proved and cause.name != "fragmentation"), default=0)
     return [cause for cause in causes if cause.name != "fragmentation" or cause.size > largest]
 
@@ -141,39 +133,41 @@ def find_causes(moment: Moment) -> list[MemoryCause]:
 def _state_twice(moment: Moment) -> MemoryCause | None:
     """Find lines of an optimizer that made state of the same parameters in two steps, or called from two places."""
     record, inference = moment.record, moment.inference
-    blocks = inference.blocks_of("parameters")
-    parameters, is_certain = Counter(block.requested for block in blocks), all(block.stack for block in blocks)
-    made_gradients = inference.blocks_of("gradients")
+    parameter_blocks = inference.blocks_of("parameters")
+    parameters = Counter(block.requested for block in parameter_blocks)
+    gradient_blocks = inference.blocks_of("gradients")
+    # Of each line, its blocks by the step and the stack that made them.
     by_line: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
     for index in moment.live:
         block = record.blocks[index]
         if inference.categories[index] == "optimizer state" and moment.role(block) == infer.OPTIMIZER:
             line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
             by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
-    doubled, calls = 0, set()
+    doubled_bytes, calls = 0, set()
     for sets in (sets for sets in by_line.values() if len(sets) > 1):
         counts = [Counter(block.requested for block in blocks) for blocks in sets.values()]
         starts = [blocks[0].start for blocks in sets.values()]
-        gradients = [Counter(b.requested for b in made_gradients if b.start <= start < b.end) for start in starts]
+        gradients = [Counter(b.requested for b in gradient_blocks if b.start <= start < b.end) for start in starts]
         # State has the parameters' dtype, or fp32 for half precision.
         for ratio in (1, 2):
             copied_bytes = 0
             for size, count in sum(counts, Counter[int]()).items():
-                parameter = size // ratio
+                parameter_size = size // ratio
                 # A line that makes two moments makes twice as many as parameters have gradients.
                 moments = max(
-                    -(-sizes[size] // (live[parameter] or sizes[size] or 1))
-                    for sizes, live in zip(counts, gradients, strict=True)
+                    -(-of_set[size] // (with_gradient[parameter_size] or of_set[size] or 1))
+                    for of_set, with_gradient in zip(counts, gradients, strict=True)
                 )
-                if parameters[parameter] and count >= 1.9 * moments * parameters[parameter]:
-                    copied_bytes += size * sorted(sizes[size] for sizes in counts)[-2]
+                if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
+                    copied_bytes += size * sorted(of_set[size] for of_set in counts)[-2]
             if copied_bytes:
-                doubled += copied_bytes
+                doubled_bytes += copied_bytes
                 calls |= {moment.line(stack)[0] for _, stack in sets}
                 break
-    if doubled < max(1, _LEAST_LEAK * moment.size):
+    if not moment.is_leak(doubled_bytes):
         return None
-    return MemoryCause("optimizer state twice", doubled, " and ".join(sorted(calls)[:2]), is_certain)
+    is_proved = all(block.stack for block in parameter_blocks)
+    return MemoryCause("optimizer state twice", doubled_bytes, " and ".join(sorted(calls)[:2]), is_proved)
 
 
 @dataclass(frozen=True)
@@ -187,11 +181,11 @@ class _GrowingLine:
 
 
 def _growth_over_steps(moment: Moment) -> MemoryCause | None:
-    steps = moment.inference.steps
-    for marks, is_proved in ((steps, True), (_loop_iterations(moment), False)):
-        lines = _growing_lines(moment, marks)
-        if sum(line.size for line in lines) >= max(1, _LEAST_LEAK * moment.size):
-            return _grown(moment, lines, is_proved)
+    """Find lines that hold more after each step, or without steps after each iteration of a loop, which is no proof."""
+    for steps, is_proved in ((moment.inference.steps, True), (_loop_iterations(moment), False)):
+        lines = _growing_lines(moment, steps)
+        if moment.is_leak(sum(line.size for line in lines)):
+            return _growth_cause(moment, lines, is_proved)
     return None
 
 
@@ -203,11 +197,10 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         return []
     blocks_of_lines: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in moment.record.blocks:
-        # By steps in the place of positions.
+        # Between which ends of steps it lives, instead of positions.
         first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
         if block.start and first < after:
-            key = block.stack, 0 if block.stack else block.size
-            blocks_of_lines[key].append(block._replace(start=first, end=after))
+            blocks_of_lines[_line_key(block)].append(block._replace(start=first, end=after))
     lines = []
     for (stack, _), blocks in blocks_of_lines.items():
         if len(blocks) < _LEAK_STEPS:
@@ -217,12 +210,18 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         start = next((step for step, rise in enumerate(rises) if rise > 0), last)
         counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
         is_single = len(counts) == 1
-        if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == infer.OPTIMIZER):
+        is_state = moment.inference.roles[stack] == infer.OPTIMIZER
+        if start < last and _is_growing(rises[start:], is_single=is_single, is_state=is_state):
             lines.append(_GrowingLine(stack, sum(rises[start : last + 1]), last - start + 1, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
 
-def _is_growing(rises: Sequence[int], is_single: bool, is_state: bool) -> bool:
+def _line_key(block: Block) -> tuple[int, int]:
+    """Return what allocations of one line share; those without a stack are told apart by size."""
+    return block.stack, 0 if block.stack else block.size
+
+
+def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> bool:
     """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
     positive = [step for step, rise in enumerate(rises) if rise > 0]
     if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:
@@ -234,9 +233,9 @@ def _is_growing(rises: Sequence[int], is_single: bool, is_state: bool) -> bool:
     return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
 
 
-def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
-    """Say what growing lines are: a graph, if they are most lines of a forward pass."""
-    record, inference = moment.record, moment.inference
+def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
+    """Return the cause of growing lines: a graph that is kept, if they are most lines of a forward pass."""
+    inference = moment.inference
     forward = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
     activations = inference.blocks_of("activations")
     saved = {block.stack for block in activations if block.start and moment.role(block) == infer.FORWARD}
@@ -245,16 +244,11 @@ def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Me
     name = "growing cache" if lines[0].is_single else "leak"
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
         name = "graph kept"
-        shared = _common_frames(record.stacks[stack] for stack in forward)
+        shared = _common_frames(moment.record.stacks[stack] for stack in forward)
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
-    return MemoryCause(
-        name,
-        sum(line.size for line in lines),
-        code,
-        is_proved,
-        step_bytes=round(sum(line.size / line.steps for line in lines)),
-        steps=max(line.steps for line in lines),
-    )
+    size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
+    step_bytes = round(sum(line.size / line.steps for line in lines))
+    return MemoryCause(name, size, code, is_proved, step_bytes=step_bytes, steps=steps)
 
 
 def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
@@ -266,7 +260,7 @@ def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
 def _loop_iterations(moment: Moment) -> list[int]:
     """Return the positions where iterations of a loop around a model begin, between the steps around the moment.
 
-    A first forward pass repeats its layers, too. A loop around a model repeats lines that each repeat for every layer.
+    One forward pass repeats its layers, too. A loop around a model repeats lines that each repeat for every layer.
     """
     runs_of_line = _runs_by_line(moment)
     regular = filter(_is_regular, runs_of_line.values())
@@ -275,20 +269,19 @@ def _loop_iterations(moment: Moment) -> list[int]:
 
 
 def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
-    """Return, by stack, the positions of allocations between the steps around the moment, but for the optimizer's."""
+    """Return, by line, the positions of allocations between the steps around the moment, but for the optimizer's."""
     steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
-    since, until = steps[step - 1] if step else 0, steps[step] if step < len(steps) else moment.record.length + 1
+    begin, end = ([1, *steps, moment.record.length + 1][place] for place in (step, step + 1))
     runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
-        if max(since, 1) <= block.start < until and roles[block.stack] not in (infer.INITIAL, infer.OPTIMIZER):
-            # Blocks without a stack are told apart by size.
-            runs_of_line[block.stack, 0 if block.stack else block.size].append(block.start)
+        if begin <= block.start < end and roles[block.stack] not in (infer.INITIAL, infer.OPTIMIZER):
+            runs_of_line[_line_key(block)].append(block.start)
     return runs_of_line
 
 
 def _is_regular(positions: Sequence[int]) -> bool:
-    """Return whether a line ran as an iteration's does: often enough, and at about equal distances of some events."""
+    """Return whether a line ran as one of a loop does: often enough, and at about equal distances of some events."""
     gaps = [later - earlier for earlier, later in pairwise(positions)]
     return len(positions) > _LEAK_STEPS and max(gaps) <= _LONGEST_GAP * median(gaps) and min(gaps) >= _LEAST_GAP
 
@@ -303,8 +296,8 @@ def _is_around_model(
         key: Counter(bisect_right(iteration_starts, start) for start in positions if first <= start < last)
         for key, positions in runs_of_line.items()
     }
-    least = _LEAST_ITERATIONS * (len(iteration_starts) - 1)
-    typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= least}
+    fewest = _LEAST_ITERATIONS * (len(iteration_starts) - 1)
+    typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= fewest}
     stacks = [moment.record.stacks[stack] for stack, _ in typical_runs if stack]
     # A loss ends a model, so lines that run twice are those of two layers; without it they may be a layer's two norms.
     has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if infer.is_telling(frame))
@@ -323,9 +316,9 @@ def _longer_than_before(moment: Moment) -> MemoryCause | None:
     start = steps[current - 1]
     ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, 1, start)])
     blocks = [moment.record.blocks[index] for index in moment.live]
-    activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _COMPUTED)
+    activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
     size = int(activations * (1 - 1 / ratio))
-    return MemoryCause("longer batch", size, ratio=ratio) if size >= max(1, _LEAST_LEAK * moment.size) else None
+    return MemoryCause("longer batch", size, ratio=ratio) if moment.is_leak(size) else None
 
 
 def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
@@ -335,21 +328,20 @@ def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
 
 def _common_ratio(sizes: Mapping[tuple[str, str], int], others: Sequence[Mapping[tuple[str, str], int]]) -> float:
     """Return the ratio of most of at least three lines to the medians of others, if clearly larger than 1; else 1."""
-    ratios = [
-        size / median(theirs)
-        for line, size in sizes.items()
-        if (theirs := [lines[line] for lines in others if line in lines])
-    ]
+    ratios = []
+    for line, size in sizes.items():
+        if other_sizes := [lines[line] for lines in others if line in lines]:
+            ratios.append(size / median(other_sizes))
     middle = median(ratios) if len(ratios) >= 3 else 1.0
-    alike = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
-    return middle if middle > 1.05 and 2 * alike >= len(ratios) else 1.0
+    equal = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
+    return middle if middle > 1.05 and 2 * equal >= len(ratios) else 1.0
 
 
 def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) -> dict[tuple[str, str], int]:
-    """Return the largest allocation of each line of forward passes, within positions."""
+    """Return the size of the largest allocation of each line of forward passes, within positions."""
     largest: dict[int, int] = defaultdict(int)
     for block in moment.record.blocks:
-        if start <= block.start < (end or moment.record.length + 1) and moment.role(block) in _COMPUTED:
+        if start <= block.start < (end or moment.record.length + 1) and moment.role(block) in _FORWARD_ROLES:
             largest[block.stack] = max(largest[block.stack], block.size)
     lines: dict[tuple[str, str], int] = defaultdict(int)
     for stack, size in largest.items():
@@ -358,30 +350,29 @@ def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) ->
 
 
 def _fragmentation(moment: Moment) -> MemoryCause | None:
+    """Find a failure that the free pieces together, but no single piece and not the device, would have satisfied."""
     free, failure = moment.free, moment.failure
     if failure is None or not max(free.largest, failure.device_free) < failure.size <= free.usable:
         return None
     return MemoryCause("fragmentation", free.usable) if free.usable >= _LEAST_SHARE * free.reserved else None
 
 
-def free_pieces(moment_blocks: Sequence[Block], segments: Sequence, stream: int | None) -> FreePieces:
-    """Subtract the blocks from the segments; blocks are rounded up, as the allocator does."""
-    ordered = sorted((block.address, block.address + _round_up(block.size)) for block in moment_blocks)
+def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: int | None) -> FreePieces:
+    """Subtract the blocks, rounded up as by the allocator, from the segments; ``stream`` None: all are usable."""
+    ordered = sorted((block.address, block.address + _round_up(block.size)) for block in blocks)
     usable, elsewhere, largest = 0, 0, 0
     next_block = 0
-    for segment in sorted(segments, key=lambda segment: segment.address):
-        pieces, at, end = [], segment.address, segment.address + segment.size
-        while next_block < len(ordered) and ordered[next_block][0] < end:
+    for segment in sorted(segments):
+        pieces, piece_start = [], segment.address
+        while next_block < len(ordered) and ordered[next_block][0] < segment.end:
             start, stop = ordered[next_block]
             next_block += 1
-            if start > at:
-                pieces.append(start - at)
-            at = max(at, min(stop, end))
-        if end > at:
-            pieces.append(end - at)
+            pieces.append(start - piece_start)
+            piece_start = max(piece_start, min(stop, segment.end))
+        pieces = [max(0, piece) for piece in (*pieces, segment.end - piece_start)]
         if segment.pool == DEFAULT_POOL and stream in (None, segment.stream):
             usable += sum(pieces)
-            largest = max(largest, *pieces, 0)
+            largest = max(largest, *pieces)
         else:
             elsewhere += sum(pieces)
     reserved = sum(segment.size for segment in segments)
@@ -392,19 +383,19 @@ def _round_up(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 
-def _half_logits(moment: Moment) -> MemoryCause | None:
+def _fp32_logits(moment: Moment) -> MemoryCause | None:
     """Find fp32 copies of half-precision logits that a loss, or a conversion before it, makes: twice as large."""
-    products = [block for block in moment.record.blocks if block.start and moment.role(block) in _COMPUTED]
+    results = [block for block in moment.record.blocks if block.start and moment.role(block) in _FORWARD_ROLES]
     failure, failed_at = moment.failure, moment.position + 1
-    if failure is not None and moment.role(failure) in _COMPUTED:
-        products = [block for block in products if block.start < failed_at]
-        products.append(Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, failure.size))
+    if failure is not None and moment.role(failure) in _FORWARD_ROLES:
+        results = [block for block in results if block.start < failed_at]
+        results.append(Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, failure.size))
     # Masks and scalars lie between logits and their copies.
-    products = [block for block in products if block.size >= _LEAST_LEAK * moment.size]
-    products.sort(key=lambda block: block.start)
+    results = [block for block in results if block.size >= _LEAST_LEAK * moment.size]
+    results.sort(key=lambda block: block.start)
     # By the stack of a copy: whether nothing but its being fp32 logits explains it.
     is_proved: dict[int, bool] = {}
-    for index, (half, copy) in enumerate(pairwise(products)):
+    for index, (half, copy) in enumerate(pairwise(results)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
         if is_loss and copy.size == half.size and half.stack in is_proved:
             is_proved[copy.stack] = is_proved[half.stack]
@@ -414,16 +405,16 @@ def _half_logits(moment: Moment) -> MemoryCause | None:
             is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
             is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
-            following = products[index + 2 : index + 5]
+            following = results[index + 2 : index + 5]
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
                 is_proved.setdefault(copy.stack, False)
-    blocks = [b for b in products if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
-    size = sum(block.size for block in blocks if block.start <= failed_at)
-    if not blocks or size < _LEAST_SHARE * moment.size:
+    copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
+    size = sum(block.size for block in copies if block.start <= failed_at)
+    if not copies or size < _LEAST_SHARE * moment.size:
         return None
-    return MemoryCause("fp32 logits", size, moment.line(blocks[0].stack)[0], all(is_proved[b.stack] for b in blocks))
+    return MemoryCause("fp32 logits", size, moment.line(copies[0].stack)[0], all(is_proved[b.stack] for b in copies))
 
 
 # What to mend first comes first.
@@ -432,5 +423,5 @@ _RULES: tuple[Callable[[Moment], MemoryCause | None], ...] = (
     _growth_over_steps,
     _longer_than_before,
     _fragmentation,
-    _half_logits,
+    _fp32_logits,
 )

@@ -40,7 +40,7 @@ class MemoryDiagnosis:
 
     Attributes:
         source: the file's name.
-        failed_at: the line whose allocation failed.
+        failed_at: the line whose allocation failed; empty if none failed.
         peak: most bytes at once.
         by_category: the bytes at the moment, by FOREIGN_CATEGORIES.
         kinds: the blocks that hold them, the largest kind first.
@@ -56,59 +56,53 @@ class MemoryDiagnosis:
 
     @property
     def name(self) -> str:
-        """The file, and the device where it is not the first."""
+        """Return the file's name, with the device where it is not the first."""
         device = self.moment.record.device
         return self.source if device == 0 else f"{self.source}, device {device}"
 
     @property
     def size(self) -> int:
-        """The bytes of all blocks at the moment."""
+        """Return the bytes of all blocks at the moment."""
         return self.moment.size
 
 
 def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
-    """Look at the last failure of a device, or at its peak."""
+    """Find what fills a device at its last failure, or else at its peak, and why."""
     inference = Inference(record)
     totals = held_bytes(record.blocks, record.length)
-    highest = max(range(len(totals)), key=totals.__getitem__)
-    failure = record.failures[-1] if record.failures else None
-    position = highest if failure is None else failure.position
+    peak = max(totals)
+    position, entry, stream, failed_at, failure = totals.index(peak), None, None, "", None
+    if record.failures:
+        failure = record.failures[-1]
+        position, entry, stream = failure.position, failure.entry, failure.stream
+        failed_at = code_of(record.stacks[failure.stack])
     live = [index for index, block in enumerate(record.blocks) if block.start <= position < block.end]
+    lines = [(code_of(stack), operation_of(stack)) for stack in record.stacks]
     by_category = dict.fromkeys(FOREIGN_CATEGORIES, 0)
-    for index in live:
-        by_category[inference.categories[index]] += record.blocks[index].size
-    codes = [code_of(stack) for stack in record.stacks]
-    operations = [operation_of(stack) for stack in record.stacks]
     kind_counts: Counter[tuple[int, str, str, str]] = Counter()
     for index in live:
-        block = record.blocks[index]
-        named = inference.name_of(block) if inference.is_recorded else (codes[block.stack], operations[block.stack])
-        kind_counts[block.size, inference.categories[index], *named] += 1
-    kinds = [Kind(size, count, *rest) for (size, *rest), count in kind_counts.items()]
+        block, category = record.blocks[index], inference.categories[index]
+        by_category[category] += block.size
+        line = inference.recorded_line(block) if inference.is_recorded else lines[block.stack]
+        kind_counts[block.size, category, *line] += 1
+    kinds = [Kind(size, count, *names) for (size, *names), count in kind_counts.items()]
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
-    segments = record.segments_at(record.entries[position] if failure is None else failure.entry)
-    free = free_pieces([record.blocks[index] for index in live], segments, None if failure is None else failure.stream)
+    segments = record.segments_at(record.entries[position] if entry is None else entry)
+    free = free_pieces([record.blocks[index] for index in live], segments, stream)
     moment = Moment(record, inference, position, failure, live, totals[position], free)
-    return MemoryDiagnosis(
-        source,
-        moment,
-        "" if failure is None else codes[failure.stack],
-        totals[highest],
-        by_category,
-        kinds,
-        find_causes(moment),
-    )
+    return MemoryDiagnosis(source, moment, failed_at, peak, by_category, kinds, find_causes(moment))
 
 
 def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> tuple[str, MemoryCause] | None:
-    """Find the rank that has larger activations than ranks of the same parameters, by the same lines, and the cause."""
+    """Return the rank whose activations exceed most those of ranks with the same parameters, and the cause, or None."""
     longer: list[tuple[str, MemoryCause]] = []
-    for rank, diagnosis in enumerate(diagnoses):
+    for diagnosis in diagnoses:
         parameters = diagnosis.by_category["parameters"]
         others = [
             other
-            for other in (*diagnoses[:rank], *diagnoses[rank + 1 :])
-            if abs(other.by_category["parameters"] - parameters) <= _SAME_PARAMETERS * parameters
+            for other in diagnoses
+            if other is not diagnosis
+            and abs(other.by_category["parameters"] - parameters) <= _SAME_PARAMETERS * parameters
         ]
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
@@ -131,7 +125,7 @@ class MemoryChange:
         return self.after - self.before
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         if not self.before:
             return "new"
         if not self.after:
@@ -140,10 +134,11 @@ class MemoryChange:
 
 
 def changes(before: MemoryDiagnosis, after: MemoryDiagnosis) -> list[MemoryChange]:
-    """Return the differences by category and line, the largest first; the differences add up to that of all held."""
+    """Return the differences by category and line, the largest first; they add up to the difference of all."""
+    # Before and after.
     sizes_by_line: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for place, diagnosis in enumerate((before, after)):
+    for side, diagnosis in enumerate((before, after)):
         for kind in diagnosis.kinds:
-            sizes_by_line[kind.category, kind.code][place] += kind.total
+            sizes_by_line[kind.category, kind.code][side] += kind.total
     differences = [MemoryChange(*key, *sizes) for key, sizes in sizes_by_line.items() if sizes[0] != sizes[1]]
     return sorted(differences, key=lambda change: (-abs(change.difference), change.code))

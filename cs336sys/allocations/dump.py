@@ -8,6 +8,7 @@ segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_sna
 import pickle
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,10 +25,11 @@ from cs336sys.results.plain_pickle import read_plain_pickle
 # The allocator hands out multiples of this.
 ROUNDING = 512
 
-_ACTIONS = {
+_ACTIONS_OF_ENTRIES = {
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "snapshot", "oom", "user_defined",
 }  # fmt: skip
+# The pool of all memory that is in no private pool.
 DEFAULT_POOL = (0, 0)
 
 
@@ -120,7 +122,7 @@ class DeviceRecord:
 
     @property
     def length(self) -> int:
-        """The last position."""
+        """Return the last position."""
         return len(self.entries) - 1
 
     @property
@@ -128,19 +130,19 @@ class DeviceRecord:
         return len(self.stacks) > 1
 
     def segments_at(self, entry: int) -> list[Segment]:
-        """The segments after an entry of the trace: those of the end, with later changes undone."""
+        """Return the segments after an entry of the trace: those of the end, with later changes undone."""
         segments = list(self.segments)
-        for when, sign, segment in reversed(self.segment_events):
-            if when <= entry:
+        for number, sign, segment in reversed(self.segment_events):
+            if number <= entry:
                 break
             index = bisect_right(segments, segment.address, key=attrgetter("address"))
             if sign < 0:
                 segments.insert(index, segment)
             elif index and segment.end <= (whole := segments[index - 1]).end:
-                # A segment goes; a part of an expandable one is cut out.
-                pieces = ((whole.address, segment.address), (segment.end, whole.end))
+                # Of an expandable segment only a part goes.
+                remaining = ((whole.address, segment.address), (segment.end, whole.end))
                 segments[index - 1 : index] = [
-                    whole._replace(address=start, size=end - start) for start, end in pieces if start < end
+                    whole._replace(address=start, size=end - start) for start, end in remaining if start < end
                 ]
         return segments
 
@@ -162,54 +164,55 @@ def read_dump(path: Path) -> list[DeviceRecord]:
 
 
 _Entries: TypeAlias = Sequence[Mapping[str, Any]]
+_NUMBER = re.compile(r"\d+")
 
 
 class _NoSnapshotError(ValueError):
-    """One fact about a value that a snapshot cannot hold."""
+    """A value that no snapshot has, in one sentence."""
 
 
 def parse_dump(snapshot: Any) -> list[DeviceRecord]:
-    """The records of a snapshot's dictionary; see :func:`read_dump`."""
+    """Return the records of a snapshot's dictionary; see :func:`read_dump`."""
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("segments"), list):
         raise _NoSnapshotError("it has no list of segments")
     traces = snapshot.get("device_traces", [])
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise _NoSnapshotError("its device_traces are no lists")
-    devices: dict[int, list[Mapping[str, Any]]] = {}
+    segments_of: dict[int, list[Mapping[str, Any]]] = {index: [] for index, trace in enumerate(traces) if trace}
     for segment in snapshot["segments"]:
-        devices.setdefault(_integer_field(segment, "device", "a segment", 0), []).append(segment)
-    for index, trace in enumerate(traces):
-        if trace:
-            devices.setdefault(index, [])
-    records = []
-    for index, segments in sorted(devices.items()):
-        trace = traces[index] if index < len(traces) else []
-        records.append(_Parser(index, segments, trace, snapshot.get("external_annotations")).parse())
-    return records
+        segments_of.setdefault(_integer_field(segment, "device", "a segment", 0), []).append(segment)
+    annotations = snapshot.get("external_annotations")
+    return [
+        _Parser(device, segments, traces[device] if device < len(traces) else [], annotations).parse()
+        for device, segments in sorted(segments_of.items())
+    ]
 
 
 class _Parser:
+    """Turns the segments and the trace of one device into a record."""
+
     def __init__(self, device: int, segments: _Entries, trace: _Entries, annotations: Any):
         self._record = DeviceRecord(device)
         self._segments = segments
         self._trace = trace
         self._annotations = annotations if isinstance(annotations, list) else []
-        # Lists of frames and frames are shared: they are read once. Both are alive as long as the snapshot is.
         self._trace_has_pools = False
-        self._by_identity: dict[int, int] = {}
+        # Snapshots share frames and lists of them: each is read once, by the id of an object that the snapshot holds.
+        self._stack_of_list: dict[int, int] = {}
         self._frames: dict[int, Frame] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {(): 0}
 
     def parse(self) -> DeviceRecord:
+        """Return the record: blocks that the trace frees, those that it leaves, and those that it does not name."""
         record = self._record
         at_end = list(self._read_segments())
         record.segments.sort()
         live = self._read_trace()
         record.step_marks = self._step_marks()
-        touched = {block.address for block in record.blocks} | live.keys()
-        # What is there at the end and was never spoken of was there before.
-        left = [*live.values(), *(block for block in at_end if block.address not in touched)]
-        record.blocks += [block._replace(end=record.length + 1) for block in left]
+        # A block that no entry names was there before the record.
+        traced_addresses = {block.address for block in record.blocks} | live.keys()
+        remaining = [*live.values(), *(block for block in at_end if block.address not in traced_addresses)]
+        record.blocks += [block._replace(end=record.length + 1) for block in remaining]
         if not self._trace_has_pools and any(segment.pool != DEFAULT_POOL for segment in record.segments):
             record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
         return record
@@ -228,8 +231,8 @@ class _Parser:
                 raise _NoSnapshotError("a segment's blocks are no list")
             for block in blocks:
                 block_size = _integer_field(block, "size", "a block")
+                # Blocks of old snapshots do not say where they begin: one follows another.
                 start = _integer_field(block, "address", "a block", address)
-                # Where the next block begins, if it does not say.
                 address = start + block_size
                 if block.get("state") != "inactive":
                     requested = _integer_field(block, "requested_size", "a block", block_size)
@@ -238,31 +241,29 @@ class _Parser:
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
         record, live = self._record, {}
-        blocks = record.blocks
         completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self._trace)
-        freed = "free_completed" if completes else "free_requested"
+        free_action = "free_completed" if completes else "free_requested"
         for number, entry in enumerate(self._trace):
             try:
                 action, size = entry["action"], entry["size"]
                 address = entry["addr"] if action != "oom" else entry.get("device_free", 0)
-                if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS:
+                if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS_OF_ENTRIES:
                     raise TypeError
             except (KeyError, TypeError, AttributeError):
-                raise _NoSnapshotError(
-                    f"entry {number:,} of device {record.device} has no action, addr or size"
-                ) from None
-            if action in ("alloc", freed):
+                fault = f"entry {number:,} of device {record.device} has no action, addr or size"
+                raise _NoSnapshotError(fault) from None
+            if action in ("alloc", free_action):
                 record.entries.append(number)
             if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
                 live[address] = Block(address, size, record.length, 0, stack, _stream(entry), pool, size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
-            elif action == freed:
+            elif action == free_action:
                 block = live.pop(address, None)
                 if block is None:
                     record.unknown_frees += 1
                     block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
-                blocks.append(block._replace(end=record.length))
+                record.blocks.append(block._replace(end=record.length))
             elif action == "oom":
                 stack = self._stack(entry.get("frames"))
                 record.failures.append(FailedAllocation(record.length, number, size, address, stack, _stream(entry)))
@@ -276,40 +277,43 @@ class _Parser:
     def _step_marks(self) -> list[int]:
         """Return where the ranges end whose names hold "step", numbers aside: of several names the rarest ranges."""
         entries = [self._trace[number] for number in self._record.entries[1:]]
-        ends: dict[str, list[int]] = {}
+        ends: dict[str, list[int]] = defaultdict(list)
         times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]
         for annotation in self._annotations:
             match annotation:
                 case {"name": str(name), "stage": "END", "time_us": int(time), **others} if (
                     others.get("device", self._record.device) == self._record.device
                 ):
-                    ends.setdefault(re.sub(r"\d+", "#", name), []).append(bisect_right(times, time) + 1)
+                    ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
-        for position, (label, later) in enumerate(pairwise(labels), start=2):
-            if label != later and (name := re.sub(r"\d+", "#", later)) == re.sub(r"\d+", "#", label):
-                ends.setdefault(name, []).append(position)
+        for position, (label, next_label) in enumerate(pairwise(labels), start=2):
+            name = _NUMBER.sub("#", next_label)
+            if label != next_label and name == _NUMBER.sub("#", label):
+                ends[name].append(position)
         recurring = [sorted(set(marks)) for name, marks in ends.items() if "step" in name.lower() and len(marks) > 1]
         return min(recurring, key=len, default=[])
 
     def _pool(self, address: int) -> tuple[int, int]:
+        """Return the pool of the segment around an address."""
         index = bisect_right(self._record.segments, address, key=attrgetter("address"))
         segment = self._record.segments[index - 1]
         return segment.pool if index and address < segment.end else DEFAULT_POOL
 
     def _stack(self, frames: Any) -> int:
         """Return the number of a stack of frames, noted at first sight; 0 without frames."""
-        if not frames or id(frames) in self._by_identity:
-            return self._by_identity.get(id(frames), 0)
-        if not isinstance(frames, list):
-            raise _NoSnapshotError("frames are no list")
-        for frame in frames:
-            if id(frame) not in self._frames:
-                self._frames[id(frame)] = _frame(frame)
-        stack = tuple(self._frames[id(frame)] for frame in frames)
-        index = self._by_identity[id(frames)] = self._stacks.setdefault(stack, len(self._stacks))
-        if index == len(self._record.stacks):
-            self._record.stacks.append(stack)
-        return index
+        if not frames:
+            return 0
+        if id(frames) not in self._stack_of_list:
+            if not isinstance(frames, list):
+                raise _NoSnapshotError("frames are no list")
+            for frame in frames:
+                if id(frame) not in self._frames:
+                    self._frames[id(frame)] = _frame(frame)
+            stack = tuple(self._frames[id(frame)] for frame in frames)
+            number = self._stack_of_list[id(frames)] = self._stacks.setdefault(stack, len(self._stacks))
+            if number == len(self._record.stacks):
+                self._record.stacks.append(stack)
+        return self._stack_of_list[id(frames)]
 
 
 def _frame(frame: Any) -> Frame:
@@ -353,7 +357,7 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
 
 
 def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
-    """A timeline in the form of ``torch.cuda.memory._snapshot()``, for memory that is not CUDA's.
+    """Return a timeline in the form of ``torch.cuda.memory._snapshot()``, for memory that is not CUDA's.
 
     Every allocation gets an address of its own in one segment, which shows what is left after the last event; from that
     and the events, viewers find out what was there before.
@@ -368,8 +372,8 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
             events.append(entry | {"action": "alloc", "time_us": allocation.start})
         is_left = allocation.end > timeline.length
         if not is_left:
-            events.append(entry | {"action": "free_requested", "time_us": allocation.end})
-            events.append(entry | {"action": "free_completed", "time_us": allocation.end})
+            entry["time_us"] = allocation.end
+            events += [entry | {"action": action} for action in ("free_requested", "free_completed")]
         block = {"address": address, "size": allocation.size, "requested_size": allocation.size, "frames": frames}
         blocks.append(block | {"state": "active_allocated" if is_left else "inactive"})
         address += allocation.size
@@ -381,10 +385,10 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
 
 
 def _frames(allocation: Allocation) -> list[dict[str, Any]]:
+    """Return a stack that names category and purpose, the line of code, and the phase, for viewers and `--from`."""
     origin = allocation.origin
     label = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
     frames = [{"filename": allocation.category, "line": 0, "name": label}]
-    code = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
-    if code:
-        frames.append({"filename": code[1], "line": int(code[2]), "name": code[3]})
+    if line := re.fullmatch(r"(.*):(\d+) (.*)", origin.code):
+        frames.append({"filename": line[1], "line": int(line[2]), "name": line[3]})
     return [*frames, {"filename": allocation.phase or "before the step", "line": 0, "name": ""}]

@@ -1,15 +1,16 @@
 """Sources of allocator events: the CUDA allocator's own history, the CPU allocator's through torch.profiler, and a
 dry run on fake tensors, which have shapes but no memory.
 
-All three are used alike: entered around a step, in which :meth:`AllocationHistory.mark` names moments; afterwards
+Each is entered around a step, in which :meth:`AllocationHistory.mark` names moments; afterwards
 :attr:`~AllocationHistory.events` and :meth:`~AllocationHistory.position` say what happened when.
 """
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,33 +30,27 @@ MAX_ENTRIES = 400_000
 _MARK = "cs336sys moment "
 
 
-class AllocationHistory(ABC):
+class AllocationHistory(AbstractContextManager):
     """Records what the allocator does while it is entered.
 
     Attributes:
-        events: allocations and frees in their order, after it was left.
-        lost_events: how many more there were at the beginning than ``events`` holds.
+        events: allocations and frees in their order, once it is left.
+        lost_events: how many earlier events were dropped.
     """
 
     events: Sequence[Event] = ()
     lost_events: int = 0
 
     @abstractmethod
-    def __enter__(self) -> "AllocationHistory": ...
-
-    @abstractmethod
-    def __exit__(self, *exception: object) -> None: ...
-
-    @abstractmethod
     def mark(self) -> int:
-        """A name for this moment; a later moment has a larger or equal one."""
+        """Return a number for this moment; a later moment has a larger or equal one."""
 
     @abstractmethod
     def position(self, mark: int) -> int:
         """Return how many of ``events`` came before the moment."""
 
     def address(self, tensor: Tensor) -> int:
-        """Return the name of its memory in ``events``."""
+        """Return the address of a tensor's memory in ``events``."""
         return dense_storage(tensor).data_ptr()
 
 
@@ -66,10 +61,8 @@ def dense_storage(tensor: Tensor) -> torch.UntypedStorage:
         CapabilityError: it is sparse, and has none.
     """
     if tensor.layout is not torch.strided:
-        raise CapabilityError(
-            f"a step makes a tensor of {tensor.layout}, whose memory is not followed; make it dense, as with "
-            "nn.Embedding(sparse=False)"
-        )
+        advice = "make it dense, as with nn.Embedding(sparse=False)"
+        raise CapabilityError(f"a step makes a tensor of {tensor.layout}, whose memory is not followed; {advice}")
     return tensor.untyped_storage()
 
 
@@ -80,7 +73,7 @@ class CudaHistory(AllocationHistory):
     one, so no clock is compared with another. Sizes are those asked for: the allocator rounds them up to 512 bytes.
 
     Attributes:
-        snapshot: what pytorch.org/memory_viz shows, after it was left.
+        snapshot: for pytorch.org/memory_viz, once it is left.
     """
 
     def __init__(self, device: torch.device, max_entries: int = MAX_ENTRIES):
@@ -89,7 +82,7 @@ class CudaHistory(AllocationHistory):
         self.snapshot: dict[str, Any] = {}
         self._start = 0
 
-    def __enter__(self) -> "CudaHistory":
+    def __enter__(self) -> Self:
         # context="alloc" keeps no second stack for each free; stacks="all" would resolve C++ symbols for minutes.
         torch.cuda.memory._record_memory_history(
             "all", context="alloc", stacks="python", max_entries=self.max_entries, clear_history=True
@@ -104,19 +97,9 @@ class CudaHistory(AllocationHistory):
         finally:
             torch.cuda.memory._record_memory_history(None)
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        self._read(self.snapshot["device_traces"][index], calls)
-
-    def mark(self) -> int:
-        calls = torch.cuda.memory_stats_as_nested_dict(self.device)["allocation"]["all"]
-        return calls["allocated"] + calls["freed"]
-
-    def position(self, mark: int) -> int:
-        return max(0, mark - self._start - self.lost_events)
-
-    def _read(self, trace: Sequence[Mapping[str, Any]], calls: int) -> None:
         signs = {"alloc": 1, "free_requested": -1}
-        entries = [entry for entry in trace if entry["action"] in signs]
-        # What was recorded before this history began is left out, and what the ring buffer dropped is counted.
+        entries = [entry for entry in self.snapshot["device_traces"][index] if entry["action"] in signs]
+        # Entries from before this history are left out, and those that the ring buffer dropped are counted.
         entries = entries[max(0, len(entries) - calls) :]
         self.lost_events = calls - len(entries)
         self.events = [
@@ -128,22 +111,29 @@ class CudaHistory(AllocationHistory):
             for entry in entries
         ]
 
+    def mark(self) -> int:
+        calls = torch.cuda.memory_stats_as_nested_dict(self.device)["allocation"]["all"]
+        return calls["allocated"] + calls["freed"]
+
+    def position(self, mark: int) -> int:
+        return max(0, mark - self._start - self.lost_events)
+
 
 class CpuHistory(AllocationHistory):
     """The memory events of torch.profiler, which see every call to torch's CPU allocator.
 
-    A moment is a range of its own in the profile, so that both have one clock. oneDNN is switched off, which on CPUs
-    with bf16 instructions allocates reordered copies of a product's operands, as no GPU does.
+    A moment is a range of its own in the profile, so that moments and events have one clock. oneDNN is switched off,
+    which on CPUs with bf16 instructions allocates reordered copies of a product's operands, as no GPU does.
     """
 
     def __init__(self) -> None:
         self._marks = 0
-        self._times: list[int] = []
+        self._mark_times: dict[int, int] = {}
         self._event_times: list[int] = []
         self._profiler = TorchProfiler([torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._had_onednn = torch.backends.mkldnn.enabled
 
-    def __enter__(self) -> "CpuHistory":
+    def __enter__(self) -> Self:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property that torch declares as its class
         self._profiler.__enter__()
         return self
@@ -154,39 +144,38 @@ class CpuHistory(AllocationHistory):
         profiler = self._profiler.profiler
         assert profiler is not None
         assert profiler.kineto_results is not None
-        marks, events = {}, []
-        pending = list(profiler.kineto_results.experimental_event_tree())
-        while pending:
-            node = pending.pop()
-            pending += node.children
+        events = []
+        nodes = list(profiler.kineto_results.experimental_event_tree())
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children
             if node.name.startswith(_MARK):
-                marks[int(node.name.removeprefix(_MARK))] = node.start_time_ns
+                self._mark_times[int(node.name.removeprefix(_MARK))] = node.start_time_ns
             elif node.tag == _EventType.Allocation:
                 fields = node.extra_fields
                 assert isinstance(fields, _ExtraFields_Allocation)
                 if fields.device.type == "cpu":
                     events.append((node.start_time_ns, Event(fields.ptr, fields.alloc_size)))
         events.sort(key=lambda event: event[0])
-        self._times = [marks[number] for number in range(self._marks)]
         self._event_times = [time for time, _ in events]
         self.events = [event for _, event in events]
 
     def mark(self) -> int:
         self._marks += 1
-        with torch.profiler.record_function(f"{_MARK}{self._marks - 1}"):
-            return self._marks - 1
+        with torch.profiler.record_function(f"{_MARK}{self._marks}"):
+            return self._marks
 
     def position(self, mark: int) -> int:
-        return bisect_left(self._event_times, self._times[mark])
+        return bisect_left(self._event_times, self._mark_times[mark])
 
 
 class FakeHistory(AllocationHistory, TorchDispatchMode):
     """Follows the storages that operations return, under an active ``FakeTensorMode``: nothing is computed or held.
 
-    Sees the results of operations, but not what a kernel uses inside.
+    It sees the results of operations, but not a kernel's own memory.
 
     Args:
-        held: tensors that exist already.
+        live_tensors: tensors that exist already.
         on_cpu: also count what convolutions unfold on a CPU without oneDNN, as :class:`CpuHistory` records them.
     """
 
@@ -200,7 +189,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         for tensor in live_tensors:
             self._follow(tensor, is_new=False)
 
-    def __enter__(self) -> "FakeHistory":
+    def __enter__(self) -> Self:
         TorchDispatchMode.__enter__(self)
         return self
 
@@ -210,13 +199,13 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        unfolded = unfolded_bytes(func, args, result) if self._on_cpu else 0
+        unfolded_size = _unfolded_bytes(func, args, result) if self._on_cpu else 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, is_new=True)
-                if unfolded:
-                    # Of the input for the result and the weight's gradient, of the input's gradient for that.
-                    self.events += [Event(-1, unfolded), Event(-1, -unfolded)]
+                if unfolded_size:
+                    # The input is unfolded for the result and for the weight's gradient, and so is its own gradient.
+                    self.events += [Event(-1, unfolded_size), Event(-1, -unfolded_size)]
         return result
 
     def mark(self) -> int:
@@ -235,16 +224,16 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         if address in self._live or not size:
             return
 
-        def freed(_: weakref.ref) -> None:
+        def note_free(_: weakref.ref) -> None:
             if self._live.pop(address, None) is not None:
                 self.events.append(Event(address, -size))
 
-        self._live[address] = weakref.ref(storage, freed)
+        self._live[address] = weakref.ref(storage, note_free)
         if is_new:
             self.events.append(Event(address, size))
 
 
-def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+def _unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     """Return the bytes of a convolution's unfolded input (im2col, no groups or dilation), 0 for other operations.
 
     Source: aten/src/ATen/native/ConvolutionMM2d.cpp.

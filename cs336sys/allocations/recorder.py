@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ from cs336sys.machine.lazy_dynamo import importing_no_compiler
 class ModuleStack:
     """While it is entered, :attr:`current` is the name of the innermost module that runs, empty outside of all.
 
-    The Python frames of the modules would say it too, but to ask a frame for its variables keeps these alive.
+    Frames would tell it too, but reading a frame's variables keeps them alive.
 
     Args:
-        names: the modules by name; any other counts as a part of the one that calls it.
+        names: of modules; one without a name counts as a part of the module that calls it.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]):
@@ -46,9 +46,9 @@ class ModuleStack:
     def is_running(self) -> bool:
         return bool(self._running)
 
-    def __enter__(self) -> "ModuleStack":
+    def __enter__(self) -> Self:
         self._hooks.callback(register_module_forward_pre_hook(self._start).remove)
-        # always_call: a recomputation is ended by an exception as soon as it has computed what it must.
+        # always_call: an exception ends a recomputation as soon as it has all that it needs.
         self._hooks.callback(register_module_forward_hook(self._end, always_call=True).remove)
         return self
 
@@ -63,7 +63,7 @@ class ModuleStack:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A ``TorchDispatchMode`` that does not import torch's compiler, which torch has leave out every mode."""
+    """A ``TorchDispatchMode`` that does not import torch's compiler, as torch does for every mode."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,10 +72,10 @@ class DispatchMode(TorchDispatchMode):
 
 
 class StepRecorder:
-    """Entered around a step whose phases call :meth:`region`; then :meth:`timeline` tells what happened.
+    """Records a step while it is entered, whose phases call :meth:`region`; then :meth:`timeline` returns it.
 
     Args:
-        history: where the allocator's events come from.
+        history: the source of the allocator's events.
         names: the modules of the model by name; gradients of their parameters are recognised.
         follow_operations: ask every operation for its origin. Autograd then adds gradients out of place, so there are
             some temporaries more. torch.compile would fall back to eager execution, so compiled code must be recorded
@@ -90,12 +90,13 @@ class StepRecorder:
             for parameter_name, parameter in module.named_parameters(recurse=False)
         }
         self._operations = _OperationObserver(history, names) if follow_operations else None
+        # With the history's marks, which are positions once it is left.
         self._regions: list[tuple[str, int, int]] = []
         self._gradients: list[tuple[int, int, str]] = []
-        self._recomputations = 0
+        self._open_recomputations = 0
         self._cleanup = contextlib.ExitStack()
 
-    def __enter__(self) -> "StepRecorder":
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             for name, parameter in self._parameters.items():
                 if parameter.requires_grad:
@@ -112,14 +113,14 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """Everything in this block belongs to the phase, or to a recomputation; of nested ones the outermost counts."""
-        is_inner = name == RECOMPUTATION and self._recomputations > 0
-        self._recomputations += name == RECOMPUTATION
+        """Note this block as a phase, or as a recomputation; of nested recomputations the outermost counts."""
+        is_inner = name == RECOMPUTATION and self._open_recomputations > 0
+        self._open_recomputations += name == RECOMPUTATION
         start = self._history.mark()
         try:
             yield
         finally:
-            self._recomputations -= name == RECOMPUTATION
+            self._open_recomputations -= name == RECOMPUTATION
             if not is_inner:
                 self._regions.append((name, start, self._history.mark()))
 
@@ -130,22 +131,21 @@ class StepRecorder:
 
         Args:
             live_tensors: tensors from before the step, by category.
-            held_size: everything that was there, in bytes, None if unknown.
+            held_size: bytes of all memory from before the step; None if unknown.
             optimizer_state: tensors of the optimizer after the step.
         """
-        history = self._history
-        blocks = {
-            history.address(tensor): (tensor.untyped_storage().nbytes(), category)
-            for category, tensors in live_tensors.items()
-            for tensor in tensors
-        }
+        history, position = self._history, self._history.position
         return build_timeline(
             history.events,
-            regions=[Region(n, history.position(start), history.position(end)) for n, start, end in self._regions],
+            regions=[Region(name, position(start), position(end)) for name, start, end in self._regions],
             spans=[] if self._operations is None else self._operations.spans(),
-            live_blocks=blocks,
+            live_blocks={
+                history.address(tensor): (tensor.untyped_storage().nbytes(), category)
+                for category, tensors in live_tensors.items()
+                for tensor in tensors
+            },
             held_size=held_size,
-            gradients=[Gradient(history.position(mark), address, name) for mark, address, name in self._gradients],
+            gradients=[Gradient(position(mark), address, name) for mark, address, name in self._gradients],
             optimizer_state=[history.address(tensor) for tensor in optimizer_state],
             lost_events=history.lost_events,
         )
@@ -160,7 +160,7 @@ class StepRecorder:
 
 
 class _OperationObserver(DispatchMode):
-    """Notes before and after each operation which module, operation and line of code it belongs to.
+    """Notes the origin of each operation: module, operation and line of code.
 
     An operation of the backward pass belongs to the operation of the forward pass that made its node of the graph: both
     carry the same sequence number. (On CUDA the backward pass runs on a thread without Python frames.)
@@ -175,7 +175,7 @@ class _OperationObserver(DispatchMode):
         self._by_sequence: dict[int, Origin] = {}
         self._spans: list[tuple[int, int, Origin]] = []
 
-    def __enter__(self) -> "_OperationObserver":
+    def __enter__(self) -> Self:
         self._modules.__enter__()
         return super().__enter__()
 
@@ -197,18 +197,19 @@ class _OperationObserver(DispatchMode):
         return [Span(position(start), position(end), origin) for start, end, origin in self._spans]
 
     def _origin(self, func: torch._ops.OpOverload) -> Origin:
+        """Return the origin of an operation, in the backward pass that of its node; note it for nodes that it makes."""
         node = torch._C._current_autograd_node()
         if node is not None and not self._modules.is_running:
             forward = self._by_sequence.get(node._sequence_nr(), Origin())
             return Origin(forward.module, node.name().rpartition("::")[2], forward.code)
         origin = Origin(self._modules.current, func.overloadpacket.__name__, code_line(python_frames()))
         if node is None:
-            # A node takes its number before its operation is dispatched; operations without one leave the last number.
+            # A node takes its number before its operation is dispatched; an operation without a node leaves the last.
             self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
         return origin
 
 
-# Nodes of the graph whose result is a view of their input: who made the tensor stands before them.
+# Nodes of the graph whose result is a view of their input, which an earlier node has computed.
 _VIEWS = {"Alias", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "Transpose", "Unbind"}
 _VIEWS |= {"UnsafeView", "Unsqueeze", "View"}
 
@@ -218,10 +219,10 @@ class SavedTensor:
     """One storage that autograd holds until the backward pass.
 
     Attributes:
-        shape, dtype: of the tensor that was saved first of it.
+        shape, dtype: of the first tensor in it that was saved.
         size: of the whole storage, in bytes.
-        operation: what computed the tensor, ``Exp``; ``input`` for a leaf; empty where no gradient flows (a mask) and
-            in compiled code.
+        operation: the operation that computed the tensor, ``Exp``; ``input`` for a leaf; empty where no gradient flows
+            (a mask) and in compiled code.
         module, code: where it was saved first.
     """
 
@@ -245,26 +246,20 @@ def saved_tensors(
         names: modules by name; None for compiled code, which cannot be asked for its modules.
     """
     modules = None if names is None else ModuleStack(names)
-    seen = {_storage_address(tensor) for tensor in excluded}
+    seen_addresses = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     saved = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        if _storage_address(tensor) not in seen:
-            seen.add(_storage_address(tensor))
-            saved.append(
-                SavedTensor(
-                    tuple(tensor.shape),
-                    str(tensor.dtype).removeprefix("torch."),
-                    tensor.untyped_storage().nbytes(),
-                    _operation_name(tensor),
-                    modules.current if modules else "",
-                    code_line(python_frames()),
-                )
-            )
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen_addresses:
+            seen_addresses.add(storage.data_ptr())
+            dtype, module = str(tensor.dtype).removeprefix("torch."), modules.current if modules else ""
+            where = _operation_name(tensor), module, code_line(python_frames())
+            saved.append(SavedTensor(tuple(tensor.shape), dtype, storage.nbytes(), *where))
         # A tensor that its own node saves would hold that node, and neither would ever be freed.
         return tensor.detach()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with hooks, modules or contextlib.nullcontext():
         # Held until the end, or storages would be freed and their addresses used again.
         result = run()
@@ -272,11 +267,8 @@ def saved_tensors(
     return sorted(saved, key=lambda tensor: -tensor.size)
 
 
-def _storage_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _operation_name(tensor: Tensor) -> str:
+    """Return the operation that computed a tensor, through views; ``input`` for a leaf, "" without a gradient."""
     node = tensor.grad_fn
     if node is None:
         return "input" if tensor.requires_grad else ""

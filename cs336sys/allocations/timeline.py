@@ -4,16 +4,18 @@ Time is counted in events, as pytorch.org/memory_viz does: a CPU that runs ahead
 memory is used, so a clock would say nothing. Position ``p`` is the moment after ``p`` events.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336sys.capture.range_names import STEP_PHASES
 
-# What memory is for. ``activations`` is what the forward pass, or a checkpoint's recomputation, leaves to the backward
-# pass; ``temporary`` is all else that a step allocates; ``other`` was there before: batch, rotary table, workspaces.
+# ``activations``: left to the backward pass by the forward pass, or by a checkpoint's recomputation; ``temporary``: all
+# else that a step allocates; ``other``: there before the step, as batch, rotary table and workspaces are.
 MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 RECOMPUTATION = "recomputation"
 
@@ -46,8 +48,7 @@ class Origin:
     code: str = ""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The events from ``start`` on and before ``end`` have this origin."""
 
     start: int
@@ -64,8 +65,7 @@ class Region:
     end: int
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(NamedTuple):
     """At ``position`` the memory at ``address`` became the gradient of a parameter."""
 
     position: int
@@ -78,7 +78,7 @@ class Allocation:
     """One block of memory, alive from position ``start`` on and before ``end``.
 
     Attributes:
-        phase: in which it was made, empty if before all of them.
+        phase: in which it was allocated, empty if before all phases.
         parameter: of a gradient, the parameter's name.
     """
 
@@ -100,27 +100,25 @@ class AllocationTimeline:
         length: the last position, the number of events.
         regions: phases in order, and recomputations.
         lost_events: how many events before the first known one a bounded history has dropped.
-        categories: those that its allocations can have.
     """
 
     allocations: Sequence[Allocation]
     length: int
     regions: Sequence[Region]
     lost_events: int = 0
-    categories: Sequence[str] = MEMORY_CATEGORIES
 
     def phases(self) -> list[Region]:
         return [region for region in self.regions if region.name in STEP_PHASES]
 
     def bytes_by_category(self) -> dict[str, list[int]]:
-        """Bytes held at every position 0..length, by category."""
-        parts: dict[str, list[Allocation]] = {category: [] for category in self.categories}
+        """Return the bytes held at every position 0..length, by category."""
+        parts: dict[str, list[Allocation]] = {category: [] for category in MEMORY_CATEGORIES}
         for allocation in self.allocations:
             parts[allocation.category].append(allocation)
         return {category: held_bytes(blocks, self.length) for category, blocks in parts.items()}
 
     def totals(self) -> list[int]:
-        """Bytes held at every position 0..length."""
+        """Return the bytes held at every position 0..length."""
         return held_bytes(self.allocations, self.length)
 
 
@@ -134,8 +132,8 @@ def held_bytes(blocks: Iterable[Any], length: int) -> list[int]:
 
 
 def peak_position(totals: Sequence[int], region: Region) -> int:
-    """The first position of the region at which the most bytes are held."""
-    return max(range(region.start, region.end + 1), key=lambda position: totals[position])
+    """Return the first position of the region at which the most bytes are held."""
+    return max(range(region.start, region.end + 1), key=totals.__getitem__)
 
 
 def build_timeline(
@@ -166,30 +164,28 @@ def build_timeline(
     for region in regions:
         if region.name in STEP_PHASES:
             phases[region.start : region.end] = [region.name] * (region.end - region.start)
-
     live = {
         address: Allocation(address, size, 0, length + 1, "", category)
         for address, (size, category) in (live_blocks or {}).items()
     }
-    explained = sum(allocation.size for allocation in live.values())
-    done = []
-    for index, event in enumerate(events):
-        if event.size > 0:
-            origin = origins[index]
+    known_size = sum(allocation.size for allocation in live.values())
+    freed = []
+    # Regions of a history that was cut may end after its last event.
+    for position, (event, origin, phase) in enumerate(zip(events, origins, phases, strict=False), start=1):
+        address, size = event.address, event.size
+        if size > 0:
             if event.code and not origin.code:
                 origin = replace(origin, code=event.code)
-            live[event.address] = Allocation(
-                event.address, event.size, index + 1, length + 1, phases[index], "temporary", origin
-            )
-        elif event.address in live:
-            done.append(replace(live.pop(event.address), end=index + 1))
+            live[address] = Allocation(address, size, position, length + 1, phase, "temporary", origin)
+        elif address in live:
+            freed.append(replace(live.pop(address), end=position))
         else:
-            # Nobody knew of it, so it was there before.
-            done.append(Allocation(event.address, -event.size, 0, index + 1, "", "other"))
-            explained -= event.size
-    allocations = [*done, *live.values()]
-    if held_size is not None and held_size > explained:
-        allocations.append(Allocation(0, held_size - explained, 0, length + 1, "", "other"))
+            # It was allocated before the first event.
+            freed.append(Allocation(address, -size, 0, position, "", "other"))
+            known_size -= size
+    allocations = [*freed, *live.values()]
+    if held_size is not None and held_size > known_size:
+        allocations.append(Allocation(0, held_size - known_size, 0, length + 1, "", "other"))
     categorized = _categorized(allocations, regions, gradients, set(optimizer_state), length)
     return AllocationTimeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
 
@@ -200,40 +196,35 @@ def _categorized(
     gradients: Iterable[Gradient],
     optimizer_state: set[int],
     length: int,
-) -> Iterable[Allocation]:
+) -> Iterator[Allocation]:
     """Yield the allocations with their categories, by gradients, optimizer state, and how long they live."""
-    by_address: dict[int, list[Gradient]] = {}
+    gradients_at: dict[int, list[Gradient]] = defaultdict(list)
     for gradient in sorted(gradients, key=lambda gradient: gradient.position):
-        by_address.setdefault(gradient.address, []).append(gradient)
-    makers = [region for region in regions if region.name == RECOMPUTATION]
+        gradients_at[gradient.address].append(gradient)
+    activation_regions = [(region.start, region.end) for region in regions if region.name == RECOMPUTATION]
     # A step can have several passes, which add their gradients up.
-    before = 0
+    forward_start = 0
     for backward in (region for region in regions if region.name == "backward"):
-        makers.append(Region("before the backward pass", before, backward.start))
-        before = backward.end
-    # Where what makes activations ends, for each position in it; where several do, the first end counts.
-    ends = [length + 1] * (length + 1)
-    for maker in sorted(makers, key=lambda maker: -maker.end):
-        ends[maker.start + 1 : maker.end + 1] = [maker.end] * (maker.end - maker.start)
+        activation_regions.append((forward_start, backward.start))
+        forward_start = backward.end
+    # For each position, the end of its region of activations, the earliest where regions overlap.
+    region_ends = [length + 1] * (length + 1)
+    for start, end in sorted(activation_regions, key=lambda bounds: -bounds[1]):
+        region_ends[start + 1 : end + 1] = [end] * (end - start)
     for allocation in allocations:
         if allocation.start == 0:
             yield allocation
             continue
-        parameter = _parameter(allocation, by_address.get(allocation.address, ()))
-        if parameter:
-            yield replace(allocation, category="gradients", parameter=parameter)
+        of_address = gradients_at[allocation.address]
+        index = bisect_left(of_address, allocation.start, key=lambda gradient: gradient.position)
+        if index < len(of_address) and of_address[index].position < allocation.end:
+            yield replace(allocation, category="gradients", parameter=of_address[index].parameter)
         elif allocation.end > length and allocation.address in optimizer_state:
             yield replace(allocation, category="optimizer state")
-        elif ends[allocation.start] < allocation.end:
+        elif region_ends[allocation.start] < allocation.end:
             yield replace(allocation, category="activations")
         else:
             yield allocation
-
-
-def _parameter(allocation: Allocation, gradients: Sequence[Gradient]) -> str:
-    index = bisect_left(gradients, allocation.start, key=lambda gradient: gradient.position)
-    is_gradient = index < len(gradients) and gradients[index].position < allocation.end
-    return gradients[index].parameter if is_gradient else ""
 
 
 def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[str, Any]]:
@@ -245,13 +236,13 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
     """
     totals = timeline.totals()
     peak = max(range(len(totals)), key=totals.__getitem__)
-    groups: dict[tuple, list[Allocation]] = {}
+    groups: dict[tuple, list[Allocation]] = defaultdict(list)
     for allocation in timeline.allocations:
         if allocation.start > 0:
             origin = allocation.origin
             module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
             key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
-            groups.setdefault(key, []).append(allocation)
+            groups[key].append(allocation)
     largest = []
     for key, members in sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]:
         peak_count = sum(member.start <= peak < member.end for member in members)
@@ -264,25 +255,21 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
 
 
 def module_pattern(module: str) -> str:
+    """Return a module's name with ``*`` in place of numbers."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def thinned(timeline: AllocationTimeline, points: int = 400) -> Mapping[str, list[int]]:
-    """Bytes by category at about ``points`` positions: of equal stretches, where each holds the most.
+def thinned(by_category: Mapping[str, Sequence[int]], points: int = 400) -> dict[str, list[int]]:
+    """Return bytes by category at the fullest position of each of ``points`` stretches, and at the first and last.
 
-    As many as are the default are enough for a picture a page wide.
+    400 points are enough for a picture as wide as a page.
 
     Returns:
-        ``{"position": [...], "parameters": [...], ...}``, the first and last positions among them.
+        ``{"position": [...], "parameters": [...], ...}``
     """
-    by_category = timeline.bytes_by_category()
-    totals = timeline.totals()
-    step = max(1, -(-(timeline.length + 1) // max(1, points - 2)))
-    inner = [
-        max(range(start, min(start + step, timeline.length + 1)), key=totals.__getitem__)
-        for start in range(0, timeline.length + 1, step)
-    ]
-    positions = sorted({0, timeline.length, *inner})
-    return {"position": positions} | {
-        category: [values[position] for position in positions] for category, values in by_category.items()
-    }
+    totals = [sum(sizes) for sizes in zip(*by_category.values(), strict=True)]
+    step = max(1, math.ceil(len(totals) / max(1, points - 2)))
+    stretches = [range(start, min(start + step, len(totals))) for start in range(0, len(totals), step)]
+    positions = sorted({0, len(totals) - 1, *(max(stretch, key=totals.__getitem__) for stretch in stretches)})
+    thinned_sizes = {name: [sizes[position] for position in positions] for name, sizes in by_category.items()}
+    return {"position": positions, **thinned_sizes}

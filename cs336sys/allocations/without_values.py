@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -21,15 +21,15 @@ _ALLOCATIONS = os.path.dirname(__file__)
 class WithoutValues(TorchDispatchMode):
     """Lets code go on with tensors that have no values, fake ones or those of the meta device.
 
-    What it reads from one is zero, as in initialisation by rejection. Kernels of Triton are not launched: they would
-    write to address 0, after which the process has no GPU. What they would have written is allocated by their callers.
+    Values read from them are zero. Kernels of Triton are not launched: they would write to address 0, after which the
+    process has no GPU. Their callers have allocated their results.
 
     Args:
         decisions: truth values to read instead of False, by line.
 
     Attributes:
-        guessed: lines that have read anything else, with how often.
-        launches: kernels of Triton that were not launched, with how often.
+        guessed: how often each line has read another value.
+        launches: how often each kernel of Triton was not launched.
     """
 
     def __init__(self, decisions: Mapping[str, bool] | None = None) -> None:
@@ -37,27 +37,28 @@ class WithoutValues(TorchDispatchMode):
         self._decisions = decisions or {}
         self.guessed: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
-        self._unlaunched = contextlib.ExitStack()
+        self._patches = contextlib.ExitStack()
 
-    def __enter__(self) -> "WithoutValues":
-        # Here, as the import takes 0.2 s.
-        if why_no_triton() is not None:
-            return super().__enter__()
-        from triton.runtime import Autotuner, Heuristics, JITFunction
-        from triton.runtime.interpreter import InterpretedFunction
+    def __enter__(self) -> Self:
+        if why_no_triton() is None:
+            # Imported here, as it takes 0.2 s.
+            from triton.runtime import Autotuner, Heuristics, JITFunction
+            from triton.runtime.interpreter import InterpretedFunction
 
-        for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
-            self._unlaunched.enter_context(mock.patch.object(kind, "run", self._counting(kind.run)))
+            for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
+                self._patches.enter_context(mock.patch.object(kind, "run", self._count_instead(kind.run)))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._unlaunched.close()
+        self._patches.close()
         super().__exit__(*raised)
 
-    def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def count(kernel: Any, *args: Any, warmup: bool = False, **named: Any) -> Any:
+    def _count_instead(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts a kernel instead of launching it by ``run``, which may still compile it."""
+
+        def count(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> Any:
             if warmup:
-                return run(kernel, *args, warmup=warmup, **named)
+                return run(kernel, *args, warmup=warmup, **kwargs)
             while hasattr(kernel, "fn"):
                 kernel = kernel.fn
             self.launches[kernel.__name__] += 1
@@ -77,22 +78,22 @@ class WithoutValues(TorchDispatchMode):
 
 
 class DecisionsRead(TorchDispatchMode):
-    """Notes what truth values are read from real tensors, by line."""
+    """Notes the truth values that are read from real tensors, by line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._read: dict[str, set[bool]] = {}
+        self._values: dict[str, set[bool]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            self._read.setdefault(_reading_line(), set()).add(result)
+            self._values.setdefault(_reading_line(), set()).add(result)
         return result
 
     @property
     def decisions(self) -> dict[str, bool]:
-        """Lines that have read one value, and it."""
-        return {line: next(iter(values)) for line, values in self._read.items() if line and len(values) == 1}
+        """Return the value of each line that has always read the same."""
+        return {line: next(iter(values)) for line, values in self._values.items() if line and len(values) == 1}
 
 
 def _reading_line() -> str:
@@ -100,7 +101,7 @@ def _reading_line() -> str:
 
 
 def python_frames() -> Iterator[tuple[str, int, str]]:
-    """File name, line and function of the caller and of what called it, innermost first; keeps no frame alive."""
+    """Yield file name, line and function of the caller and its callers, innermost first; keeps no frame alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -108,7 +109,7 @@ def python_frames() -> Iterator[tuple[str, int, str]]:
 
 
 def code_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The innermost frame of neither torch nor what records, as ``cs336_basics/model.py:51 forward``; or nothing."""
+    """Return the innermost frame of neither torch nor this room, ``cs336_basics/model.py:51 forward``; "" for none."""
     for filename, line, function in frames:
         if filename.endswith(".py") and not filename.startswith((_TORCH, _ALLOCATIONS)):
             return f"{'/'.join(filename.split(os.sep)[-2:])}:{line} {function}"

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ class KernelGroup:
     """All work of one name, module, operator and shape.
 
     Attributes:
-        count, ms, own_ms: in each step: how many, their durations added up, and how much of the step's time is theirs.
+        count, ms, own_ms: in each step: how many, their durations added up, and the time that is theirs alone.
     """
 
     name: str
@@ -51,8 +52,8 @@ class CollectiveTime:
     """All collectives of one kind, group and size within the steps.
 
     Attributes:
-        ms: time of all of them on this rank, of which it waited ``waiting_ms`` for the last rank to come; None where
-            the other ranks are not known.
+        ms: time of all of them on this rank.
+        waiting_ms: the part of it in which it waited for the last rank to come; None where that is not known.
     """
 
     kind: str
@@ -75,7 +76,7 @@ class Analysis(SavedRecord):
         step_ms: length of each step; ``parts`` make it up.
         totals: of the whole capture, in and outside of steps: ``events``, ``kernel_ms`` (durations added up),
             ``busy_ms`` (at least one ran), ``communication_ms`` (at least one collective ran), ``span_ms``.
-        waits: calls that wait for the GPU, by name: how many, and how long.
+        waits: calls that wait for the GPU, by name: how many, and their ms.
         peak_bytes: allocated by torch, where recorded.
         step_numbers: as the profiler counted the steps; empty where it did not.
         damage: what the capture lacks, or holds that cannot be, a sentence each.
@@ -103,21 +104,21 @@ class Analysis(SavedRecord):
     is_idle_known: bool = True
 
     def mean(self, part: str) -> float:
-        """The mean ms of a part of a step."""
-        values = self.parts.get(part, ())
-        return sum(values) / len(values) if values else 0.0
+        """Return the mean ms of a part of a step; 0 for a part that no step has."""
+        values = self.parts.get(part) or (0.0,)
+        return sum(values) / len(values)
 
     @property
     def median_step_ms(self) -> float:
         return statistics.median(self.step_ms)
 
-    def share(self, *parts: str) -> float:
-        """Return the share of some parts in the steps of middle length, 0 to 1: one long step decides nothing."""
+    def share(self, part: str) -> float:
+        """Return the share, 0 to 1, of a part in the middle half of the steps by length: a long one decides nothing."""
         order = sorted(range(len(self.step_ms)), key=self.step_ms.__getitem__)
         middle = order[len(order) // 4 : len(order) - len(order) // 4]
         step_ms = sum(self.step_ms[step] for step in middle)
-        parts_ms = sum(self.parts[part][step] for part in parts if part in self.parts for step in middle)
-        return parts_ms / step_ms if step_ms else 0.0
+        part_ms = sum(self.parts[part][step] for step in middle) if part in self.parts else 0.0
+        return part_ms / step_ms if step_ms else 0.0
 
 
 def analyze(
@@ -131,7 +132,7 @@ def analyze(
         ranks: how many there are, for collectives whose group was not recorded.
     """
     breakdown = break_down(timeline, waiting_ns)
-    bounds = timeline.steps.bounds
+    steps = timeline.steps
     return Analysis(
         file=path.name,
         label=label,
@@ -139,23 +140,23 @@ def analyze(
         is_gpu=capture.is_gpu,
         gpu_name=capture.gpu_names.get(timeline.gpu[0], ""),
         rank=capture.rank,
-        steps_are=timeline.steps.definition,
-        has_steps=timeline.steps.are_found,
-        step_ms=_ns_to_ms(bounds[:, 1] - bounds[:, 0]),
+        steps_are=steps.definition,
+        has_steps=steps.are_found,
+        step_ms=_ns_to_ms(steps.bounds[:, 1] - steps.bounds[:, 0]),
         parts={
             part: _ns_to_ms(ns)
             for part, ns in breakdown.parts.items()
             if ns.any() or (part == StepPart.WAITING and waiting_ns is not None)
         },
         kernels=_kernel_groups(timeline, breakdown),
-        copies=_copy_rows(timeline),
+        copies=_copy_times(timeline),
         collectives=_collective_times(timeline, waiting_ns, ranks),
         waits=_wait_times(timeline),
         totals=_totals(timeline),
         peak_bytes=capture.peak_bytes.get(timeline.gpu[0]),
-        step_numbers=timeline.steps.numbers,
-        damage=capture.damage.sentences + timeline.steps.left_out,
-        is_idle_known=not timeline.steps.hides_idle_time,
+        step_numbers=steps.numbers,
+        damage=capture.damage.sentences + steps.left_out,
+        is_idle_known=not steps.hides_idle_time,
     )
 
 
@@ -164,34 +165,37 @@ def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:
 
 
 def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...]:
+    """Return the work within the steps by name, module, operator and shape, the longest first."""
     steps = len(timeline.steps.bounds)
-    table = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
-    groups, group_of = np.unique(table, axis=0, return_inverse=True)
+    keys = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
+    groups, group_of = np.unique(keys, axis=0, return_inverse=True)
     group_of = group_of.reshape(-1)
     step = timeline.step_of(timeline.start)
     inside = step >= 0
-    place = group_of[inside] * steps + step[inside]
-    size = len(groups) * steps
-    counts = np.bincount(place, minlength=size).reshape(-1, steps)
-    sums = np.bincount(place, weights=timeline.length[inside], minlength=size).reshape(-1, steps) / 1e6
-    place = group_of[breakdown.work] * steps + breakdown.step
-    exclusive_ms = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
+
+    def sums(group: NDArray[np.int64], step: NDArray[np.int64], weights: Times | None) -> NDArray[Any]:
+        """Add up weights, else count, by group and step: (groups, steps)."""
+        return np.bincount(group * steps + step, weights, len(groups) * steps).reshape(-1, steps)
+
+    counts = sums(group_of[inside], step[inside], None)
+    ms = sums(group_of[inside], step[inside], timeline.length[inside]) / 1e6
+    exclusive_ms = sums(group_of[breakdown.work], breakdown.step, breakdown.exclusive_ns) / 1e6
     is_some = counts.sum(axis=1) + exclusive_ms.sum(axis=1) > 0
-    order = [number for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist() if is_some[number]]
-    # None, which is -1, is the last.
+    order = [number for number in np.argsort(-ms.sum(axis=1), kind="stable").tolist() if is_some[number]]
+    # The number of no text and no module, -1, points at the last.
     texts, modules = [*timeline.texts, ""], [*timeline.modules, ""]
     rows = []
     for number in order[:_MOST_GROUPS]:
         name, module, operator, shape = groups[number].tolist()
-        about = texts[name], category_of(texts[name]), modules[module], texts[operator], texts[shape]
-        rows.append(KernelGroup(*about, *(tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))))
-    if rest := order[_MOST_GROUPS:]:
-        sums_of_rest = (tuple(column[rest].sum(axis=0).tolist()) for column in (counts, sums, exclusive_ms))
-        rows.append(KernelGroup("(others)", category_of(""), "", "", "", *sums_of_rest))
+        labels = texts[name], category_of(texts[name]), modules[module], texts[operator], texts[shape]
+        rows.append(KernelGroup(*labels, *(tuple(column[number].tolist()) for column in (counts, ms, exclusive_ms))))
+    if others := order[_MOST_GROUPS:]:
+        sums_of_others = (tuple(column[others].sum(axis=0).tolist()) for column in (counts, ms, exclusive_ms))
+        rows.append(KernelGroup("(others)", category_of(""), "", "", "", *sums_of_others))
     return tuple(rows)
 
 
-def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
+def _copy_times(timeline: Timeline) -> tuple[CopyTime, ...]:
     chosen = np.flatnonzero((timeline.work_class == COPYING) & (timeline.step_of(timeline.start) >= 0))
     rows = []
     for name in np.unique(timeline.name[chosen]).tolist():
@@ -203,7 +207,7 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
 
 
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
-    """The collectives of a rank within the steps by kind, group and size, the longest first."""
+    """Return the collectives of a rank within the steps by kind, group and size, the longest first."""
     step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns[timeline.collective_places]
     members: dict[tuple[str, str, int, int], list[int]] = {}
@@ -214,14 +218,14 @@ def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) 
     rows = []
     for key, numbers in members.items():
         known_ns = [waits_ns[number] for number in numbers if waits_ns[number] >= 0]
-        waiting_ms = float(sum(waited / 1e6 for waited in known_ns)) if known_ns else None
+        waiting_ms = float(sum(wait_ns / 1e6 for wait_ns in known_ns)) if known_ns else None
         rows.append(CollectiveTime(*key, len(numbers), float(sum(lengths[numbers] / 1e6)), waiting_ms))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
     waits = timeline.waits.select(timeline.step_of(timeline.waits.start) >= 0)
-    lengths_ms = (waits.stop - waits.start) / 1e6
+    lengths_ms = waits.length / 1e6
     return {
         timeline.texts[name]: (int((waits.name == name).sum()), sum(lengths_ms[waits.name == name].tolist()))
         for name in dict.fromkeys(waits.name.tolist())
@@ -229,16 +233,18 @@ def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
 
 
 def _totals(timeline: Timeline) -> dict[str, float]:
+    """Return :attr:`Analysis.totals`."""
     classes = timeline.work_class
 
-    def union(chosen: NDArray[np.bool_]) -> float:
-        return Cover(timeline.start[chosen], timeline.stop[chosen]).total / 1e6
+    def union_ms(*chosen: int) -> float:
+        is_chosen = np.isin(classes, chosen)
+        return Cover(timeline.start[is_chosen], timeline.stop[is_chosen]).total / 1e6
 
     return {
         "events": len(classes),
         "kernel_ms": float(timeline.length[classes != COPYING].sum() / 1e6),
-        "busy_ms": union(classes >= COMPUTING),
-        "computing_ms": union(classes == COMPUTING),
-        "communication_ms": union(classes == COMMUNICATING),
+        "busy_ms": union_ms(COMPUTING, COMMUNICATING, COPYING),
+        "computing_ms": union_ms(COMPUTING),
+        "communication_ms": union_ms(COMMUNICATING),
         "span_ms": float((timeline.stop.max() - timeline.start.min()) / 1e6),
     }

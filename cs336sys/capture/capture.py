@@ -1,20 +1,18 @@
 """A profiler's capture, from whatever file, as arrays."""
 
 import difflib
-import functools
 import math
 import re
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.capture.intervals import Times
-from cs336sys.capture.range_names import run_configuration
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import printable
 
@@ -36,8 +34,8 @@ _NAMES = 1_000_000
 
 # Kinds that all ranks leave together, for each needs what every other has sent.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-# A name may contain several, of which the first counts. Of a send and a receive, torch 2's kernel says both, its record
-# which of the two.
+# A name may contain several, of which the first counts. Torch 2's kernel is named after both send and receive; its
+# record says which of the two it is.
 _KINDS = (*SYNCHRONIZING, "broadcast", SEND_RECEIVE, SEND, RECEIVE, "gather", "scatter", "reduce")
 
 # By the names of torch's profiler, of its collectives and of Triton, in lower case.
@@ -51,10 +49,10 @@ _ELEMENT_BYTES = {
 
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, Gloo's, or that of NCCL's kernel."""
-    plain = name.replace("_", "").lower()
-    if re.search("(oneshot|twoshot|crossdevice)reduce", plain):
+    letters = name.replace("_", "").lower()
+    if re.search("(oneshot|twoshot|crossdevice)reduce", letters):
         return "all_reduce"
-    return next((kind for kind in _KINDS if kind.replace("_", "") in plain), "other")
+    return next((kind for kind in _KINDS if kind.replace("_", "") in letters), "other")
 
 
 def collective_bytes(arguments: Mapping[str, Any]) -> int:
@@ -64,32 +62,32 @@ def collective_bytes(arguments: Mapping[str, Any]) -> int:
         arguments: torch's record of its parameters, or those of an annotation: the shapes of its inputs.
     """
     if (dtype := arguments.get("dtype")) is not None:
-        elements = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
-        counts = [count for count in elements if isinstance(count, int) and count >= 0]
+        recorded = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
+        counts = [count for count in recorded if isinstance(count, int) and count >= 0]
         return max(counts, default=0) * _ELEMENT_BYTES.get(str(dtype).lower(), 1)
-    sizes, types = arguments.get("Input Dims"), arguments.get("Input type")
-    if not isinstance(sizes, list) or not isinstance(types, list):
+    shapes, dtypes = arguments.get("Input Dims"), arguments.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(dtypes, list):
         return 0
-    return sum(count * width for _, count, width in tensors_of(sizes, types))
+    return sum(count * element_bytes for _, count, element_bytes in tensors_of(shapes, dtypes))
 
 
-def tensors_of(sizes: Sequence[Any], types: Sequence[Any]) -> list[tuple[str, int, int]]:
-    """Return dtype, number of elements and bytes of one of each tensor among recorded inputs."""
+def tensors_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """Return of each tensor among recorded inputs its dtype, its number of elements, and the bytes of an element."""
     return [
-        (str(dtype), math.prod(size), _ELEMENT_BYTES[str(dtype).lower()])
-        for size, dtype in zip(sizes, types, strict=False)
+        (str(dtype), math.prod(shape), _ELEMENT_BYTES[str(dtype).lower()])
+        for shape, dtype in zip(shapes, dtypes, strict=False)
         if str(dtype).lower() in _ELEMENT_BYTES
-        and isinstance(size, list)
-        and all(isinstance(extent, int) and extent >= 0 for extent in size)
+        and isinstance(shape, list)
+        and all(isinstance(extent, int) and extent >= 0 for extent in shape)
     ]
 
 
 class CollectiveRecord(NamedTuple):
-    """Torch's record of a collective: sequence and ranks of -1, bytes of 0, no communication and no peers: unrecorded.
+    """Torch's record of a collective; the defaults stand for what it did not record.
 
     Attributes:
-        communication: an identifier that all ranks that take part share.
-        peers: sender and receiver.
+        communication: an identifier that all participating ranks share.
+        peers: ranks of the sender and the receiver.
     """
 
     kind: str
@@ -101,45 +99,50 @@ class CollectiveRecord(NamedTuple):
     peers: tuple[int, int] | None = None
 
 
-_type_hints = functools.cache(get_type_hints)
-
-
-def _of_json(value: Any, annotation: Any) -> Any:
-    """Return a value as its annotation has it: records and tuples, where JSON has objects and lists."""
+def _from_json(value: Any, annotation: Any) -> Any:
+    """Return a JSON value as its annotation has it: dataclasses and tuples where JSON has objects and lists."""
     if isinstance(annotation, type) and is_dataclass(annotation):
-        hints = _type_hints(annotation)
-        # Files of earlier versions hold more.
-        return annotation(**{name: _of_json(item, hints[name]) for name, item in value.items() if name in hints})
+        types = {member.name: member.type for member in fields(annotation)}
+        # Files of earlier versions hold fields that no longer exist.
+        return annotation(**{name: _from_json(item, types[name]) for name, item in value.items() if name in types})
     origin, arguments = get_origin(annotation), get_args(annotation)
     if value is not None and type(None) in arguments:
-        return _of_json(value, arguments[0])
+        return _from_json(value, arguments[0])
     if origin is tuple:
-        is_plain = arguments[0] in (int, float, str)
-        return tuple(value if is_plain else (_of_json(item, arguments[0]) for item in value))
+        has_scalars = arguments[0] in (int, float, str)
+        return tuple(value if has_scalars else (_from_json(item, arguments[0]) for item in value))
     if origin is Mapping:
-        return {name: _of_json(item, arguments[1]) for name, item in value.items()}
+        return {name: _from_json(item, arguments[1]) for name, item in value.items()}
     return value
 
 
 class SavedRecord:
-    """A dataclass that a results file holds."""
+    """Base of dataclasses that results files hold."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]  # of a dataclass
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        return _of_json(record, cls)
+        return _from_json(record, cls)
 
 
 # Times are nanoseconds on one clock. Names, threads and streams are numbers into the texts of a capture; -1 is none.
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length."""
+    """Columns of equal length, a value for each event."""
+
+    name: Times
+    start: Times
+    stop: Times
+
+    @property
+    def length(self) -> Times:
+        return self.stop - self.start
 
     @classmethod
     def of(cls, values: array) -> Self:
-        """Return the columns of values that were appended row by row."""
+        """Return the columns of values that were appended row by row, an array of ``"q"``."""
         columns = np.array(values, np.int64).reshape(-1, len(fields(cls))).T
         return cls(*map(np.ascontiguousarray, columns))
 
@@ -152,29 +155,20 @@ class Rows:
         return type(self)(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
+        return len(self.name)
 
 
 @dataclass(frozen=True)
 class DeviceWork(Rows):
-    """Work of a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process, and
-    ``collective`` that of torch's record of it.
-    """
+    """Work of a GPU; ``correlation`` is the profiler's number of the launch, ``collective`` torch's record's place."""
 
-    start: Times
-    stop: Times
     process: Times
     correlation: Times
-    name: Times
     gpu: Times
     stream: Times
     bytes: Times
     operation: Times
     collective: Times
-
-    @property
-    def length(self) -> Times:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -183,56 +177,45 @@ class Calls(Rows):
 
     process: Times
     correlation: Times
-    start: Times
-    stop: Times
     thread: Times
-    name: Times
 
 
 @dataclass(frozen=True)
 class Ranges(Rows):
     """NVTX ranges, or those of torch.profiler."""
 
-    name: Times
-    start: Times
-    stop: Times
     process: Times
     thread: Times
 
 
 @dataclass(frozen=True)
 class Operations(Rows):
-    """Torch's operators: the number that their kernels carry, and that which forward and backward operator share."""
+    """Torch's operators. Their kernels carry ``number``; forward and backward operator share ``sequence``."""
 
     number: Times
-    start: Times
-    stop: Times
     thread: Times
-    name: Times
     shape: Times
     sequence: Times
 
 
-NamedRows = TypeVar("NamedRows", Calls, Ranges, Operations)
+AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
-class Texts:
-    """Numbers of texts, which are made printable: strangers choose them."""
+class Texts(dict[str, int]):
+    """Numbers of texts, which are given at first sight; ``list`` has them printable, for strangers choose them."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        super().__init__()
         self.list: list[str] = []
 
-    def number(self, text: str) -> int:
-        number = self._numbers.get(text)
-        if number is None:
-            if len(text) > _NAME_CHARACTERS:
-                return self.number(f"{text[: _NAME_CHARACTERS - 3]}...")
-            if len(self.list) >= _NAMES:
-                text = "(other names)"
-            number = self._numbers.setdefault(text, len(self.list))
-            if number == len(self.list):
-                self.list.append(printable(text))
+    def __missing__(self, text: str) -> int:
+        if len(text) > _NAME_CHARACTERS:
+            return self[f"{text[: _NAME_CHARACTERS - 3]}..."]
+        if len(self.list) >= _NAMES:
+            text = "(other names)"
+        number = self.setdefault(text, len(self.list))
+        if number == len(self.list):
+            self.list.append(printable(text))
         return number
 
 
@@ -254,7 +237,7 @@ class Damage:
 
     @property
     def hides_times(self) -> bool:
-        """It hides how long the GPU was idle in some part of the capture."""
+        """Return whether it hides how long the GPU was idle in some part of the capture."""
         return self.hides_idle_time or len(self.lost) > 0
 
 
@@ -264,15 +247,15 @@ class Capture:
 
     Attributes:
         profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
-        launch: of each work, the number of its call; -1 for none.
+        launch: for each work, the row of its launch in ``calls``; -1 for none.
         modules: calls of ``nn.Module``.
-        collectives: torch's records, by their numbers.
+        collectives: torch's records, which ``work.collective`` points at.
         is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
             long as it ran without those that it calls.
-        rank, ranks: of the process, and how many there are; None and 0 where the file does not say so.
-        gpu_names: by number.
-        peak_bytes: the most memory that torch's allocator held allocated on each GPU.
-        unreadable: how many events had no time, or one that cannot be.
+        rank, ranks: the process's rank, and the world size; None and 0 where the file does not say so.
+        gpu_names: by the GPU's number.
+        peak_bytes: by GPU, the most bytes that torch's allocator held.
+        unreadable: how many events had no time, or an impossible one.
         is_cut: the file ends too early.
     """
 
@@ -299,7 +282,7 @@ class Capture:
         counts = Counter(self.texts[number] for number in self.ranges.name.tolist())
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
-    def named(self, rows: NamedRows, test: Any) -> NamedRows:
+    def rows_named(self, rows: AnyRows, test: Any) -> AnyRows:
         """Return the rows whose names pass a test."""
         return rows.select(self.is_named(rows.name, test))
 
@@ -309,18 +292,14 @@ class Capture:
         if not names:
             raise UsageError(f"{option} '{name}': the capture holds no ranges: annotate the program with NVTX ranges")
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
-            shown = list(dict.fromkeys([*near, *names]))[: max(8, len(near))]
-            rest = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+            similar = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+            shown = list(dict.fromkeys([*similar, *names]))[:8]
+            more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
             listed = ", ".join(f"'{choice}'" for choice in shown)
-            raise UsageError(f"{option} '{name}': the capture has no range of this name; it has {listed}{rest}")
-
-    def configuration(self) -> dict[str, Any] | None:
-        """Return the configuration that ``cs336sys nsys`` ran; None for a capture of another program."""
-        return next(filter(None, map(run_configuration, self.range_names())), None)
+            raise UsageError(f"{option} '{name}': the capture has no range of this name; it has {listed}{more}")
 
     def is_named(self, numbers: Times, test: Any) -> NDArray[np.bool_]:
-        """Return for each number of a text whether the text passes a test."""
-        distinct, places = np.unique(numbers, return_inverse=True)
+        """Return for each number of a text whether the text passes a test; False for -1."""
+        distinct, place = np.unique(numbers, return_inverse=True)
         passes = [number >= 0 and bool(test(self.texts[number])) for number in distinct.tolist()]
-        return np.array(passes, bool)[places.reshape(-1)]
+        return np.array(passes, bool)[place.reshape(-1)]

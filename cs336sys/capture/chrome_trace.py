@@ -1,5 +1,6 @@
 """Reads the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or compressed."""
 
+import contextlib
 import gzip
 import io
 import itertools
@@ -45,13 +46,13 @@ _GLOO = "gloo:"
 GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
-_EXPANSION = 40
+_MOST_EXPANSION = 40
 _EXPANDED_FREELY_BYTES = 64 * MIB
 _CHUNK_CHARACTERS = 1 << 20
 # An event of torch's has some hundred characters, one with a stack some thousand.
-_EVENT_CHARACTERS = 1 << 24
-_LONGEST_SHAPE_CHARACTERS = 8000
-# A trace is mostly one process's. Which one kernels belong to is known by their launches alone.
+_MOST_EVENT_CHARACTERS = 1 << 24
+_MOST_SHAPE_CHARACTERS = 8000
+# The process of most traces. Which of several a kernel belongs to is known by its launch alone.
 _PROCESS = 0
 
 # How torch's profiler before Kineto marked its events, which had no category.
@@ -77,13 +78,13 @@ def load_trace(path: Path) -> Capture:
         events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
         for event in events:
             loader.add(event)
-    about = events.value("distributedInfo", {})
-    rank = _column_value(about.get("rank"))
+    distributed = events.value("distributedInfo", {})
+    rank = _column_value(distributed.get("rank"))
     return loader.capture(
         unreadable=loader.unreadable + events.unreadable,
         is_cut=events.is_cut,
         rank=rank if rank >= 0 else None,
-        ranks=max(_column_value(about.get("world_size")), 0),
+        ranks=max(_column_value(distributed.get("world_size")), 0),
         gpu_names={
             int(device["id"]): printable(str(device["name"]))
             for device in events.value("deviceProperties", [])
@@ -93,11 +94,7 @@ def load_trace(path: Path) -> Capture:
 
 
 def _open_decompressed(path: Path) -> Any:
-    """Open the trace's bytes: those of a plain file, of a gzip stream, or of the one file in a zip archive.
-
-    Raises:
-        UsageError: a zip archive holds not just one file.
-    """
+    """Open the trace's bytes: those of a plain file, of a gzip stream, or of the only file in a zip archive."""
     with path.open("rb") as binary:
         magic = binary.read(4)
     if magic.startswith(GZIP_MAGIC):
@@ -112,19 +109,15 @@ def _open_decompressed(path: Path) -> Any:
 
 
 def _check_expansion(path: Path) -> None:
-    """Refuse a compressed file that holds far more than traces do, before anything in it is decoded.
-
-    Raises:
-        UsageError: it holds more than FILE_BYTES, or more than _EXPANSION times its own size.
-    """
+    """Refuse a compressed file that holds far more than traces do, before anything in it is decoded."""
     size = path.stat().st_size
-    limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _EXPANSION * size))
-    expanded = 0
+    limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _MOST_EXPANSION * size))
+    expanded_bytes = 0
     with _open_decompressed(path) as stream:
         is_compressed = not isinstance(stream, io.FileIO)
         while is_compressed and (part := stream.read(_CHUNK_CHARACTERS)):
-            expanded += len(part)
-            if expanded > limit:
+            expanded_bytes += len(part)
+            if expanded_bytes > limit:
                 raise UsageError(
                     f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,} MiB, which is the most "
                     "that is read of such a file"
@@ -132,11 +125,7 @@ def _check_expansion(path: Path) -> None:
 
 
 def _column_value(value: Any) -> int:
-    """Return the value; -1 where a stranger wrote something else than a whole number that is not negative.
-
-    Raises:
-        ValueError: it is larger than arrays hold.
-    """
+    """Return a whole number for a column, or raise ValueError if it is too large; -1 for anything else."""
     if not isinstance(value, int) or value < 0:
         return -1
     if value >= 1 << 62:
@@ -145,7 +134,7 @@ def _column_value(value: Any) -> int:
 
 
 class _Loader:
-    """Sorts events into columns."""
+    """Sorts events into columns: values of all rows, one row after another."""
 
     def __init__(self) -> None:
         self.work, self.gloo, self.calls = array("q"), array("q"), array("q")
@@ -153,13 +142,13 @@ class _Loader:
         self.texts = Texts()
         self.processes: dict[Any, int] = {}
         self.collectives: list[CollectiveRecord] = []
-        # By the number of the operator that launched it.
-        self.called_collectives: dict[int, int] = {}
-        self.foreign = ""
+        # Places in `collectives` by the number of the operator that launched the collective.
+        self.collective_of_operator: dict[int, int] = {}
+        self.foreign_accelerator = ""
         self.peak_bytes: dict[int, int] = {}
         self.has_counters = self.is_jax = False
         self.unreadable = 0
-        self._begun: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+        self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
         """Sort one event; one that makes no sense is counted."""
@@ -169,18 +158,18 @@ class _Loader:
             self.unreadable += 1
 
     def _add(self, event: dict[str, Any]) -> None:
+        """Sort one event by its phase ("ph": X is complete, B and E begin and end) and category."""
         phase = event.get("ph")
         if phase in ("B", "E"):
-            event = self._joined(event)
+            event = self._join_begin_and_end(event)
         elif phase != "X":
             if event.get("name") == "[memory]":
                 self._add_allocation(event.get("args", {}))
             return
         category = str(event.get("cat", _LEGACY_CATEGORIES.get(event.get("pid", ""))))
         if category in ("mtia_ccp_events", "hpu_op", "npu"):
-            # An accelerator whose work is recorded in other ways.
-            self.foreign = category
-        add = _ADD.get(category)
+            self.foreign_accelerator = category
+        add = _ADD_BY_CATEGORY.get(category)
         if add is None:
             self.has_counters |= category == "cuda_profiler_range"
             self.is_jax |= "hlo_op" in (event.get("args") or {})
@@ -195,63 +184,51 @@ class _Loader:
         # Threads are numbers or texts.
         add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))
 
-    def _joined(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return the complete event of a begin and its end; for a begin, one of a category that is not read."""
-        begun = self._begun.setdefault((event.get("pid"), event.get("tid")), [])
+    def _join_begin_and_end(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return the complete event of an end and its begin; for a begin, an event of a category that is not read."""
+        open_begins = self._open_begins.setdefault((event.get("pid"), event.get("tid")), [])
         if event["ph"] == "B":
-            begun.append(event)
+            open_begins.append(event)
             return {"cat": "begin"}
-        first = begun.pop() if begun else {}
-        arguments = (first.get("args") or {}) | (event.get("args") or {})
-        return event | first | {"dur": float(event["ts"]) - float(first["ts"]), "args": arguments}
+        begin = open_begins.pop() if open_begins else {}
+        arguments = (begin.get("args") or {}) | (event.get("args") or {})
+        return event | begin | {"dur": float(event["ts"]) - float(begin["ts"]), "args": arguments}
 
     def _add_allocation(self, arguments: Mapping[str, Any]) -> None:
-        allocated = arguments.get("Total Allocated")
+        allocated_bytes = arguments.get("Total Allocated")
         # Device types of torch: 0 is the CPU.
-        if arguments.get("Device Type") and isinstance(allocated, int):
+        if arguments.get("Device Type") and isinstance(allocated_bytes, int):
             gpu = int(arguments.get("Device Id", 0))
-            self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
+            self.peak_bytes[gpu] = max(allocated_bytes, self.peak_bytes.get(gpu, 0))
 
     def capture(self, *, unreadable: int, **about: Any) -> Capture:
-        """Return the capture.
-
-        Raises:
-            UsageError: nothing in it is work, or nobody can say whose it is.
-        """
+        """Return the capture, or raise a UsageError: nothing in it is work, or nobody can say whose work it is."""
         work, calls, ranges = DeviceWork.of(self.work), Calls.of(self.calls), Ranges.of(self.ranges)
         operations = Operations.of(self.operations)
         is_gpu = len(work) > 0
-        if not is_gpu:
-            self._refuse_without_work(calls, unreadable)
-            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
-            ranges.process[:] = _PROCESS
-        else:
+        if is_gpu:
             # What Gloo's threads do is no work of the GPU.
             _give_work_its_process(work, calls)
-        for place in np.flatnonzero((work.collective < 0) & np.isin(work.operation, list(self.called_collectives))):
-            work.collective[place] = self.called_collectives[work.operation[place]]
+        else:
+            self._refuse_without_operations(calls, unreadable)
+            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
+            ranges.process[:] = _PROCESS
+        for place in np.flatnonzero((work.collective < 0) & np.isin(work.operation, list(self.collective_of_operator))):
+            work.collective[place] = self.collective_of_operator[work.operation[place]]
         return Capture(
-            "torch.profiler",
-            self.texts.list,
-            work,
-            calls,
-            ranges,
-            operations,
-            Ranges.of(self.modules),
-            collectives=self.collectives,
-            is_gpu=is_gpu,
-            peak_bytes=self.peak_bytes,
-            unreadable=unreadable,
-            **about,
-        )
+            profiler="torch.profiler", texts=self.texts.list, work=work, calls=calls, ranges=ranges,
+            operations=operations, modules=Ranges.of(self.modules), collectives=self.collectives, is_gpu=is_gpu,
+            peak_bytes=self.peak_bytes, unreadable=unreadable, **about,
+        )  # fmt: skip
 
-    def _refuse_without_work(self, calls: Calls, unreadable: int) -> None:
+    def _refuse_without_operations(self, calls: Calls, unreadable: int) -> None:
+        """Refuse a trace that has neither GPU work nor operations that could replace it, saying why if it shows."""
         lost = f"; {unreadable:,} of its events cannot be read" if unreadable else ""
         refusals = (
             (
-                self.foreign,
-                f"holds work of an accelerator ('{self.foreign}') whose kernels are not recorded as those of CUDA and "
-                "ROCm are, and cannot be read",
+                self.foreign_accelerator,
+                f"holds work of an accelerator ('{self.foreign_accelerator}') whose kernels are not recorded as those "
+                "of CUDA and ROCm are, and cannot be read",
             ),
             (self.is_jax, "is a trace of JAX, and only those of torch.profiler are read: open it in xprof"),
             (
@@ -267,7 +244,7 @@ class _Loader:
                 raise UsageError(refusal)
 
     def _name(self, event: Mapping[str, Any]) -> int:
-        return self.texts.number(event["name"])
+        return self.texts[event["name"]]
 
     def _process(self, event: Mapping[str, Any]) -> int:
         return self.processes.setdefault(str(event.get("pid")), len(self.processes))
@@ -276,68 +253,69 @@ class _Loader:
         arguments = event["args"]
         operation = _column_value(arguments.get("External id", arguments.get("external id")))
         correlation, size = _column_value(arguments.get("correlation")), _column_value(arguments.get("bytes"))
-        gpu, stream = _column_value(int(arguments.get("device", 0))), str(arguments.get("stream", thread))
-        numbers = self._name(event), gpu, self.texts.number(stream)
-        row = (start, stop, _PROCESS, correlation, *numbers, size, operation, self._collective(arguments))
-        self.work.extend(row)
+        gpu = _column_value(int(arguments.get("device", 0)))
+        name, stream = self._name(event), self.texts[str(arguments.get("stream", thread))]
+        collective = self._add_collective(arguments)
+        self.work.extend((name, start, stop, _PROCESS, correlation, gpu, stream, size, operation, collective))
 
-    def _collective(self, arguments: Mapping[str, Any]) -> int:
-        """Return the number of a record of a collective; -1 for none."""
+    def _add_collective(self, arguments: Mapping[str, Any]) -> int:
+        """Note the collective that an event's arguments describe, and return its place; -1 if they describe none."""
         if COLLECTIVE_ARGUMENT not in arguments:
             return -1
         kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
         peers = _column_value(arguments.get("Src Rank")), _column_value(arguments.get("Dst Rank"))
         record = CollectiveRecord(
-            kind,
-            printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}"),
-            _column_value(arguments.get("Seq", arguments.get("seq"))),
-            collective_bytes(arguments),
-            _column_value(arguments.get("Group size")),
-            printable(str(arguments.get("Comms Id", ""))),
-            peers if min(peers) >= 0 and kind in (SEND, RECEIVE) else None,
+            kind=kind,
+            group=printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}"),
+            sequence=_column_value(arguments.get("Seq", arguments.get("seq"))),
+            bytes=collective_bytes(arguments),
+            ranks=_column_value(arguments.get("Group size")),
+            communication=printable(str(arguments.get("Comms Id", ""))),
+            peers=peers if min(peers) >= 0 and kind in (SEND, RECEIVE) else None,
         )
         self.collectives.append(record)
         return len(self.collectives) - 1
 
     def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        """Add an operator with the shapes and dtypes of its inputs as JSON."""
         arguments = event["args"]
         if event["name"].startswith("ProfilerStep#"):
             # Older versions of torch called their profiler's steps operations.
             self._add_range(event, start, stop, thread)
             return
         shape = -1
-        if (sizes := arguments.get("Input Dims", arguments.get("Input dims"))) is not None:
-            text = json_text([sizes, arguments.get("Input type", arguments.get("Input Type", []))])
-            if len(text) <= _LONGEST_SHAPE_CHARACTERS:
-                shape = self.texts.number(text)
+        if (shapes := arguments.get("Input Dims", arguments.get("Input dims"))) is not None:
+            text = json_text([shapes, arguments.get("Input type", arguments.get("Input Type", []))])
+            if len(text) <= _MOST_SHAPE_CHARACTERS:
+                shape = self.texts[text]
         number = _column_value(arguments.get("External id", arguments.get("external id")))
         sequence = _column_value(arguments.get("Sequence number"))
-        self.operations.extend((number, start, stop, self.texts.number(thread), self._name(event), shape, sequence))
-        if (collective := self._collective(arguments)) >= 0 and number >= 0:
-            self.called_collectives[number] = collective
+        self.operations.extend((self._name(event), start, stop, number, self.texts[thread], shape, sequence))
+        if (collective := self._add_collective(arguments)) >= 0 and number >= 0:
+            self.collective_of_operator[number] = collective
 
     def _add_call(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         correlation = _column_value(event["args"].get("correlation"))
-        row = (self._process(event), correlation, start, stop, self.texts.number(thread), self._name(event))
-        self.calls.extend(row)
+        process, thread_number = self._process(event), self.texts[thread]
+        self.calls.extend((self._name(event), start, stop, process, correlation, thread_number))
 
     def _add_range(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         if not event["name"].startswith(_GLOO):
-            self.ranges.extend((self._name(event), start, stop, self._process(event), self.texts.number(thread)))
+            self.ranges.extend((self._name(event), start, stop, self._process(event), self.texts[thread]))
             return
         # A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream.
-        stream, number = self.texts.number(f"gloo {thread}"), len(self.collectives)
-        self.gloo.extend((start, stop, _PROCESS, -1, self._name(event), 0, stream, -1, -1, number))
+        stream, collective = self.texts[f"gloo {thread}"], len(self.collectives)
+        self.gloo.extend((self._name(event), start, stop, _PROCESS, -1, 0, stream, -1, -1, collective))
         kind = collective_kind(event["name"].removeprefix(_GLOO))
         self.collectives.append(CollectiveRecord(kind, bytes=collective_bytes(event["args"])))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         if event["name"].startswith("nn.Module: "):
-            self.modules.extend((self._name(event), start, stop, _PROCESS, self.texts.number(thread)))
+            self.modules.extend((self._name(event), start, stop, _PROCESS, self.texts[thread]))
 
 
-# By category. Capitals are those of older versions of torch; Triton launches through the driver.
-_ADD: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
+# Capitals are those of older versions of torch; Triton launches through the driver.
+_ADD_BY_CATEGORY: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
     **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), _Loader._add_work),
     **dict.fromkeys(("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver"), _Loader._add_call),
     **dict.fromkeys(("Runtime", "privateuse1_runtime", "privateuse1_driver"), _Loader._add_call),
@@ -348,34 +326,30 @@ _ADD: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
 
 
 def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
-    """Find the process of each kernel by its launch, in a trace that several have launched in.
-
-    Raises:
-        UsageError: two processes have launches of one number, so that nobody can say whose a kernel is.
-    """
-    chosen = calls.select(np.isin(calls.correlation, work.correlation) & (calls.correlation >= 0))
-    pairs = np.unique(np.column_stack((chosen.correlation, chosen.process)), axis=0)
+    """Set the process of each kernel to that of its launch, or refuse processes whose launches share numbers."""
+    launches = calls.select(np.isin(calls.correlation, work.correlation) & (calls.correlation >= 0))
+    pairs = np.unique(np.column_stack((launches.correlation, launches.process)), axis=0)
     repeated = np.flatnonzero(np.diff(pairs[:, 0]) == 0)
     if len(repeated):
         raise UsageError(
             f"was merged of {len(np.unique(calls.process))} processes, and launches of several of them have the number "
             f"{pairs[repeated[0], 0]}, so that its kernels do not say whose they are: read each process's own trace"
         )
-    # Work whose launch is missing is that of the process with most launches.
-    processes, counts = np.unique(chosen.process, return_counts=True)
+    # Work whose launch is missing is given to the process with most launches.
+    processes, counts = np.unique(launches.process, return_counts=True)
     busiest = processes[counts.argmax()] if len(processes) else _PROCESS
-    work.process[:] = np.append(chosen.process, busiest)[first_rows(chosen.correlation, work.correlation)]
+    work.process[:] = np.append(launches.process, busiest)[first_rows(launches.correlation, work.correlation)]
 
 
 def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[DeviceWork, Calls]:
     """Return the operations of a trace without a GPU as if they were its work, so that it is analysed like others.
 
-    Each is as long as it ran itself, without those it called, and has a launch where it began.
+    Each is as long as it ran itself, without those it called, and has a launch where it began. Gloo's work is added.
     """
     nested = Nested(operations.start, operations.stop, operations.thread)
     is_inner = nested.parent >= 0
-    exclusive_ns = operations.stop - operations.start
-    np.subtract.at(exclusive_ns, nested.parent[is_inner], (operations.stop - operations.start)[is_inner])
+    exclusive_ns = operations.length
+    np.subtract.at(exclusive_ns, nested.parent[is_inner], operations.length[is_inner])
     chosen, is_outermost = operations.select(nested.order), ~is_inner[nested.order]
     exclusive_ns = np.maximum(exclusive_ns, 0)[nested.order]
     # End to end, in order of start; then each outermost one, with those inside it, is moved to where it began.
@@ -401,7 +375,7 @@ class _Events:
 
     Attributes:
         unreadable: how many were no JSON and could not be mended, once all are decoded.
-        is_cut: the file ends within an event, or within the list of an object; a list alone may end without a bracket.
+        is_cut: the file ends within an event or within the list, which may lack its "]" where the file is the list.
     """
 
     def __init__(self, stream: TextIO):
@@ -412,24 +386,25 @@ class _Events:
         self.is_cut = self._is_array = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the events; on an error of JSON read more text if the event is incomplete, else mend or skip it."""
         # Control characters stand in names that torch writes.
         decode = json.JSONDecoder(strict=False).raw_decode
-        skip = re.compile(r"[ \t\r\n,]*").match
+        match_separators = re.compile(r"[ \t\r\n,]*").match
         text, position = self._find_list()
         self._outside_events = text[:position]
         count = 0
         while True:
-            position = skip(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+            position = match_separators(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
             try:
                 event, position = decode(text, position)
             except json.JSONDecodeError as error:
                 if text[position : position + 1] == "]":
                     break
                 is_incomplete = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated string")
-                # As much again of an event of many chunks, which is decoded from its start each time.
+                # Twice as much each time, for an event of many chunks is decoded from its start again.
                 more = self._read(max(_CHUNK_CHARACTERS, len(text) - position)) if is_incomplete else ""
-                if len(text) - position > _EVENT_CHARACTERS:
-                    raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
+                if len(text) - position > _MOST_EVENT_CHARACTERS:
+                    raise UsageError(f"holds an event of more than {_MOST_EVENT_CHARACTERS:,} characters") from None
                 if more:
                     text, position = text[position:] + more, 0
                     continue
@@ -446,24 +421,20 @@ class _Events:
                 raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
             if isinstance(event, dict):
                 yield event
-        # What follows the events is a few lines.
+        # After the events come a few lines.
         self._outside_events += text[position:] + self._stream.read(1 << 22)
 
-    def _mend(
-        self, text: str, position: int, decode: Callable[[str, int], tuple[Any, int]]
-    ) -> tuple[dict[str, Any] | None, int]:
-        """Return an event with its wrong escapes corrected, and where it ends; None where that does not help."""
-        for end in itertools.islice(_EVENT_END.finditer(text, position), 4):
-            try:
-                event, _ = decode(_WRONG_ESCAPE.sub(r"\\\\", text[position : end.start() + 1]), 0)
-            except json.JSONDecodeError:
-                continue
-            return event, end.start() + 1
-        following = _EVENT_END.search(text, position)
+    def _mend(self, text: str, position: int, decode: Callable[[str, int], tuple[Any, int]]) -> tuple[Any, int]:
+        """Return an event with its wrong escapes corrected, None where that does not help, and where it ends."""
+        # Its own text may look like its end, so that the next three are tried, too.
+        ends = [match.start() + 1 for match in itertools.islice(_EVENT_END.finditer(text, position), 4)]
+        for end in ends:
+            with contextlib.suppress(json.JSONDecodeError):
+                return decode(_WRONG_ESCAPE.sub(r"\\\\", text[position:end]), 0)[0], end
         if text[position:].strip():
             self.unreadable += 1
-            self.is_cut |= following is None
-        return None, len(text) if following is None else following.start() + 1
+            self.is_cut |= not ends
+        return None, ends[0] if ends else len(text)
 
     def _read(self, characters: int) -> str:
         if time.process_time() > self._deadline:
@@ -471,10 +442,7 @@ class _Events:
         return self._stream.read(characters)
 
     def value(self, key: str, default: Any) -> Any:
-        """Return the value of a key that stands before or after the events; the default if it is of another type.
-
-        Read when all events are.
-        """
+        """Return the value of a key outside the events, once these are read; the default if it has another type."""
         match = re.search(rf'"{key}"\s*:\s*', self._outside_events)
         try:
             value = json.JSONDecoder().raw_decode(self._outside_events, match.end())[0] if match else default
@@ -489,12 +457,12 @@ class _Events:
         if text.lstrip().startswith("["):
             self._is_array = True
             return text, text.index("[") + 1
-        while not (match := key.search(text)):
+        while not (list_begin := key.search(text)):
             more = self._read(_CHUNK_CHARACTERS)
-            if not more or len(text) > _EVENT_CHARACTERS:
+            if not more or len(text) > _MOST_EVENT_CHARACTERS:
                 raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
             text += more
-        return text, match.end()
+        return text, list_begin.end()
 
 
 # An event ends before the next one, or at the end of the list.

@@ -18,11 +18,11 @@ from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
 
 Verdict = Literal["slower", "faster", "new", "gone", "same", "undecided"]
 
-# A change of less of a step is nobody's concern.
+# Changes by a smaller share of a step do not matter.
 _LEAST_SHARE = 1e-5
-# Of one row. A capture has hundreds, so that this alone names a kernel in many pairs of equal captures.
+# Of one row's rank test. A capture has hundreds, so that this alone names a kernel in many pairs of equal captures.
 _CONFIDENCE_PERCENT = 99.0
-# Of all rows. Ranks of 6 steps are never so rare: the size of a change has to be.
+# That any row of equal captures differs. Ranks of 6 steps are never so rare: the size of a change has to be.
 _CHANCE_OF_ANY = 1e-4
 # Quartiles of the distances of two normal samples, in standard deviations of one.
 _QUARTILES_APART = 2 * NormalDist().inv_cdf(0.75) * math.sqrt(2)
@@ -30,11 +30,11 @@ _QUARTILES_APART = 2 * NormalDist().inv_cdf(0.75) * math.sqrt(2)
 
 @dataclass(frozen=True)
 class SideTime:
-    """Time of a kernel, or of a part of a step, in one capture.
+    """Time of a kernel, or of a part of a step (launching, the data loader, ...), in one capture.
 
     Attributes:
-        groups: its groups of kernels, of no kind for a part (launching, the data loader, ...); empty where missing.
-        step_ms, counts: in each step, the time that is its own, and how often it runs.
+        groups: its groups of kernels, for a part one of no kind; empty where the capture lacks it.
+        step_ms, counts: in each step, the time that is its alone, and how often it runs.
     """
 
     groups: Sequence[KernelGroup]
@@ -51,14 +51,14 @@ class SideTime:
 
     @property
     def us(self) -> float | None:
-        """Mean of one run; None where there is none."""
+        """Return the mean duration of a run; None where it never runs."""
         runs = sum(self.counts)
         return 1e3 * sum(sum(group.ms) for group in self.groups) / runs if runs else None
 
 
 @dataclass(frozen=True)
 class TimeChange:
-    """One kernel, or one part of a step that is no kernel's, in both captures.
+    """One kernel, or one part of a step, in both captures.
 
     Attributes:
         low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
@@ -76,10 +76,10 @@ class TimeChange:
 
     @property
     def label(self) -> str:
-        """The kernel's name, or the part's; of a kernel that another has replaced, both."""
-        names = [list(dict.fromkeys(group.name for group in side.groups)) for side in (self.before, self.after)]
-        if all(names) and set(names[0]) != set(names[1]):
-            return " -> ".join(" + ".join(map(short_name, of_side)) for of_side in names)
+        """Return the kernel's name, or the part's; both names of a kernel that another has replaced."""
+        before, after = (list(dict.fromkeys(group.name for group in side.groups)) for side in (self.before, self.after))
+        if before and after and set(before) != set(after):
+            return " -> ".join(" + ".join(map(short_name, names)) for names in (before, after))
         return self.example.name
 
     @property
@@ -88,10 +88,11 @@ class TimeChange:
 
     @cached_property
     def shift_and_spread_ms(self) -> tuple[float, float]:
-        """By how much steps after are longer than before, and the standard deviation of steps of one side.
+        """Return by how much steps after are longer than before, and the standard deviation of steps of one side.
 
-        Both are quartiles of the distances of pairs of steps, which single outliers do not move.
+        Both come from quartiles of the differences of pairs of steps, which single outliers do not move.
         """
+        # 250,000 pairs at most.
         before, after = (side.step_ms[:: 1 + len(side.step_ms) // 500] for side in (self.before, self.after))
         low, middle, high = np.quantile(np.subtract.outer(after, before), (0.25, 0.5, 0.75)).tolist()
         return middle, (high - low) / _QUARTILES_APART
@@ -114,7 +115,7 @@ class CaptureDifference:
     """Changes from one capture to another.
 
     Attributes:
-        before_ms, after_ms: the mean step, or where two profilers made the captures, the time of it that is kernels'.
+        before_ms, after_ms: the mean step, or where two profilers made the captures, the kernels' time in it.
             The changes add up to their difference.
         of_kernels: only kernels were compared.
         changes: the largest first.
@@ -131,54 +132,51 @@ class CaptureDifference:
 
     @property
     def explained_ms(self) -> float:
-        """The sum of the changes that are no noise."""
+        """Return the sum of the changes that are no noise."""
         return sum(change.delta_ms for change in self.changes if change.is_significant)
 
 
-# Groups of kernels before and after that are one thing.
+# Groups of kernels before and after that are one thing, as a key says that is equal for them.
 _Pair = tuple[list[KernelGroup], list[KernelGroup]]
+_Key = Callable[[KernelGroup], tuple[Any, ...]]
 
 
 def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     """Compare two captures step by step.
 
-    Kernels of the same module, operator, shape and name are the same; then those of the same module, operator and shape
-    are, one instead of the other; then those of the same name. Captures of different profilers have names alone.
-    What is left is new or gone. A change is told from noise by the rank test of
-    :mod:`cs336sys.results.statistics` over the steps, and by its size, for which all rows count as one comparison.
+    Kernels are paired by ``_KEYS``; the unpaired are new or gone. A change is told from noise by the rank test
+    of :mod:`cs336sys.results.statistics`, and by its size, for which all rows count as one comparison.
     """
-    alike = before.profiler == after.profiler
-    if alike:
-        keys: tuple[Callable[[KernelGroup], tuple[Any, ...]], ...] = (
-            lambda group: (group.module, group.operator, group.shape, group.name),
-            # One without an operator is like no other.
-            lambda group: (group.module, group.operator, group.shape) if group.operator else (id(group),),
-            lambda group: (group.name,),
-        )
-    else:
-        keys = (lambda group: (short_name(group.name),),)
-    pairs = _pair_by_keys(before.kernels, after.kernels, keys)
-    if alike:
-        # Waiting for ranks is part of the collectives' own time.
+    of_kernels = before.profiler != after.profiler
+    pairs = _pair_by_keys(before.kernels, after.kernels, _KEYS_BY_NAME if of_kernels else _KEYS)
+    if not of_kernels:
+        # Waiting for ranks is part of the collectives' time.
         parts = [part for part in IDLE_PARTS if part in before.parts or part in after.parts]
         pairs += [([_as_group(before, part)], [_as_group(after, part)]) for part in parts]
     steps = len(before.step_ms), len(after.step_ms)
-    step_ms = sum(before.step_ms) / steps[0], sum(after.step_ms) / steps[1]
-    changes = [TimeChange(_side_time(pair[0], steps[0]), _side_time(pair[1], steps[1])) for pair in pairs]
+    changes = [TimeChange(_side_time(old, steps[0]), _side_time(new, steps[1])) for old, new in pairs]
     kernels = [change for change in changes if change.is_kernel and change.typical_ms]
-    noise = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
-    errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
-    changes = [_judged(change, step_ms[0], noise, errors) for change in changes]
+    noise_share = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
+    least_errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
+    step_ms = sum(before.step_ms) / steps[0], sum(after.step_ms) / steps[1]
+    changes = [_judged(change, step_ms[0], noise_share, least_errors) for change in changes]
     changes.sort(key=lambda change: -abs(change.delta_ms))
-    kernel_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
-    return CaptureDifference(*(step_ms if alike else kernel_ms), not alike, tuple(changes))
+    if of_kernels:
+        step_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
+    return CaptureDifference(*step_ms, of_kernels, tuple(changes))
 
 
-def _pair_by_keys(
-    before: Iterable[KernelGroup],
-    after: Iterable[KernelGroup],
-    keys: Sequence[Callable[[KernelGroup], tuple[Any, ...]]],
-) -> list[_Pair]:
+# Kernels with equal first keys are the same, of the others those with equal second keys, and so on.
+_KEYS: tuple[_Key, ...] = (
+    lambda group: (group.module, group.operator, group.shape, group.name),
+    # One without an operator equals no other.
+    lambda group: (group.module, group.operator, group.shape) if group.operator else (id(group),),
+    lambda group: (group.name,),
+)
+_KEYS_BY_NAME: tuple[_Key, ...] = (lambda group: (short_name(group.name),),)
+
+
+def _pair_by_keys(before: Iterable[KernelGroup], after: Iterable[KernelGroup], keys: Sequence[_Key]) -> list[_Pair]:
     """Pair by the first key, what is left by the next, and so on; what no key pairs stands alone."""
     unpaired = [list(before), list(after)]
     pairs: list[_Pair] = []
@@ -188,9 +186,8 @@ def _pair_by_keys(
             for group in groups:
                 pair_of_key[key(group)][side].append(group)
         pairs += [pair for pair in pair_of_key.values() if all(pair)]
-        unpaired = [
-            [group for pair in pair_of_key.values() if not all(pair) for group in pair[side]] for side in (0, 1)
-        ]
+        one_sided = [pair for pair in pair_of_key.values() if not all(pair)]
+        unpaired = [[group for pair in one_sided for group in pair[side]] for side in (0, 1)]
     return [*pairs, *(([group], []) for group in unpaired[0]), *(([], [group]) for group in unpaired[1])]
 
 
@@ -201,28 +198,29 @@ def _as_group(analysis: Analysis, part: str) -> KernelGroup:
 
 
 def _side_time(groups: Sequence[KernelGroup], steps: int) -> SideTime:
+    """Add groups up by step; zeros where there are none."""
     step_ms = [sum(values) for values in zip(*(group.own_ms for group in groups), strict=True)]
     counts = [float(sum(values)) for values in zip(*(group.count for group in groups), strict=True)]
     return SideTime(groups, step_ms or [0.0] * steps, counts or [0.0] * steps)
 
 
-def _judged(change: TimeChange, mean_step_ms: float, noise: float, errors: float) -> TimeChange:
+def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_errors: float) -> TimeChange:
     """Return the change with its verdict; it is the same where the whole interval is less than SAME_PERCENT of a step.
 
     Args:
-        noise: the scatter of a typical kernel, as a part of its time: in few steps, some scatter less by chance.
-        errors: by how many standard errors no row of equal captures differs.
+        noise_share: the scatter of a typical kernel, as a part of its time: in few steps, some scatter less by chance.
+        least_errors: by how many standard errors no row of equal captures differs.
     """
     before, after = (Samples("ms", "capture", tuple(side.step_ms)) for side in (change.before, change.after))
     shift_ms, spread_ms = change.shift_and_spread_ms
-    root = math.sqrt(1 / len(before.measured) + 1 / len(after.measured))
-    error_ms = max(spread_ms, noise * change.typical_ms) * root
-    is_large = abs(shift_ms) > max(errors * error_ms, _LEAST_SHARE * mean_step_ms)
+    samples_factor = math.sqrt(1 / len(before.measured) + 1 / len(after.measured))
+    error_ms = max(spread_ms, noise_share * change.typical_ms) * samples_factor
+    is_large = abs(shift_ms) > max(least_errors * error_ms, _LEAST_SHARE * mean_step_ms)
     interval = difference(after, before)
-    ranks = compare_sides([[before.measured]], [[after.measured]], confidence_percent=_CONFIDENCE_PERCENT)
+    rank_test = compare_sides([[before.measured]], [[after.measured]], confidence_percent=_CONFIDENCE_PERCENT)
     largest_ms = max(abs(interval.low), abs(interval.high))
     verdict: Verdict = "same" if 100 * largest_ms <= SAME_PERCENT * mean_step_ms else "undecided"
-    if is_large and ranks.is_significant:
+    if is_large and rank_test.is_significant:
         verdict = "slower" if shift_ms > 0 else "faster"
     if not change.after.groups and _is_regular(change.before.counts, change.after.counts):
         verdict = "gone"

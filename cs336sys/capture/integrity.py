@@ -21,7 +21,7 @@ _ROUNDING_NS = 1000
 _SESSION_GAP_NS = 600 * 10**9
 _SESSION_SPANS = 100
 # From this share on it is not some work that is wrong but a clock.
-_MOST = 0.2
+_CLOCK_SHARE = 0.2
 
 # Beyond all times.
 _NEVER = 1 << 62
@@ -36,7 +36,7 @@ _DEVICE_WAIT = re.compile(r"(Device|Ctx)Synchronize")
 
 
 def check_capture(capture: Capture) -> Capture:
-    """Return the capture with the launches of its work, without what cannot be true, and with what that was."""
+    """Return the capture with the launches of its work and its damage, without events that cannot be true."""
     sentences: list[str] = []
     if capture.is_cut:
         sentences.append("The file ends within its events: what came later is missing.")
@@ -54,22 +54,22 @@ def check_capture(capture: Capture) -> Capture:
         (_overlaps, "overlap others of their stream"),
     )
     hides_idle_time = False
-    lost = []
+    lost_launches = []
     for test, fault in checks:
-        is_wrong = test(capture)
-        count, total = int(is_wrong.sum()), len(is_wrong)
-        if count > _MOST * total and count > 1:
+        is_impossible = test(capture)
+        count, total = int(is_impossible.sum()), len(is_impossible)
+        if count > _CLOCK_SHARE * total and count > 1:
             sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: their times cannot be trusted.")
             hides_idle_time = True
         elif count:
             sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: they are left out.")
             # By the time of the launch; where it is not known, by the work's own start.
             times = np.where(capture.launch >= 0, np.append(capture.calls.start, 0)[capture.launch], capture.work.start)
-            lost.append(np.column_stack((capture.work.process, times))[is_wrong])
-            capture = replace(capture, work=capture.work.select(~is_wrong), launch=capture.launch[~is_wrong])
-    lost.append(_lost_launches(capture, sum(map(len, lost)), sentences))
+            lost_launches.append(np.column_stack((capture.work.process, times))[is_impossible])
+            capture = replace(capture, work=capture.work.select(~is_impossible), launch=capture.launch[~is_impossible])
+    lost_launches.append(_lost_launches(capture, sum(map(len, lost_launches)), sentences))
     unlaunched = _lost_work(capture, sentences)
-    return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost), unlaunched, hides_idle_time))
+    return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost_launches), unlaunched, hides_idle_time))
 
 
 def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture:
@@ -83,12 +83,14 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
         remaining[name] = rows.select((rows.start >= first) & (rows.start <= last))
     if not left_out or not len(remaining["work"]):
         return capture
-    sentence = f"{left_out:,} of {len(times):,} events are at times that are not of this capture: they are left out."
-    sentences.append(sentence)
+    sentences.append(
+        f"{left_out:,} of {len(times):,} events are at times that are not of this capture: they are left out."
+    )
     return replace(capture, **remaining)
 
 
 def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
+    """Leave out work that equals other work in all that identifies it, start and end included."""
     work = capture.work
     columns = (work.start, work.stop, work.process, work.correlation, work.name, work.gpu, work.stream)
     order = np.lexsort(columns)
@@ -101,7 +103,8 @@ def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
 
 
 def _longest_session(times: Times) -> tuple[int, int]:
-    """Return the first and last of the session with most times; ``times`` are distinct, in order."""
+    """Return the first and last time of the session with most times; ``times`` are distinct and ordered."""
+    # A capture that does not begin near 0 has nothing there.
     if len(times) > 1 and times[0] == 0 and times[1] > 10**9:
         times = times[1:]
     while len(times) > 1:
@@ -115,39 +118,38 @@ def _longest_session(times: Times) -> tuple[int, int]:
 
 
 def _launches(capture: Capture, sentences: list[str]) -> Times:
-    """Return the call of each work by process and number, -1 for none; and say which numbers several launches share.
+    """Return for each work the row of its launch in the calls, -1 for none; and say which launch numbers are shared.
 
-    Where as many work as launches have a number, and each begins after its launch, they belong together in order.
+    Where a number stands for as many launches as work, and each work begins after its launch, they match in order.
     """
     work, calls = capture.work, capture.calls
-    keys = group_numbers(
-        np.concatenate((calls.process, work.process)), np.concatenate((calls.correlation, work.correlation))
-    )
+    keys = group_numbers(np.append(calls.process, work.process), np.append(calls.correlation, work.correlation))
     call_key, work_key = np.split(keys, [len(calls)])
-    order = np.lexsort((calls.start, call_key))
-    order = order[calls.correlation[order] >= 0]
+    launches = np.lexsort((calls.start, call_key))
+    launches = launches[calls.correlation[launches] >= 0]
+    before, after = launches[:-1], launches[1:]
     # A call within another of the same number is the runtime's call of the driver.
-    is_inner = (call_key[order[1:]] == call_key[order[:-1]]) & (calls.start[order[1:]] < calls.stop[order[:-1]])
-    order = order[np.append(True, ~is_inner)[: len(order)]]
+    is_inner = (call_key[after] == call_key[before]) & (calls.start[after] < calls.stop[before])
+    launches = launches[np.append(True, ~is_inner)[: len(launches)]]
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
     key = work_key[works]
-    first, end = (np.searchsorted(call_key[order], key, side=side) for side in ("left", "right"))
-    first_of_key, end_of_key = (np.searchsorted(key, key, side=side) for side in ("left", "right"))
-    count = end - first
-    # Of several launches of a number, that at the work's own place among those of the number.
-    place = np.where(count == end_of_key - first_of_key, np.arange(len(key)) - first_of_key, 0)
-    call = np.append(order, -1)[np.where(count > 0, first + place, -1)]
+    first_launch, end_launch = (np.searchsorted(call_key[launches], key, side=side) for side in ("left", "right"))
+    first_work, end_work = (np.searchsorted(key, key, side=side) for side in ("left", "right"))
+    launch_count = end_launch - first_launch
+    is_paired = launch_count == end_work - first_work
+    place_in_key = np.where(is_paired, np.arange(len(key)) - first_work, 0)
+    call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
     is_early = work.start[works] < np.append(calls.start, 0)[call]
-    is_ambiguous = np.isin(key, key[(count > 1) & ((count != end_of_key - first_of_key) | is_early)])
+    is_ambiguous = np.isin(key, key[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
     launch[works] = np.where(is_ambiguous, -1, call)
-    reused = len(np.unique(key[(count > 1) & ~is_ambiguous]))
-    # A launch of one kernel that several name is that of one of them.
+    reused = len(np.unique(key[(launch_count > 1) & ~is_ambiguous]))
+    # Of several kernels that name a launch of a single one, nobody knows which is its own.
     users = np.bincount(launch[launch >= 0], minlength=len(calls))
-    is_taken = np.append(capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1), False)[launch]
-    launch[is_taken] = -1
-    ambiguous = int(is_ambiguous.sum() + is_taken.sum())
+    is_contested = np.append(capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1), False)[launch]
+    launch[is_contested] = -1
+    ambiguous = int(is_ambiguous.sum() + is_contested.sum())
     if reused:
         sentences.append(f"Launch numbers are not unique: {reused:,} stand for several launches, told apart by order.")
     if ambiguous:
@@ -156,6 +158,7 @@ def _launches(capture: Capture, sentences: list[str]) -> Times:
 
 
 def _begins_early(capture: Capture) -> Flags:
+    # The time that stands for no launch is the last, where -1 points.
     return capture.work.start < np.append(capture.calls.start, -_NEVER)[capture.launch] - _CLOCKS_NS
 
 
@@ -163,22 +166,23 @@ def _ends_late(capture: Capture) -> Flags:
     """Find work that ends after a wait for the whole GPU that began after its launch."""
     work = capture.work
     launched = np.append(capture.calls.start, _NEVER)[capture.launch]
-    waits = capture.named(capture.calls, _DEVICE_WAIT.search)
+    waits = capture.rows_named(capture.calls, _DEVICE_WAIT.search)
     waits = waits.select(np.argsort(waits.start, kind="stable"))
-    is_wrong = np.zeros(len(work), bool)
+    is_late = np.zeros(len(work), bool)
     for process in np.unique(waits.process).tolist():
-        of_process, chosen = work.process == process, waits.process == process
+        of_process = work.process == process
+        process_waits = waits.select(waits.process == process)
         # A process with several GPUs waits for one of them.
         if len(np.unique(work.gpu[of_process])) == 1:
-            # The earliest end of all waits that begin from here on.
-            ends = np.append(np.minimum.accumulate(waits.stop[chosen][::-1])[::-1], _NEVER)
-            end = ends[np.searchsorted(waits.start[chosen], launched, side="right")]
-            is_wrong |= of_process & (work.stop > end + _LATE_WAIT_NS)
-    return is_wrong
+            # The earliest end of all waits that begin from each wait on.
+            ends = np.append(np.minimum.accumulate(process_waits.stop[::-1])[::-1], _NEVER)
+            wait_end = ends[np.searchsorted(process_waits.start, launched, side="right")]
+            is_late |= of_process & (work.stop > wait_end + _LATE_WAIT_NS)
+    return is_late
 
 
 def _overlaps(capture: Capture) -> Flags:
-    """Find work that runs into the next of its stream: of two, the one whose duration is less usual for its name.
+    """Find work that runs into the next of its stream: of both, the one whose duration is less usual for its name.
 
     Kernels of a graph may run side by side, and so may one that was launched to begin early (programmatic dependent
     launch), which ends after the one before.
@@ -186,49 +190,50 @@ def _overlaps(capture: Capture) -> Flags:
     work = capture.work
     is_wrong = np.zeros(len(work), bool)
     is_plain = np.append(capture.is_named(capture.calls.name, _PLAIN_LAUNCH.search), False)[capture.launch]
-    unusual = _unusual(work)
+    unusualness = _unusualness(work)
     order = np.lexsort((work.stop, work.start, work.stream, work.gpu, work.process))
+    # Each round leaves out one of each pair of neighbours, until none overlap.
     for _ in range(50):
         before, after = order[:-1], order[1:]
         is_pair = (work.correlation[before] != work.correlation[after]) | (work.correlation[after] < 0)
         for column in (work.stream, work.gpu, work.process):
             is_pair &= column[before] == column[after]
-        shared = np.minimum(work.stop[before], work.stop[after]) - work.start[after]
+        overlap_ns = np.minimum(work.stop[before], work.stop[after]) - work.start[after]
         contains = (work.stop[after] < work.stop[before]) & (work.stop[after] > work.start[after])
-        pairs = np.flatnonzero(is_pair & (shared > _ROUNDING_NS) & (contains | is_plain[after]))
+        pairs = np.flatnonzero(is_pair & (overlap_ns > _ROUNDING_NS) & (contains | is_plain[after]))
         if not len(pairs):
             break
-        is_first = unusual[before[pairs]] >= unusual[after[pairs]]
+        is_first = unusualness[before[pairs]] >= unusualness[after[pairs]]
         is_wrong[np.where(is_first, before[pairs], after[pairs])] = True
         order = order[~is_wrong[order]]
     return is_wrong
 
 
-def _unusual(work: DeviceWork) -> NDArray[np.float64]:
-    """How far the duration of each work is from the median of those of its name, as the logarithm of their ratio."""
-    length = np.maximum(work.stop - work.start, 1).astype(float)
+def _unusualness(work: DeviceWork) -> NDArray[np.float64]:
+    """Return for each work the absolute logarithm of its duration over the median duration of its name."""
+    length = np.maximum(work.length, 1).astype(float)
     order = np.lexsort((length, work.name))
     _, first, group, counts = np.unique(work.name[order], return_index=True, return_inverse=True, return_counts=True)
     medians = length[order][first + counts // 2]
-    unusual = np.empty(len(length))
-    unusual[order] = np.abs(np.log(length[order] / medians[group]))
-    return unusual
+    unusualness = np.empty(len(length))
+    unusualness[order] = np.abs(np.log(length[order] / medians[group]))
+    return unusualness
 
 
 def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Times:
-    """Process and time of launches that have no work, but for the work that was left out."""
+    """Return (launches, 2) process and time of launches without work, and say how many beyond the work ``left_out``."""
     calls = capture.calls
     is_launch = capture.is_named(calls.name, _LAUNCH.search) & (calls.correlation >= 0)
     # A trace of several GPUs may lack those of others: only processes that have work.
     is_launch &= np.isin(calls.process, capture.work.process) & ~_is_recording_graph(capture)
     launches = calls.select(is_launch)
-    # A runtime calls the driver.
+    # The runtime's launch calls the driver's.
     is_inner = is_within_another(launches.start, launches.stop, launches.process, launches.thread)
     is_launch[np.flatnonzero(is_launch)[is_inner]] = False
     has_work = np.zeros(len(calls), bool)
     has_work[capture.launch[capture.launch >= 0]] = True
     lost = np.flatnonzero(is_launch & ~has_work)
-    # Work that several launches may have launched has none for certain.
+    # The launch of work with a shared launch number is unknown, not lost.
     uncertain = np.unique(capture.work.correlation[capture.launch < 0])
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
     if (count := len(lost) - left_out) > 0:
@@ -237,14 +242,15 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
 
 
 def _is_recording_graph(capture: Capture) -> Flags:
+    """Return for each call whether a CUDA graph was being captured, when launches run nothing."""
     calls = capture.calls
-    begins = np.sort(capture.named(calls, _BEGIN_GRAPH.search).start)
-    ends = np.append(np.sort(capture.named(calls, _END_GRAPH.search).stop), _NEVER)
+    begins = np.sort(capture.rows_named(calls, _BEGIN_GRAPH.search).start)
+    ends = np.append(np.sort(capture.rows_named(calls, _END_GRAPH.search).stop), _NEVER)
     return containing(np.column_stack((begins, ends[np.searchsorted(ends, begins)])), calls.start) >= 0
 
 
 def _lost_work(capture: Capture, sentences: list[str]) -> Times:
-    """Process and start of work without a launch that began after some that has one."""
+    """Return (works, 2) process and start of work without a launch that began after work with one, and say how many."""
     work = capture.work
     has_launch = capture.launch >= 0
     is_lost = np.zeros(len(work), bool)

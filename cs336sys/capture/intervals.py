@@ -6,23 +6,26 @@ from numpy.typing import NDArray
 Times = NDArray[np.int64]
 
 
-def own_shares(start: Times, stop: Times) -> tuple[Times, Times]:
-    """The part of each interval that none before it has covered; ordered by start. Those parts make up the union."""
-    reached = np.maximum.accumulate(stop) if len(stop) else stop
+def uncovered_parts(start: Times, stop: Times) -> tuple[Times, Times]:
+    """Return begin and end of the part of each interval that no interval before it covers; ``start`` is ordered.
+
+    These parts do not overlap and make up the union.
+    """
+    covered_until = np.maximum.accumulate(stop) if len(stop) else stop
     begin = start.copy()
-    begin[1:] = np.maximum(start[1:], reached[:-1])
+    begin[1:] = np.maximum(start[1:], covered_until[:-1])
     return begin, np.maximum(stop, begin)
 
 
 def first_rows(keys: Times, numbers: Times) -> Times:
-    """Return for each number the first row that has it as its key; -1 for none, and for numbers below 0."""
+    """Return for each number the first row of ``keys`` that equals it; -1 for none, and for numbers below 0."""
     order = np.append(np.argsort(keys, kind="stable"), -1)
-    place = np.searchsorted(keys[order[:-1]], numbers)
-    return np.where((np.append(keys, -1)[order[place]] == numbers) & (numbers >= 0), order[place], -1)
+    row = order[np.searchsorted(keys[order[:-1]], numbers)]
+    return np.where((np.append(keys, -1)[row] == numbers) & (numbers >= 0), row, -1)
 
 
 def containing(windows: Times, times: Times) -> Times:
-    """Return which of some windows, (windows, 2) in their order, each instant lies in; -1 for none."""
+    """Return in which window each instant lies, -1 for none; ``windows``, (windows, 2), are ordered and apart."""
     place = np.searchsorted(windows[:, 0], times, side="right") - 1
     ends = np.append(windows[:, 1], np.iinfo(np.int64).min)
     return np.where(times < ends[place], place, -1)
@@ -38,12 +41,12 @@ def group_numbers(*keys: Times) -> Times:
 
 
 def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.bool_]:
-    """Find intervals that lie in another of equal keys."""
+    """Return which intervals lie in another of equal keys."""
     _, group = np.unique(group_numbers(*keys), return_inverse=True)
-    stops, place = np.unique(stop, return_inverse=True)
+    stops, stop_rank = np.unique(stop, return_inverse=True)
     order = np.lexsort((-stop, start, group))
     # Increases with the group, and in it with the stop, so that its maximum so far is of the same group.
-    reach = (group * len(stop) + place)[order]
+    reach = (group * len(stop) + stop_rank)[order]
     latest = np.maximum.accumulate(reach)[:-1]
     is_inner = np.zeros(len(start), bool)
     is_inner[order[1:]] = (reach[1:] <= latest) & (start[order[1:]] < stops[latest % max(1, len(stop))])
@@ -51,14 +54,10 @@ def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.boo
 
 
 class Cover:
-    """Cover of any interval by some others together.
-
-    Args:
-        start, stop: of these, ordered by start.
-    """
+    """The union of intervals, ordered by start: how much of any other interval it covers."""
 
     def __init__(self, start: Times, stop: Times):
-        begin, end = own_shares(start, stop)
+        begin, end = uncovered_parts(start, stop)
         is_some = end > begin
         self.start, self.stop = begin[is_some], end[is_some]
         self._before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
@@ -68,15 +67,16 @@ class Cover:
         return int(self._before[-1])
 
     def until(self, time: Times) -> Times:
-        """The covered time before each instant."""
+        """Return the covered time before each instant."""
         if not len(self.start):
             return np.zeros_like(time)
         place = np.searchsorted(self.start, time, side="right") - 1
         last = np.maximum(place, 0)
-        within = np.minimum(time, self.stop[last]) - self.start[last]
-        return np.where(place >= 0, self._before[last] + within, 0)
+        within_last = np.minimum(time, self.stop[last]) - self.start[last]
+        return np.where(place >= 0, self._before[last] + within_last, 0)
 
     def within(self, start: Times, stop: Times) -> Times:
+        """Return the covered time in each interval."""
         return self.until(stop) - self.until(start)
 
 
@@ -92,14 +92,16 @@ class Nested:
         self.order = np.lexsort((-stop, start, thread))
         self._start, self._stop, self._thread = start, stop, thread
         self.parent = np.full(len(start), -1)
-        around: list[int] = []
-        of, begins, ends = thread.tolist(), start.tolist(), stop.tolist()
+        open_intervals: list[int] = []
+        threads, begins, ends = thread.tolist(), start.tolist(), stop.tolist()
         for number in self.order.tolist():
-            while around and (of[around[-1]] != of[number] or ends[around[-1]] <= begins[number]):
-                around.pop()
-            if around:
-                self.parent[number] = around[-1]
-            around.append(number)
+            while open_intervals:
+                innermost = open_intervals[-1]
+                if threads[innermost] == threads[number] and ends[innermost] > begins[number]:
+                    self.parent[number] = innermost
+                    break
+                open_intervals.pop()
+            open_intervals.append(number)
 
     def innermost(self, time: Times, thread: Times) -> Times:
         """Return the number of the innermost interval of the thread around each instant; -1 for none."""
@@ -110,8 +112,9 @@ class Nested:
                 continue
             chosen = np.flatnonzero(thread == thread_number)
             place = np.searchsorted(self._start[of_thread], time[chosen], side="right") - 1
-            at = np.where(place >= 0, of_thread[place], -1)
-            while np.any(ended := (at >= 0) & (self._stop[at] < time[chosen])):
-                at[ended] = self.parent[at[ended]]
-            innermost[chosen] = at
+            # The last to begin; where it has ended, the one around it, and so on.
+            last = np.where(place >= 0, of_thread[place], -1)
+            while np.any(has_ended := (last >= 0) & (self._stop[last] < time[chosen])):
+                last[has_ended] = self.parent[last[has_ended]]
+            innermost[chosen] = last
         return innermost

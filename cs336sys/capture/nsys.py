@@ -44,10 +44,7 @@ def is_profiled() -> bool:
 
 
 def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
-    """Run ``command`` under nsys, which captures from cudaProfilerStart to cudaProfilerStop.
-
-    Returns:
-        The report, in ``folder``.
+    """Run a command under nsys from cudaProfilerStart to cudaProfilerStop, and return the report, in ``folder``.
 
     Raises:
         CapabilityError: nsys left no report.
@@ -75,9 +72,9 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
         )
 
 
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else f"it ended with exit code {done.returncode}"
+def _last_line(program: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in (program.stdout + "\n" + program.stderr).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else f"it ended with exit code {program.returncode}"
 
 
 # Schema: "SQLite Schema Reference" in the Nsight Systems User Guide. It differs between versions, and a table is there
@@ -85,15 +82,15 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
-# API calls of the CUDA runtime and of the driver, which Triton's launches are.
+# API calls of the CUDA runtime and of the driver, by which Triton launches.
 _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _WHOLE_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "NVTX_EVENTS"
 _STRINGS = "StringIds"
 _GPUS = "TARGET_INFO_GPU"
 
-_IN_TIME = f'start >= {-LATEST_NS} AND "end" >= start AND "end" <= {LATEST_NS}'
-_VERSION = re.compile(r"_V\d+$")
+_IS_POSSIBLE_TIME = f'start >= {-LATEST_NS} AND "end" >= start AND "end" <= {LATEST_NS}'
+_VERSION_ENDING = re.compile(r"_V\d+$")
 
 # CUpti_ActivityMemcpyKind
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
@@ -105,7 +102,7 @@ _RANGE_EVENTS = (59, 60)
 # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
 _PROCESS = ">> 24"
 
-# Of SQLite's virtual machine: some milliseconds.
+# Instructions of SQLite's virtual machine: some milliseconds.
 _STATEMENTS_BETWEEN_CHECKS = 100_000
 
 
@@ -120,7 +117,7 @@ def load_export(path: Path) -> Capture:
     try:
         deadline = time.process_time() + READING_S
         report.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
-        # Neither what a stranger's schema computes nor its virtual tables are trusted.
+        # A stranger's schema may hold functions and virtual tables that run code.
         report.execute("PRAGMA trusted_schema = OFF")
         return _Export(report).capture()
     finally:
@@ -128,24 +125,23 @@ def load_export(path: Path) -> Capture:
 
 
 class _Export:
+    """Reads an export; a kind of table is its name without the version that newer exports append."""
+
     def __init__(self, report: sqlite3.Connection):
         self._report = report
         self._tables: dict[str, str] = {}
-        self._columns = self._column_names()
+        self._columns = self._find_columns()
         self._texts = Texts()
         self._unreadable = 0
 
     def capture(self) -> Capture:
-        """Return the capture.
-
-        Raises:
-            UsageError: something that is needed is missing.
-        """
+        """Return the capture, or raise a UsageError where something that is needed is missing."""
         self._require_recorded()
         is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
-        kernels = self._work(_KERNELS, "shortName" if is_short else "demangledName", None)
         work = DeviceWork.joined(
-            kernels, self._work(_COPIES, "copyKind", _COPY_NAMES), self._work(_FILLS, "0", {0: "Memset"})
+            self._work(_KERNELS, "shortName" if is_short else "demangledName", names=None),
+            self._work(_COPIES, "copyKind", _COPY_NAMES),
+            self._work(_FILLS, "0", {0: "Memset"}),
         )
         calls, ranges = self._calls(), self._ranges()
         gpu_names = {}
@@ -154,53 +150,54 @@ class _Export:
             gpu_names = {number: printable(str(name)) for number, name in rows}
         return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
 
-    def _rows(self, table: str, columns: Sequence[str]) -> array:
-        """Return whole numbers row by row; a row with a NULL or another type among them, or that ends early, counts."""
+    def _read_integers(self, table: str, columns: Sequence[str]) -> array:
+        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count."""
         values = array("q")
         numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
         is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
-        rows = self._report.execute(f"SELECT * FROM (SELECT {numbered} FROM {table} WHERE {_IN_TIME}) WHERE {is_whole}")
-        values.extend(chain.from_iterable(rows))
+        possible = f"SELECT {numbered} FROM {table} WHERE {_IS_POSSIBLE_TIME}"
+        values.extend(chain.from_iterable(self._report.execute(f"SELECT * FROM ({possible}) WHERE {is_whole}")))
         (count,) = self._report.execute(f"SELECT count(*) FROM {table}").fetchone()
         self._unreadable += count - len(values) // len(columns)
         return values
 
-    def _numbered(self, columns: Times, names: Mapping[int, str], unnamed: str = "unnamed") -> Times:
-        """Return the numbers of texts that are named by some numbers of the report."""
-        distinct, place = np.unique(columns, return_inverse=True)
-        numbers = [self._texts.number(names.get(key) or f"{unnamed} {key}") for key in distinct.tolist()]
-        return np.array(numbers, np.int64)[place.reshape(-1)] if len(columns) else columns
+    def _text_numbers(self, keys: Times, text_of_key: Mapping[int, str], unnamed: str = "unnamed") -> Times:
+        """Replace the report's keys of texts by our numbers of these texts, or of ``unnamed`` and the key."""
+        distinct, place = np.unique(keys, return_inverse=True)
+        numbers = [self._texts[text_of_key.get(key) or f"{unnamed} {key}"] for key in distinct.tolist()]
+        return np.array(numbers, np.int64)[place.reshape(-1)]
 
     def _strings(self, ids: str) -> dict[int, str]:
+        """Return the texts of ids, given as SQL that selects them."""
         rows = self._report.execute(f"SELECT id, value FROM {_STRINGS} WHERE id IN ({ids})")
         return {number: str(text) for number, text in rows}
 
     def _work(self, kind: str, name: str, names: Mapping[int, str] | None) -> DeviceWork:
-        """Return the work of a table, none without it; where no names are listed, the report names it."""
+        """Return a kind of work, empty without its table; ``names`` of its column ``name``, None: the report's own."""
         if kind not in self._columns:
             return DeviceWork.of(array("q"))
-        named = [name] if name != "0" else []
-        table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *named)
+        name_columns = [name] if name != "0" else []
+        table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *name_columns)
         device = [self._column(kind, *column) for column in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))]
         launch = (f"globalPid {_PROCESS}", "coalesce(correlationId, -1)")
-        work = DeviceWork.of(self._rows(table, ("start", '"end"', *launch, name, *device, "-1", "-1")))
-        text_of = self._strings(f"SELECT {name} FROM {table}") if names is None else names
+        work = DeviceWork.of(self._read_integers(table, (name, "start", '"end"', *launch, *device, "-1", "-1")))
+        text_of_name = self._strings(f"SELECT {name} FROM {table}") if names is None else names
         streams = {number: str(number) for number in np.unique(work.stream).tolist()}
         return replace(
             work,
-            name=self._numbered(work.name, text_of, "Memcpy" if kind == _COPIES else "unnamed"),
-            stream=self._numbered(work.stream, streams),
+            name=self._text_numbers(work.name, text_of_name, "Memcpy" if kind == _COPIES else "unnamed"),
+            stream=self._text_numbers(work.stream, streams),
         )
 
     def _calls(self) -> Calls:
         table = self._require_columns(_CALLS, "start", "end", "globalTid", "correlationId")
         name = self._column(_CALLS, "nameId", "-1")
         launch = (f"globalTid {_PROCESS}", "coalesce(correlationId, -1)")
-        calls = Calls.of(self._rows(table, (*launch, "start", '"end"', "globalTid", name)))
-        return replace(calls, name=self._numbered(calls.name, self._strings(f"SELECT {name} FROM {table}")))
+        calls = Calls.of(self._read_integers(table, (name, "start", '"end"', *launch, "globalTid")))
+        return replace(calls, name=self._text_numbers(calls.name, self._strings(f"SELECT {name} FROM {table}")))
 
     def _ranges(self) -> Ranges:
-        # A program without ranges has none of this table.
+        """Return the NVTX ranges that have a name, none if the program annotated none."""
         if _RANGES not in self._columns:
             return Ranges.of(array("q"))
         table = self._require_columns(_RANGES, "start", "end", "eventType", "globalTid")
@@ -211,13 +208,13 @@ class _Export:
         rows = self._report.execute(
             f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_PROCESS}, globalTid
                 FROM {table} LEFT JOIN {_STRINGS} AS strings ON strings.id = {text_id}
-                WHERE eventType IN {_RANGE_EVENTS} AND {_IN_TIME} AND typeof(start) = 'integer'
+                WHERE eventType IN {_RANGE_EVENTS} AND {_IS_POSSIBLE_TIME} AND typeof(start) = 'integer'
                     AND typeof("end") = 'integer' AND typeof(globalTid) = 'integer'"""
         )
         values = array("q")
         for name, *numbers in rows:
             if name is not None:
-                values.extend((self._texts.number(str(name)), *numbers))
+                values.extend((self._texts[str(name)], *numbers))
         return Ranges.of(values)
 
     def _require_recorded(self) -> None:
@@ -236,42 +233,36 @@ class _Export:
             raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
 
     def _require_columns(self, kind: str, *names: str) -> str:
-        """Return the table's name.
-
-        Raises:
-            UsageError: it lacks one of these columns.
-        """
+        """Return the table's name, or raise a UsageError if it lacks one of these columns."""
         missing = [column for column in names if column not in self._columns[kind]]
         if missing:
-            raise UsageError(
-                f"has no column {', '.join(missing)} in its table {self._tables[kind]}: it was exported by a version "
-                "of nsys that this cs336sys does not know"
-            )
+            reason = "it was exported by a version of nsys that this cs336sys does not know"
+            raise UsageError(f"has no column {', '.join(missing)} in its table {self._tables[kind]}: {reason}")
         return self._tables[kind]
 
     def _column(self, kind: str, name: str, default: str) -> str:
         """Return a column in SQL, and the default for NULL and where the table lacks it."""
         return f"coalesce({name}, {default})" if name in self._columns[kind] else default
 
-    def _column_names(self) -> dict[str, set[str]]:
-        """Return the columns of each table of the report; a view of a stranger could compute for ever."""
+    def _find_columns(self) -> dict[str, set[str]]:
+        """Note the table of each kind, refuse too many rows, and return the kinds' columns."""
+        # No views: a stranger's could compute for ever. Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
         rows = self._report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        # Newer exports number the versions of a table: NVTX_EVENTS_V2.
         for name in sorted(str(row[0]) for row in rows):
-            kind = _VERSION.sub("", name)
-            if kind not in self._tables or self._first_row(name):
+            kind = _VERSION_ENDING.sub("", name)
+            if kind not in self._tables or self._has_row(name):
                 self._tables[kind] = name
         for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
-            if self._first_row(self._tables[kind], EVENTS):
+            if self._has_row(self._tables[kind], EVENTS):
                 raise UsageError(
                     f"holds more than {EVENTS:,} rows in {kind}, the most that are read: profile fewer steps"
                 )
         info = "SELECT name FROM pragma_table_info(?)"
         return {kind: {row[0] for row in self._report.execute(info, (name,))} for kind, name in self._tables.items()}
 
-    def _first_row(self, table: str, offset: int = 0) -> bool:
+    def _has_row(self, table: str, offset: int = 0) -> bool:
         quoted = table.replace('"', '""')
         return self._report.execute(f'SELECT 1 FROM "{quoted}" LIMIT 1 OFFSET {offset}').fetchone() is not None
 
     def _has_rows(self, kind: str) -> bool:
-        return kind in self._columns and self._first_row(self._tables[kind])
+        return kind in self._columns and self._has_row(self._tables[kind])

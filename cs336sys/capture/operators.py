@@ -18,7 +18,7 @@ _POINTWISE = ("triton_poi_", "triton_red_", "triton_per_")
 class OperatorWork:
     """FLOPs of one call, the bytes of its inputs and its output, each moved once, and the dtype it computes in.
 
-    FLOPs of 0 are not known, and then the time of moving the bytes alone is the shortest.
+    FLOPs of 0 are not known; then only moving the bytes bounds the time.
     """
 
     flops: float
@@ -31,7 +31,7 @@ class Roofline:
     """Speed of an operator compared with the GPU's limits.
 
     Attributes:
-        percent: of the shortest possible time over the measured one; None where the GPU's peaks are not known.
+        percent: the shortest possible time over the measured one; None where the GPU's peaks are not known.
         bound: ``FLOPs`` or ``bytes``, whichever takes longer at the peaks.
         source: where the peaks come from.
     """
@@ -42,52 +42,48 @@ class Roofline:
 
 
 def operator_work(operator: str, shape: str) -> OperatorWork | None:
-    """The work of an operator; None where its name or its shapes do not say what it is.
+    """Return the work of an operator; None where its name or its shapes do not say what it is.
 
     Args:
         shape: JSON of two lists, sizes and types of its inputs, as torch.profiler records them.
     """
     try:
-        sizes, types = json.loads(shape)
+        shapes, dtypes = json.loads(shape)
         is_pointwise = operator.startswith(_POINTWISE)
-        flops, output = (0, 0) if is_pointwise else _flops_and_output(operator.removeprefix("aten::"), sizes)
-        # Numbers have no size.
-        tensors = tensors_of([size or None for size in sizes], types)
+        flops, outputs = (0, 0) if is_pointwise else _flops_and_outputs(operator.removeprefix("aten::"), shapes)
+        # Numbers have the empty shape, and are no tensors.
+        tensors = tensors_of([size or None for size in shapes], dtypes)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return None
     if not tensors:
         return None
-    dtype, _, width = tensors[0]
-    moved = sum(count * width for _, count, width in tensors) + output * width
-    return OperatorWork(float(flops), float(moved), _PRECISION.get(dtype))
+    dtype, _, element_bytes = tensors[0]
+    moved_bytes = sum(count * width for _, count, width in tensors) + outputs * element_bytes
+    return OperatorWork(float(flops), float(moved_bytes), _PRECISION.get(dtype))
 
 
-def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
-    """FLOPs, and elements of the output.
-
-    Raises:
-        KeyError: the operator's FLOPs are not known.
-    """
+def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return FLOPs and the elements of the output; raise KeyError for an operator whose FLOPs are not known."""
     if name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
         # What is added to the product comes first.
-        a, b = sizes[:2] if name in ("mm", "bmm") else sizes[1:3]
+        a, b = shapes[:2] if name in ("mm", "bmm") else shapes[1:3]
         (*batch, m, k), (*_, n) = a, b
         return 2 * math.prod(batch) * m * n * k, math.prod(batch) * m * n
     if name == "linear":
-        *lead, k = sizes[0]
-        n = sizes[1][0]
+        *lead, k = shapes[0]
+        n = shapes[1][0]
         return 2 * math.prod(lead) * n * k, math.prod(lead) * n
     if "scaled_dot_product" in name or name.startswith(("_flash_attention_", "_efficient_attention_")):
         is_backward = "backward" in name
-        query, key, value = sizes[1:4] if is_backward else sizes[:3]
+        query, key, value = shapes[1:4] if is_backward else shapes[:3]
         batch, heads, queries, width = query
         keys = key[2]
         if not name.startswith(("_scaled", "scaled")):
             # (batch, sequence, heads, width)
             queries, heads, keys = heads, queries, key[1]
-        forward = 2 * batch * heads * queries * keys * (width + value[3])
+        forward_flops = 2 * batch * heads * queries * keys * (width + value[3])
         # Five products instead of two; half of it where a mask is causal, which shapes do not say.
-        return (forward * 5 // 2 if is_backward else forward), batch * heads * queries * value[3]
+        return (forward_flops * 5 // 2 if is_backward else forward_flops), batch * heads * queries * value[3]
     raise KeyError(name)
 
 

@@ -17,7 +17,7 @@ _RUN = "cs336sys "
 
 
 def run_name(configuration: dict[str, Any]) -> str:
-    """The name of the range around all measured steps, by which a report says what was run.
+    """Return the name of the range around all measured steps, by which a report says what was run.
 
     JSON with single quotes, because torch.profiler does not escape the double ones of a name.
     """
@@ -25,7 +25,7 @@ def run_name(configuration: dict[str, Any]) -> str:
 
 
 def run_configuration(name: str) -> dict[str, Any] | None:
-    """The inverse of :func:`run_name`; None for the name of another range."""
+    """Return the configuration in a name that :func:`run_name` made; None for the name of another range."""
     try:
         configuration = json.loads(name.removeprefix(_RUN).replace("'", '"')) if name.startswith(_RUN) else None
     except ValueError:

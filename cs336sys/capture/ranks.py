@@ -1,10 +1,10 @@
 """Several ranks together: collectives matched, clocks aligned by their ends, who waits for whom, and which is slow."""
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING,
 from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
 
-# A line through fewer points is no drift but noise.
+# A line through fewer collectives is no drift but noise.
 _LEAST_FOR_DRIFT = 12
 
 
@@ -25,8 +25,9 @@ class Clocks:
     """The clocks of ranks against that of the first.
 
     Attributes:
-        offset_ns, drift: of each rank, to be added to its times: ``offset + drift * (time - origin)``.
-        error_ns: how far ends of collectives are apart afterwards, in 95 of 100.
+        origin: of each rank, the time from which it is measured.
+        offset_ns, drift: of each rank: ``offset + drift * (time - origin)`` is added to its times.
+        error_ns: how far 95 of 100 ends of collectives are from the mean of their collective afterwards.
     """
 
     origin: Times
@@ -35,18 +36,18 @@ class Clocks:
     error_ns: float
 
     def aligned(self, rank: int, time: Times) -> NDArray[np.float64]:
-        """Times of a rank by the clock of the first, in ns from its origin."""
+        """Return times of a rank by the first rank's clock, in ns from its origin."""
         local = (time - self.origin[rank]).astype(float)
         return local + self.offset_ns[rank] + self.drift[rank] * local
 
 
 @dataclass(frozen=True)
-class RanksFound(SavedRecord):
-    """Matching of ranks.
+class RankMatching(SavedRecord):
+    """Collectives of several ranks, matched.
 
     Attributes:
         matched: how many collectives are on several ranks.
-        error_us: how far their ends are apart by the clocks (see :class:`Clocks`).
+        error_us: of the clocks (see :class:`Clocks`).
         notes: how they were matched, and what was not.
         missing: which ranks there are no files of, in words; empty if none.
         why_no_waits: why waiting cannot be told; empty if it can.
@@ -78,69 +79,64 @@ class RanksAnalysis:
     clocks: Clocks
     waiting_ns: tuple[Times, ...]
     step_numbers: tuple[tuple[int, ...], ...]
-    matching: RanksFound
+    matching: RankMatching
 
 
 def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalysis | None:
-    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match.
-
-    Collectives are the same on several ranks that have the same identifier, or the same group, kind and recorded
-    sequence number, or where none was recorded the same place among those of their group and kind in the same step. A
-    send is matched with its receive where both name their peers.
-    """
+    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match."""
     numbers, notes = _step_numbers(timelines)
-    places, match_notes = _matched(timelines, numbers)
+    collectives, match_notes = _match_collectives(timelines, numbers)
     records = [timeline.collective_records for timeline in timelines]
-    joining = [collective for collective in places if records[collective[0][0]][collective[0][1]].kind in SYNCHRONIZING]
+    joining = {members for members in collectives if records[members[0][0]][members[0][1]].kind in SYNCHRONIZING}
     if len(joining) < 2:
         return None
-    clocks = _align(joining, [timeline.collectives.stop for timeline in timelines])
+    in_order = [members for members in collectives if members in joining]
+    clocks = _align(in_order, [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
-    waiting = tuple(np.full(len(times), -1) for times in aligned)
+    waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
     late_ms, first_late_ms = ([np.zeros(len(timeline.steps.bounds)) for timeline in timelines] for _ in range(2))
     steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
     lengths = [timeline.collectives.length for timeline in timelines]
-    spreads = []
-    is_joining = set(joining)
-    # The latest are the first, so that the first of each step remains.
-    for collective in sorted(places, key=lambda collective: -aligned[collective[0][0]][collective[0][1]]):
-        times = [float(aligned[rank][place]) for rank, place in collective]
-        if collective in is_joining:
-            spreads.append(max(times) - min(times))
-        for (rank, place), time in zip(collective, times, strict=True):
-            waiting[rank][place] = min(int(max(times) - time), lengths[rank][place])
-            if collective in is_joining and steps[rank][place] >= 0:
+    spreads_ns = []
+    # The latest come first, so that of each step the lateness in its first collective is what remains.
+    for members in sorted(collectives, key=lambda members: -aligned[members[0][0]][members[0][1]]):
+        times = [float(aligned[rank][place]) for rank, place in members]
+        if members in joining:
+            spreads_ns.append(max(times) - min(times))
+        for (rank, place), time in zip(members, times, strict=True):
+            waiting_ns[rank][place] = min(int(max(times) - time), lengths[rank][place])
+            if members in joining and steps[rank][place] >= 0:
                 first_late_ms[rank][steps[rank][place]] = (time - min(times)) / 1e6
                 late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
-    spread_us = float(np.percentile(spreads, 90)) / 1e3
+    spread_us = float(np.percentile(spreads_ns, 90)) / 1e3
     error_us = clocks.error_ns / 1e3
     why_no_waits = ""
     if error_us > spread_us:
         why_no_waits = f"clocks are known to {error_us:.3g} us, and ranks come to collectives {spread_us:.3g} us apart"
-        waiting = tuple(np.full(len(times), -1) for times in aligned)
-    matching = RanksFound(
-        len(places),
-        error_us,
-        (*notes, *match_notes),
-        missing,
-        why_no_waits,
-        tuple(tuple(row.tolist()) for row in late_ms),
-        tuple(tuple(row.tolist()) for row in first_late_ms),
-        any(record.kind in (SEND, RECEIVE) for of_rank in records for record in of_rank),
+        waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
+    matching = RankMatching(
+        matched=len(collectives),
+        error_us=error_us,
+        notes=(*notes, *match_notes),
+        missing=missing,
+        why_no_waits=why_no_waits,
+        late_ms=tuple(tuple(row.tolist()) for row in late_ms),
+        first_late_ms=tuple(tuple(row.tolist()) for row in first_late_ms),
+        is_pipeline=any(record.kind in (SEND, RECEIVE) for of_rank in records for record in of_rank),
     )
-    return RanksAnalysis(clocks, _with_slowed_kernels(timelines, numbers, waiting), numbers, matching)
+    return RanksAnalysis(clocks, _add_slowed_kernels(timelines, numbers, waiting_ns), numbers, matching)
 
 
-def _with_slowed_kernels(
+def _add_slowed_kernels(
     timelines: Sequence[Timeline], numbers: Sequence[tuple[int, ...]], waiting_ns: Sequence[Times]
 ) -> tuple[Times, ...]:
-    """Add to the waiting of collectives how much longer each kernel took next to one, which occupies multiprocessors.
+    """Return of each rank's work how long collectives waited, and how much longer kernels took next to one that waits.
 
-    It is compared with the same kernel of the ranks that did not wait meanwhile: of its name, at its place among as
-    many between the launches of two collectives of a step. If ranks differ in speed, or in their batches, they do so in
-    kernels next to which none waits. A kernel that no such rank has is not corrected.
+    A waiting collective occupies multiprocessors. A kernel is compared with the same one of ranks that did not wait
+    meanwhile: of its name, at its place among as many between the launches of two collectives of a step. How ranks
+    differ in speed, or in their batches, is taken from kernels next to which no rank waits.
     """
-    texts: dict[str, int] = {}
+    name_numbers: dict[str, int] = {}
     columns: list[tuple[Times, ...]] = []
     for rank, timeline in enumerate(timelines):
         begin, step = timeline.collectives.start, timeline.step_of(timeline.start)
@@ -148,35 +144,40 @@ def _with_slowed_kernels(
         launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
         kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
         kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
-        place = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
+        collectives_before = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
         _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
-        names = (texts.setdefault(timeline.texts[number], len(texts)) for number in timeline.name[kernels].tolist())
-        number, name = np.array(numbers[rank], np.int64)[step[kernels]], np.fromiter(names, np.int64)
-        rows = np.full(len(kernels), rank), number, name, place - place[firsts][of_step], kernels
-        columns.append((*rows, timeline.length[kernels], waited_ns[kernels]))
+        collectives_before -= collectives_before[firsts][of_step]
+        step_number = np.array(numbers[rank], np.int64)[step[kernels]]
+        names = map(timeline.texts.__getitem__, timeline.name[kernels].tolist())
+        name = np.fromiter((name_numbers.setdefault(name, len(name_numbers)) for name in names), np.int64)
+        keys = np.full(len(kernels), rank), step_number, name, collectives_before
+        columns.append((*keys, kernels, timeline.length[kernels], waited_ns[kernels]))
     rank_of, number, name, place, kernel, length_ns, waited_ns = map(np.concatenate, zip(*columns, strict=True))
     group = group_numbers(number, name, place)
     _, series, counts = np.unique(group_numbers(rank_of, group), return_inverse=True, return_counts=True)
+    # The place of each kernel among those of its rank that are equal so far.
     nth = np.argsort(np.argsort(series, kind="stable")) - (np.cumsum(counts) - counts)[series]
     _, same = np.unique(group_numbers(group, counts[series], nth), return_inverse=True)
     is_clear = waited_ns == 0
-    clear = np.bincount(same, is_clear)[same]
-    speeds = np.bincount(rank_of, length_ns * (clear == len(timelines)), len(timelines))
-    speed = (speeds if speeds.all() else np.ones_like(speeds))[rank_of]
-    expected_ns = speed * np.bincount(same, is_clear * length_ns / speed)[same] / np.maximum(clear, 1)
-    longer_ns = np.clip(length_ns - expected_ns, -waited_ns, waited_ns) * (clear > 0)
-    together = tuple(np.zeros(len(timeline.start), np.int64) for timeline in timelines)
-    for rank, row in enumerate(together):
-        row[kernel[rank_of == rank]] = longer_ns[rank_of == rank]
-        row[timelines[rank].collective_places] = waiting_ns[rank]
-    return together
+    clear_ranks = np.bincount(same, is_clear)[same]
+    # Each rank's time for the kernels that are clear on all ranks, as its slowness.
+    slowness_of_rank = np.bincount(rank_of, length_ns * (clear_ranks == len(timelines)), len(timelines))
+    slowness = (slowness_of_rank if slowness_of_rank.all() else np.ones_like(slowness_of_rank))[rank_of]
+    expected_ns = slowness * np.bincount(same, is_clear * length_ns / slowness)[same] / np.maximum(clear_ranks, 1)
+    longer_ns = np.clip(length_ns - expected_ns, -waited_ns, waited_ns) * (clear_ranks > 0)
+    of_work_ns = tuple(np.zeros(len(timeline), np.int64) for timeline in timelines)
+    for rank, ns in enumerate(of_work_ns):
+        ns[kernel[rank_of == rank]] = longer_ns[rank_of == rank]
+        ns[timelines[rank].collective_places] = waiting_ns[rank]
+    return of_work_ns
 
 
+# A rank, and the place of a collective among its collectives.
 Place = tuple[int, int]
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """The numbers of each rank's steps; where no profiler counted them, their places, if all have as many; else -1."""
+    """Return the numbers of each rank's steps, -1 where uncounted steps differ in number, and notes."""
     are_counted = all(timeline.steps.are_counted for timeline in timelines)
     if are_counted or len({timeline.steps.count for timeline in timelines}) == 1:
         return tuple(timeline.steps.numbers for timeline in timelines), ()
@@ -184,13 +185,17 @@ def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...],
     return tuple((-1,) * len(timeline.steps.bounds) for timeline in timelines), (note,)
 
 
-def _matched(
+def _match_collectives(
     timelines: Sequence[Timeline], numbers: Sequence[tuple[int, ...]]
 ) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
-    """Places (rank, number of its collective) of each collective that more than one rank has."""
+    """Return the places of each collective that more than one rank has, and notes on how they were matched.
+
+    Collectives of equal identifier are the same, or else of equal group, kind and sequence number, or else of equal
+    order in a step. Sends are matched with receives where both name their peers.
+    """
     places_of: dict[tuple, list[Place]] = defaultdict(list)
-    # Of each series of a step without recorded numbers, how many each rank has.
-    lengths: dict[tuple, Counter[int]] = defaultdict(Counter)
+    # Collectives without recorded numbers, by group, kind and step: how many each rank has.
+    unnumbered: dict[tuple, Counter[int]] = defaultdict(Counter)
     is_without_peers = False
     for rank, timeline in enumerate(timelines):
         steps = timeline.step_of(timeline.collectives.start)
@@ -207,20 +212,20 @@ def _matched(
             elif record.sequence >= 0 and not is_sent:
                 key = (record.group, kind, "number", record.sequence)
             elif step >= 0:
-                lengths[key][rank] += 1
-                key = (*key, lengths[key][rank])
+                unnumbered[key][rank] += 1
+                key = (*key, unnumbered[key][rank])
             else:
                 continue
             places_of[key].append((rank, place))
-    # Of a series that some ranks have less of, nobody knows which is whose.
-    uneven = {series for series, counts in lengths.items() if len(set(counts.values())) > 1}
+    # Where some ranks have fewer, nobody knows which of the others' are missing.
+    uneven = {series for series, counts in unnumbered.items() if len(set(counts.values())) > 1}
     matched = [
         tuple(places)
         for key, places in places_of.items()
         if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
     ]
     notes = []
-    if lengths:
+    if unnumbered:
         some = "some collectives have" if any(key[2] == "number" for key in places_of) else "collectives have"
         notes.append(f"{some} no recorded sequence number, and were matched by their order in each step")
     if is_without_peers:
@@ -232,7 +237,7 @@ def _matched(
     return matched, tuple(notes)
 
 
-def _align(places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
+def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
     """Fit offset and drift of each rank's clock so that collectives end together on all.
 
     Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
@@ -241,42 +246,41 @@ def _align(places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clock
     ranks = len(stops)
     origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)
     # 4000 are more than enough for offsets and drifts.
-    chosen = places[:: max(1, len(places) // 4000)]
+    chosen = collectives[:: max(1, len(collectives) // 4000)]
     rows = [
         (number, rank, float(stops[rank][place] - origin[rank]))
-        for number, collective in enumerate(chosen)
-        for rank, place in collective
+        for number, members in enumerate(chosen)
+        for rank, place in members
     ]
     group, rank_of, end = map(np.array, zip(*rows, strict=True))
     scale = max(float(end.max()), 1.0)
-    has_drift = len(chosen) >= _LEAST_FOR_DRIFT
+    # Columns: each rank's offset, then each rank's drift.
     design = np.zeros((len(rows), 2 * ranks))
     design[np.arange(len(rows)), rank_of] = 1.0
-    if has_drift:
+    if len(chosen) >= _LEAST_FOR_DRIFT:
         design[np.arange(len(rows)), ranks + rank_of] = end / scale
     design[:, [0, ranks]] = 0.0
-    members = np.bincount(group)
+    group_sizes = np.bincount(group)
 
     def centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        means = np.zeros((len(members), *values.shape[1:]))
-        np.add.at(means, group, values)
-        return values - (means.T / members).T[group]
+        """Return the values without the mean of their collective."""
+        sums = np.zeros((len(group_sizes), *values.shape[1:]))
+        np.add.at(sums, group, values)
+        return values - (sums.T / group_sizes).T[group]
 
     centred_design, centred_end = centred(design), centred(end)
     weight = np.ones(len(rows))
     solution = np.zeros(2 * ranks)
-    residual = centred_end
     for _ in range(8):
         root = np.sqrt(weight)
         solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
-        residual = centred_end + centred_design @ solution
-        typical = 1.5 * float(np.median(np.abs(residual))) or 1.0
-        weight = np.minimum(1.0, typical / np.maximum(np.abs(residual), 1e-9))
-    error = float(np.percentile(np.abs(residual), 95))
-    return Clocks(origin, solution[:ranks], solution[ranks:] / scale, error)
+        residual = np.abs(centred_end + centred_design @ solution)
+        typical = 1.5 * float(np.median(residual)) or 1.0
+        weight = np.minimum(1.0, typical / np.maximum(residual, 1e-9))
+    return Clocks(origin, solution[:ranks], solution[ranks:] / scale, float(np.percentile(residual, 95)))
 
 
-# One-sided, over all ranks: of so many trainings without a straggler one is said to have one.
+# One of so many trainings without a straggler is said to have one: one-sided, over all ranks.
 _FALSE_ALARMS = 1e-3
 # A rank that costs less of a step is nobody's concern.
 _LEAST_SHARE = 0.003
@@ -285,7 +289,7 @@ _MOST_UNSEEN = 0.05
 _LEAST_STEPS = 3
 # A step of many times the median is a pause.
 _PAUSE_MEDIANS = 3
-# What no other rank makes longer.
+# Parts of a step that no other rank makes longer.
 _LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)
 
 
@@ -307,7 +311,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Find the ranks that hold the others up.
+    """The ranks that hold the others up.
 
     Attributes:
         stragglers: the slowest first; empty for none.
@@ -326,7 +330,7 @@ def local_ms(analysis: Analysis) -> list[float]:
     return [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(analysis.step_ms)
 
 
-def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> RankAnswer:
+def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) -> RankAnswer:
     """Find the ranks that come last to the collectives because they compute, copy or idle longer.
 
     In a step that a collective joins, all ranks take as long as the slowest. The excess of a rank over the median of
@@ -342,67 +346,72 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
     steps, step_ms = _common_steps(analyses)
     if not steps:
         return RankAnswer(why_unknown="the ranks have no step in common")
-    count = len(analyses)
-    means, errors = _excess_ms(list(map(local_ms, analyses)), steps)
-    slowest = int(means.argmax())
+    means_ms, errors_ms = _mean_excess(list(map(local_ms, analyses)), steps)
+    slowest = int(means_ms.argmax())
+    slowest_percent = 100 * means_ms[slowest] / step_ms
     if len(steps) < _LEAST_STEPS:
-        seen = ""
-        if means[slowest] >= _LEAST_SHARE * step_ms:
-            percent = 100 * means[slowest] / step_ms
-            seen = f"; in {'it' if len(steps) == 1 else 'them'} {analyses[slowest].label} takes {percent:.1f} % longer"
-        few = "one step is" if len(steps) == 1 else f"{len(steps)} steps are"
+        few, in_them = ("one step is", "in it") if len(steps) == 1 else (f"{len(steps)} steps are", "in them")
+        longer = f"; {in_them} {analyses[slowest].label} takes {slowest_percent:.1f} % longer"
+        seen = longer if means_ms[slowest] >= _LEAST_SHARE * step_ms else ""
         return RankAnswer(why_unknown=f"{few} too few to tell a slow rank from noise{seen}")
-    deviations = _t_quantile(len(steps) - 1, _FALSE_ALARMS / count)
-    is_slow = (means >= np.maximum(_LEAST_SHARE * step_ms, deviations * errors)) & (means >= 0.5 * means[slowest])
-    candidates = np.flatnonzero(is_slow).tolist()
-    unseen = means[slowest] + errors[slowest] * _t_quantile(len(steps) - 1, 0.05 / count)
+    least_errors = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+    is_slow = means_ms >= np.maximum(_LEAST_SHARE * step_ms, least_errors * errors_ms)
+    candidates = np.flatnonzero(is_slow & (means_ms >= 0.5 * means_ms[slowest])).tolist()
     if not candidates:
-        if ranks.missing:
-            return RankAnswer(why_unknown=f"{ranks.missing}, and may be what the others wait for")
-        percent = max(100 * unseen / step_ms, 100 * _LEAST_SHARE)
-        if percent > 100 * _MOST_UNSEEN:
-            return RankAnswer(why_unknown=f"the steps vary: a rank could take {percent:.1f} % of a step longer unseen")
-        # Files of earlier versions hold no such times. Stages of a pipeline come one after another.
-        if ranks.first_late_ms and not ranks.is_pipeline:
-            means, errors = _excess_ms(ranks.first_late_ms, steps)
-            last = int(means.argmax())
-            if means[last] > max(percent * step_ms / 100, deviations * errors[last]):
-                late = f"comes {means[last]:.3g} ms later than the others to the first collective of a step"
-                return RankAnswer(why_unknown=f"{analyses[last].label} {late}, yet does not compute or idle longer")
-        return RankAnswer(unseen_percent=percent)
+        unseen_ms = means_ms[slowest] + errors_ms[slowest] * _t_quantile(len(steps) - 1, 0.05 / len(analyses))
+        return _answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))
     if ranks.why_no_waits:
         return RankAnswer(why_unknown=ranks.why_no_waits)
-    late_ms = [statistics.fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
+    late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
+    others_ms = [ms for rank, ms in enumerate(late_ms) if rank not in candidates]
     stragglers = []
-    for rank in sorted(candidates, key=lambda rank: -means[rank]):
-        others = [ms for other, ms in enumerate(late_ms) if other not in candidates]
-        if ranks.is_pipeline or not others or late_ms[rank] - statistics.median(others) >= 0.3 * means[rank]:
-            excess_ms = float(means[rank])
-            about = analyses[rank].label, analyses[rank].file, excess_ms, 100 * excess_ms / step_ms
-            stragglers.append(Straggler(*about, _longer_parts(analyses, rank, excess_ms)))
+    for rank in sorted(candidates, key=lambda rank: -means_ms[rank]):
+        if ranks.is_pipeline or not others_ms or late_ms[rank] - median(others_ms) >= 0.3 * means_ms[rank]:
+            ms, why = float(means_ms[rank]), _longer_parts(analyses, rank, float(means_ms[rank]))
+            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, ms, 100 * ms / step_ms, why))
     if not stragglers:
-        longer = f"computes or idles {100 * means[slowest] / step_ms:.1f} % of a step longer"
+        longer = f"computes or idles {slowest_percent:.1f} % of a step longer"
         return RankAnswer(why_unknown=f"{analyses[slowest].label} {longer}, and does not come last to the collectives")
     return RankAnswer(tuple(stragglers))
 
 
-def _excess_ms(
+def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching, unseen_ms: float) -> RankAnswer:
+    """Say that no rank is slow, or why nobody can tell; one may take ``unseen_ms`` longer without being seen."""
+    steps, step_ms = _common_steps(analyses)
+    unseen_percent = 100 * unseen_ms / step_ms
+    if ranks.missing:
+        return RankAnswer(why_unknown=f"{ranks.missing}, and may be what the others wait for")
+    if unseen_percent > 100 * _MOST_UNSEEN:
+        unseen = f"a rank could take {unseen_percent:.1f} % of a step longer unseen"
+        return RankAnswer(why_unknown=f"the steps vary: {unseen}")
+    # Files of earlier versions hold no such times. Stages of a pipeline come one after another.
+    if ranks.first_late_ms and not ranks.is_pipeline:
+        late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
+        last = int(late_ms.argmax())
+        least_errors = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+        if late_ms[last] > max(unseen_ms, least_errors * errors_ms[last]):
+            late = f"comes {late_ms[last]:.3g} ms later than the others to the first collective of a step"
+            return RankAnswer(why_unknown=f"{analyses[last].label} {late}, yet does not compute or idle longer")
+    return RankAnswer(unseen_percent=unseen_percent)
+
+
+def _mean_excess(
     times_ms: Sequence[Sequence[float]], steps: Sequence[tuple[int, ...]]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return by how much times of each rank by step exceed the median of the others', and the mean's standard error."""
+    """Return each rank's mean excess, in ms a step, over the median of the others, and the mean's standard error."""
     times = np.array([[row[step[rank]] for step in steps] for rank, row in enumerate(times_ms)])
     excess = np.array([row - np.median(np.delete(times, rank, 0), axis=0) for rank, row in enumerate(times)])
     return excess.mean(axis=1), excess.std(axis=1, ddof=min(1, len(steps) - 1)) / len(steps) ** 0.5
 
 
 def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], float]:
-    """Places of each step that all ranks have, in the steps of each, without pauses; and the median length."""
+    """Return of each step that all ranks have, but for pauses, its place on each rank; and the median length in ms."""
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
     common = sorted(set.intersection(*map(set, numbers)) - {-1})
-    places = [tuple(row.index(number) for row in numbers) for number in common]
-    lengths = [max(analysis.step_ms[step[rank]] for rank, analysis in enumerate(analyses)) for step in places]
-    median = statistics.median(lengths) if lengths else 0.0
-    return [step for step, ms in zip(places, lengths, strict=True) if ms <= _PAUSE_MEDIANS * median], median
+    steps = [tuple(of_rank.index(number) for of_rank in numbers) for number in common]
+    lengths_ms = [max(analysis.step_ms[step[rank]] for rank, analysis in enumerate(analyses)) for step in steps]
+    median_ms = median(lengths_ms) if steps else 0.0
+    return [step for step, ms in zip(steps, lengths_ms, strict=True) if ms <= _PAUSE_MEDIANS * median_ms], median_ms
 
 
 def _t_quantile(degrees: int, tail: float) -> float:
@@ -416,24 +425,25 @@ def _t_quantile(degrees: int, tail: float) -> float:
 
 
 def _longer_parts(analyses: Sequence[Analysis], rank: int, excess_ms: float) -> str:
-    """The parts, and of computing the kinds of kernel, that are longer on a rank, in words."""
+    """Say which parts of a step, and of computing which kinds of kernel, are longer on a rank; "" for none."""
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
     descriptions = []
-    for part, ms in _longer(parts, rank, 0.2 * excess_ms):
-        kinds = _longer(list(map(_kind_ms, analyses)), rank, 0.2 * ms) if part == StepPart.COMPUTING else []
+    for part, ms in _longer_times(parts, rank, 0.2 * excess_ms):
+        kinds = _longer_times(list(map(_kind_ms, analyses)), rank, 0.2 * ms) if part == StepPart.COMPUTING else []
         listed = ", ".join(f"{kind} {kind_ms:.3g} ms" for kind, kind_ms in kinds)
         descriptions.append(f"{part} {ms:.3g} ms" + (f" ({listed})" if listed else ""))
     return ", ".join(descriptions) + " longer" if descriptions else ""
 
 
-def _longer(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: float) -> list[tuple[str, float]]:
-    """Return which times of a rank are longer than the median of the others, and by how much; the most first."""
+def _longer_times(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: float) -> list[tuple[str, float]]:
+    """Return which times of a rank exceed the median of the others' by more than ``least_ms``, and by how many ms."""
     others = [times for other, times in enumerate(times_ms) if other != rank]
-    more = [(name, ms - statistics.median(o.get(name, 0.0) for o in others)) for name, ms in times_ms[rank].items()]
-    return sorted(((name, ms) for name, ms in more if ms > least_ms), key=lambda item: -item[1])
+    excess_ms = {name: ms - median(times.get(name, 0.0) for times in others) for name, ms in times_ms[rank].items()}
+    return sorted(((name, ms) for name, ms in excess_ms.items() if ms > least_ms), key=lambda item: -item[1])
 
 
 def _kind_ms(analysis: Analysis) -> Mapping[str, float]:
+    """Return the mean time of a step's kernels by kind."""
     totals: dict[str, float] = defaultdict(float)
     for kernel in analysis.kernels:
         totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)

@@ -1,11 +1,10 @@
 """Opens a profiler's file, of whatever kind it is, and the files of several ranks."""
 
-import os
 import re
 import sqlite3
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +21,11 @@ from cs336sys.machine.diagnosis.profilers import find_nsys
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.foreign import MIB
 
-# Strangers' files: damaged compression, tables and text.
-_DAMAGED = (OSError, EOFError, zlib.error, zipfile.BadZipFile, sqlite3.DatabaseError, ArithmeticError, RecursionError)
-_WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)
+# What damaged compression, tables, text and values raise.
+_DAMAGE = (
+    *(OSError, EOFError, zlib.error, zipfile.BadZipFile, sqlite3.DatabaseError, ArithmeticError, RecursionError),
+    *(ValueError, KeyError, TypeError, AttributeError),
+)
 
 
 def open_capture(path: Path, called: str | None = None) -> Capture:
@@ -42,7 +43,8 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"{called} is a pipe or a device, and a report is read more than once: give a file")
         with path.open("rb") as stream:
-            head, size = stream.read(4096), os.fstat(stream.fileno()).st_size
+            head = stream.read(4096)
+        size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read {called}: {error.strerror or error}") from error
     if size > FILE_BYTES:
@@ -68,15 +70,13 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
         )
     is_text = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
     if not is_database and not is_text and not head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
-        raise UsageError(
-            f"{called} is no report: it should be a .nsys-rep or .sqlite file of Nsight Systems, or a trace of "
-            "torch.profiler (.json, .json.gz)"
-        )
+        formats = "a .nsys-rep or .sqlite file of Nsight Systems, or a trace of torch.profiler (.json, .json.gz)"
+        raise UsageError(f"{called} is no report: it should be {formats}")
     try:
         return check_capture(load_export(path) if is_database else load_trace(path))
     except UsageError as error:
         raise UsageError(f"{called} {error}") from error
-    except (*_DAMAGED, *_WRONG_VALUES) as error:
+    except _DAMAGE as error:
         if getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT":
             raise UsageError(f"{called} {TOO_SLOW}") from error
         kind = "an SQLite database" if is_database else "a trace of torch.profiler"
@@ -87,14 +87,13 @@ _ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
 
 
 @dataclass(frozen=True)
-class Read:
-    """Analyses of some captures.
+class AnalysedCaptures:
+    """Captures that were read and analysed.
 
     Attributes:
-        analyses: of each GPU; of several ranks in their order.
-        timelines: of the same.
+        analyses, timelines: of each GPU, ordered by rank.
         capture: the first file.
-        ranks: what they say together; None for a single GPU, or where no collectives match.
+        ranks: the analysis of all together; None for a single GPU, or where no collectives match.
         notes: how ranks were told apart.
     """
 
@@ -106,28 +105,28 @@ class Read:
 
 
 def capture_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and those of the folders among them.
+    """Return the files, and those of the folders among them, each once.
 
     Raises:
         UsageError: a folder holds no capture.
     """
-    files: list[Path] = []
+    files: dict[Path, None] = {}
     for path in paths:
         inside = [path]
         if path.is_dir():
-            inside = sorted((file for file in path.iterdir() if file.name.endswith(_ENDINGS)), key=_natural_order)
+            inside = sorted((file for file in path.iterdir() if file.name.endswith(_ENDINGS)), key=_natural_key)
             if not inside:
                 raise UsageError(f"{path} is a folder without captures: files that end in {', '.join(_ENDINGS)}")
-        files += [file for file in inside if file not in files]
-    return files
+        files |= dict.fromkeys(inside)
+    return list(files)
 
 
-def _natural_order(path: Path) -> list[tuple[int, str]]:
-    """Sort numbers in names by their values: rank 2 before rank 10."""
+def _natural_key(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers in names by their values: rank 2 before rank 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
 
 
-class _RankCapture(NamedTuple):
+class _GpuCapture(NamedTuple):
     """One GPU of one file; ``gpus`` is how many the file has."""
 
     path: Path
@@ -136,7 +135,7 @@ class _RankCapture(NamedTuple):
     gpus: int
 
 
-def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
+def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCaptures:
     """Read one capture, or those of several ranks.
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
@@ -155,69 +154,71 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
             of_file = timelines(capture, step)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
-        gpus += [_RankCapture(path, capture, timeline, len(of_file)) for timeline in of_file]
-    rank_of, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus})
-    gpus.sort(key=lambda gpu: (rank_of[gpu.path], gpu.timeline.gpu[0]))
+        gpus += [_GpuCapture(path, capture, timeline, len(of_file)) for timeline in of_file]
+    rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus})
+    gpus.sort(key=lambda gpu: (rank_of_file[gpu.path], gpu.timeline.gpu[0]))
+    gpu_timelines = tuple(gpu.timeline for gpu in gpus)
     ranks = None
     if len(gpus) > 1:
-        missing = "" if len(rank_of) == 1 else _missing_ranks(gpus, rank_of.values(), is_counted=_COUNTED in notes)
-        ranks = match_ranks([gpu.timeline for gpu in gpus], missing)
+        ranks = match_ranks(gpu_timelines, _missing_ranks(gpus, rank_of_file, is_order=_RANKS_BY_ORDER in notes))
         if ranks is None:
             notes += ("no collectives that join ranks are on more than one rank, so that nobody can say who waited",)
     analyses = []
-    for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of), strict=True)):
-        waiting_ns = None if ranks is None or ranks.matching.why_no_waits else ranks.waiting_ns[place]
-        analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, -1 if ranks is None else len(gpus))
-        analyses.append(analysis if ranks is None else replace(analysis, step_numbers=ranks.step_numbers[place]))
-    return Read(tuple(analyses), tuple(gpu.timeline for gpu in gpus), gpus[0].capture, ranks, notes)
+    for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of_file), strict=True)):
+        if ranks is None:
+            analyses.append(analyze(gpu.capture, gpu.timeline, gpu.path, label))
+            continue
+        waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[place]
+        analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, ranks=len(gpus))
+        analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
+    return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
 
 
-_COUNTED = "the files do not say their ranks, which are their order here"
+_RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 
 
-def _ranks_of_files(recorded: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
-    """Return the rank of each file, and a note about them.
-
-    Args:
-        recorded: of each file, the rank that it names.
-    """
-    ranks = [rank for rank in recorded.values() if rank is not None]
-    if len(recorded) == 1 or len(set(ranks)) == len(recorded):
-        return dict(zip(recorded, ranks or [0], strict=True)), ()
-    names = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded]
-    named = [int(name[1]) for name in names if name]
-    if len(set(named)) == len(recorded):
-        return dict(zip(recorded, named, strict=True)), ("ranks by the names of the files",)
-    if len(ranks) < len(recorded):
-        return {path: place for place, path in enumerate(recorded)}, (_COUNTED,)
+def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
+    """Return the rank of each file, and notes on them; ``recorded_ranks`` has the rank that each file itself names."""
+    ranks = [rank for rank in recorded_ranks.values() if rank is not None]
+    if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
+        return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()
+    matches = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded_ranks]
+    ranks_in_names = [int(match[1]) for match in matches if match]
+    if len(set(ranks_in_names)) == len(recorded_ranks):
+        return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
+    if len(ranks) < len(recorded_ranks):
+        return {path: place for place, path in enumerate(recorded_ranks)}, (_RANKS_BY_ORDER,)
     twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-    both = " and ".join(str(path) for path, rank in recorded.items() if rank == twice)
+    both = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == twice)
     raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
 
 
-def _labels(gpus: Sequence[_RankCapture], rank_of: Mapping[Path, int]) -> list[str]:
+def _labels(gpus: Sequence[_GpuCapture], rank_of: Mapping[Path, int]) -> list[str]:
+    """Return what tells each GPU from the others; "" for the only one."""
     if len(rank_of) > 1:
         return [f"rank {rank_of[gpu.path]}" + (f", GPU {gpu.timeline.gpu[0]}" if gpu.gpus > 1 else "") for gpu in gpus]
-    labels = [f"GPU {gpu.timeline.gpu[0]}" if len(gpus) > 1 else "" for gpu in gpus]
-    if len(set(labels)) < len(gpus):
-        labels = [f"GPU {gpu.timeline.gpu[0]} of process {gpu.timeline.process[0]}" for gpu in gpus]
-    return labels
+    numbers = [gpu.timeline.gpu[0] for gpu in gpus]
+    if len(set(numbers)) < len(gpus):
+        return [f"GPU {gpu.timeline.gpu[0]} of process {gpu.timeline.process[0]}" for gpu in gpus]
+    return [f"GPU {number}" if len(gpus) > 1 else "" for number in numbers]
 
 
-def _missing_ranks(gpus: Sequence[_RankCapture], ranks: Collection[int], *, is_counted: bool) -> str:
-    """Name the ranks that the files or their groups speak of, and that have no file."""
-    worlds = [gpu.capture.ranks for gpu in gpus]
+def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int], *, is_order: bool) -> str:
+    """Name the ranks of the world that have no file, if ranks are just the files' order their number; "" for none."""
+    if len(rank_of_file) == 1:
+        return ""
+    world_sizes = [gpu.capture.ranks for gpu in gpus]
     for gpu in gpus:
         records = gpu.timeline.collective_records
-        worlds += [record.ranks for record in records[:1000]]
+        world_sizes += [record.ranks for record in records[:1000]]
         for group in {record.group for record in records if "..." not in record.group}:
             listed = re.search(r"\[[\d, ]*\]", group)
-            worlds += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
-    world = max(worlds)
-    missing = [] if is_counted else sorted(set(range(min(world, 100_000))) - set(ranks))
-    if not missing and (not is_counted or len(ranks) >= world):
+            world_sizes += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
+    world, files = max(world_sizes), len(rank_of_file)
+    missing = [] if is_order else sorted(set(range(min(world, 100_000))) - set(rank_of_file.values()))
+    if not missing and (not is_order or files >= world):
         return ""
-    if is_counted or len(missing) > 8:
-        return f"{world - len(ranks)} of {world} ranks have no file"
+    if is_order or len(missing) > 8:
+        return f"{world - files} of {world} ranks have no file"
     noun, verb = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
     return f"{noun} {', '.join(map(str, missing))} of {world} {verb} no file"

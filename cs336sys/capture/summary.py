@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 
 from cs336sys.capture.capture import Capture, Ranges, SavedRecord
 from cs336sys.capture.intervals import Cover, Nested, Times, is_within_another
-from cs336sys.capture.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
+from cs336sys.capture.range_names import ATTENTION_PARTS, STEP, STEP_PHASES, run_configuration
 from cs336sys.capture.timeline import PROFILER_STEP, LaunchedWork, Timeline, timelines
 from cs336sys.errors import UsageError
 
-# Ranges that no program named, by their numbers from the end of all names.
+# Ranges that no program named, and their numbers, which count from the end of all names.
 _UNNAMED = ("the whole capture", "ProfilerStep")
 _WHOLE_CAPTURE, _PROFILER_STEP = -2, -1
-# Annotations that cover less of the work's time than this do not speak for the capture.
-_COVERED_PERCENT = 95.0
-# Less than this share of the GPU's time given to phases means that the answers would be wrong, not imprecise.
-_ATTRIBUTED_PERCENT = 95.0
+# Annotations that cover less of the work's time than this do not speak for the capture; and if phases have less of it,
+# answers are wrong, not imprecise.
+_LEAST_PERCENT = 95.0
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class RangeTime:
 
     Attributes:
         count: how many ranges there are.
-        wall_ns: their own length on the CPU's clock.
+        wall_ns: length of the ranges on the CPU's clock.
         kernels: kernels, copies and fills launched in them.
-        kernel_ns: how long each of these ran, added up; more than ``busy_ns`` where some ran side by side.
+        kernel_ns: durations of these, added up; more than ``busy_ns`` where some ran side by side.
         busy_ns: how long at least one of them ran.
-        span_ns: from the start of the first one to the end of the last one, range by range.
-        gpu: the number of the GPU on which this work ran; None for that of all.
+        span_ns: from the start of a range's first kernel to the end of its last.
+        gpu: the number of the GPU that did this work; None for all GPUs.
     """
 
     name: str
@@ -62,20 +61,20 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile(SavedRecord):
-    """A capture's answer about its phases.
+    """A capture summed up by phase.
 
     Attributes:
-        profiler: what made the capture.
+        profiler: the program that made the capture.
         is_gpu: False where CPU operations replace kernels.
         phases: in the order in which they first begin; they do not overlap.
-        step: the ranges called ``step``, which the phases are parts of; None where there are none.
-        parts: those of the attention on the forward pass, by launching thread, within the steps.
+        step: the ranges called ``step``, which consist of the phases; None where there are none.
+        parts: parts of the attention in the forward pass, by launching thread, within the steps.
         kernels: by phase and kernel, the longest first.
         part_kernels: likewise for ``parts``.
-        attributed_percent: share of the work's time that has a phase, in the time from the first to the last step, or
-            of all work whose launch was recorded where the phases were chosen by hand and need not cover everything.
+        attributed_percent: share of the work's time that has a phase, in the time from the first to the last step;
+            where the phases were chosen by hand and need not cover everything, the share whose launch was recorded.
         configuration: what ``cs336sys nsys`` ran, as its report says.
-        phases_are: what the phases are in a capture without ours where none were chosen, one sentence.
+        phases_are: a sentence that says which phases were chosen, where neither we nor the user named them.
         of_gpus: phases and steps GPU by GPU, in a capture of several: where one waits, another may be busy.
         damage: what the capture lacks, or holds that cannot be, a sentence each.
         is_idle_known: False where work or launches are missing.
@@ -106,7 +105,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     Args:
         chosen: names of the ranges that are the phases; none for those of ``cs336sys nsys``, or where it has none,
             for torch.profiler's steps, the outermost annotations, or the capture as a whole.
-        gpus: the capture's timelines, where they are known.
+        gpus: the capture's timelines, if the caller has them already.
 
     Raises:
         UsageError: a chosen range is unknown, the chosen ones overlap, or phases have too little of the work.
@@ -118,35 +117,36 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     if _WHOLE_CAPTURE in phases.name:
         # Work without a launch is launched when it begins.
         work = replace(work, launched=np.where(work.launched < 0, work.start, work.launched))
-    has_steps = not (chosen or phases_are)
-    steps = capture.named(capture.ranges, STEP.__eq__ if has_steps else ().__contains__)
+    phases_are_ours = not (chosen or phases_are)
+    steps = capture.rows_named(capture.ranges, STEP.__eq__ if phases_are_ours else ().__contains__)
     steps = _outermost(steps, steps.process)
-    parts = capture.named(capture.ranges, ATTENTION_PARTS.__contains__)
+    parts = capture.rows_named(capture.ranges, ATTENTION_PARTS.__contains__)
     parts = _outermost(parts, parts.process, parts.thread, parts.name)
     # A warm-up has attention too.
     is_in_step = Nested(steps.start, steps.stop, steps.process).innermost(parts.start, parts.process) >= 0
     parts = parts.select(is_in_step | ~np.isin(parts.process, steps.process))
-    in_phase, in_part = work.launched_in(phases), work.launched_in(parts, same_thread=True)
-    percent = _attributed_percent(work, in_phase >= 0, Ranges.joined(phases, steps) if has_steps else None)
+    phase_of_work, part_of_work = work.launched_in(phases), work.launched_in(parts, same_thread=True)
+    covered = Ranges.joined(phases, steps) if phases_are_ours else None
     texts = [*capture.texts, *_UNNAMED]
     step = _range_times(texts, work, steps, work.launched_in(steps))
-    numbers = np.unique(work.gpu).tolist()
+    gpu_numbers = np.unique(work.gpu).tolist()
     of_gpus = []
-    for gpu in numbers if len(numbers) > 1 else ():
-        part = work.select(work.gpu == gpu)
+    for gpu in gpu_numbers if len(gpu_numbers) > 1 else ():
+        gpu_work = work.select(work.gpu == gpu)
         for ranges in (phases, steps):
-            of_gpu = ranges.select(np.isin(ranges.process, part.process))
-            of_gpus += [replace(row, gpu=gpu) for row in _range_times(texts, part, of_gpu, part.launched_in(of_gpu))]
+            gpu_ranges = ranges.select(np.isin(ranges.process, gpu_work.process))
+            times = _range_times(texts, gpu_work, gpu_ranges, gpu_work.launched_in(gpu_ranges))
+            of_gpus += [replace(time, gpu=gpu) for time in times]
     return Profile(
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
-        phases=_range_times(texts, work, phases, in_phase),
+        phases=_range_times(texts, work, phases, phase_of_work),
         step=step[0] if step else None,
-        parts=_range_times(texts, work, parts, in_part),
-        kernels=_kernel_times(texts, work, phases, in_phase),
-        part_kernels=_kernel_times(texts, work, parts, in_part),
-        attributed_percent=percent,
-        configuration=capture.configuration(),
+        parts=_range_times(texts, work, parts, part_of_work),
+        kernels=_kernel_times(texts, work, phases, phase_of_work),
+        part_kernels=_kernel_times(texts, work, parts, part_of_work),
+        attributed_percent=_attributed_percent(work, phase_of_work >= 0, covered),
+        configuration=next(filter(None, map(run_configuration, capture.range_names())), None),
         phases_are=phases_are,
         of_gpus=tuple(of_gpus),
         damage=capture.damage.sentences,
@@ -160,7 +160,7 @@ def _outermost(ranges: Ranges, *keys: Times) -> Ranges:
 
 
 def _overlap(ranges: Ranges) -> list[int]:
-    """Return the names of two ranges of a process that overlap and are called differently."""
+    """Return the names of two ranges of a process that overlap and are called differently, or none."""
     order = np.lexsort((-ranges.stop, ranges.start, ranges.process))
     before, after = ranges.select(order[:-1]), ranges.select(order[1:])
     is_overlap = (before.process == after.process) & (after.start < before.stop) & (after.name != before.name)
@@ -168,14 +168,10 @@ def _overlap(ranges: Ranges) -> list[int]:
 
 
 def _named_phases(capture: Capture, names: Sequence[str]) -> Ranges:
-    """Return the ranges of these names.
-
-    Raises:
-        UsageError: there are none of a name, or two overlap.
-    """
+    """Return the ranges of these names, or raise a UsageError: there are none of a name, or two overlap."""
     for name in names:
         capture.require_range(name, "--range")
-    phases = capture.named(capture.ranges, names.__contains__)
+    phases = capture.rows_named(capture.ranges, names.__contains__)
     phases = _outermost(phases, phases.process, phases.name)
     if overlap := _overlap(phases):
         both = " and ".join(f"'{capture.texts[name]}'" for name in overlap)
@@ -184,22 +180,22 @@ def _named_phases(capture: Capture, names: Sequence[str]) -> Ranges:
 
 
 def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
-    """Ranges to sum up in a capture without ours, and a sentence that says which they are.
+    """Choose the ranges to sum up in a capture without ours, and return them with a sentence that names them.
 
-    Those are torch.profiler's steps; without any the outermost annotations, if they cover the work and those of
+    They are torch.profiler's steps; without any the outermost annotations, if they cover the work and those of
     different names do not overlap; else a range around everything.
     """
     is_step = capture.is_named(capture.ranges.name, PROFILER_STEP.match)
     steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
-    in_steps = work.launched_in(steps) >= 0
-    least_ns = _COVERED_PERCENT / 100 * work.length.sum()
-    if in_steps.any() and work.length[work.launched >= 0].sum() >= least_ns:
+    is_in_step = work.launched_in(steps) >= 0
+    least_ns = _LEAST_PERCENT / 100 * work.length.sum()
+    if is_in_step.any() and work.length[work.launched >= 0].sum() >= least_ns:
         return steps, f"phases: the steps of torch.profiler, {len(steps)} of them; others are chosen with --range"
     outermost = _outermost(others, others.process)
     annotations = others.select(np.isin(others.name, outermost.name))
-    in_ranges = work.length[in_steps | (work.launched_in(outermost) >= 0)].sum()
-    if len(outermost) and in_ranges >= least_ns and not _overlap(annotations):
+    covered_ns = work.length[is_in_step | (work.launched_in(outermost) >= 0)].sum()
+    if len(outermost) and covered_ns >= least_ns and not _overlap(annotations):
         sentence = "phases: the program's own annotations, the outermost; others are chosen with --range"
         return _outermost(annotations, annotations.process, annotations.name), sentence
     rows = []
@@ -212,20 +208,18 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
 
 
 def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], covered: Ranges | None) -> float:
-    """Return the share of the work's time that has a phase, or where phases need not cover everything, a launch.
+    """Return the share of the work's time that has a phase, and refuse one that is too small.
 
     Args:
-        covered: ranges from the first to the last of which phases cover everything; None where they need not.
-
-    Raises:
-        UsageError: the share is too small.
+        covered: ranges from the first to the last of which phases cover everything. None where they need not, and then
+            it is the share of the work whose launch was recorded.
     """
     has_launch = work.launched >= 0
     if not is_in_phase.any():
         raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
-    is_expected, is_placed = np.ones(len(work), bool), has_launch
+    is_expected, is_attributed = np.ones(len(work), bool), has_launch
     if covered is not None:
-        is_expected, is_placed = np.zeros(len(work), bool), is_in_phase
+        is_expected, is_attributed = np.zeros(len(work), bool), is_in_phase
         # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.
         times = np.where(has_launch, work.launched, work.start)
         for process in np.unique(covered.process).tolist():
@@ -233,40 +227,43 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
             is_inside = (times >= of_process.start.min()) & (times <= of_process.stop.max())
             is_expected |= (work.process == process) & is_inside
     expected_ns = int(work.length[is_expected].sum())
-    percent = 100 * int(work.length[is_expected & is_placed].sum()) / expected_ns
-    if percent < _ATTRIBUTED_PERCENT:
+    percent = 100 * int(work.length[is_expected & is_attributed].sum()) / expected_ns
+    if percent < _LEAST_PERCENT:
         raise UsageError(
             f"only {percent:.1f} % of {expected_ns / 1e6:.3g} ms of work on the GPU could be given to phases, "
-            f"{_ATTRIBUTED_PERCENT:g} % is the least: {work.length[~has_launch].sum() / 1e6:.3g} ms have no launch in "
+            f"{_LEAST_PERCENT:g} % is the least: {work.length[~has_launch].sum() / 1e6:.3g} ms have no launch in "
             "the capture, the rest was launched between phases"
         )
     return percent
 
 
-def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, owners: Times) -> tuple[RangeTime, ...]:
-    """Sums over some ranges by name, in the order of first begin; owners: the range of each work, -1 for none."""
-    chosen = np.flatnonzero(owners >= 0)
-    chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], owners[chosen]))]
+def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[RangeTime, ...]:
+    """Return the sums over ranges by name, in the order in which names first begin."""
+    chosen = np.flatnonzero(range_of >= 0)
+    chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], range_of[chosen]))]
     sums = np.zeros((len(ranges), 4), np.int64)
-    numbers, firsts = np.unique(owners[chosen], return_index=True)
-    for number, group in zip(numbers.tolist(), np.split(chosen, firsts[1:]), strict=False):
-        start, stop = work.start[group], work.stop[group]
-        sums[number] = len(group), (stop - start).sum(), Cover(start, stop).total, stop.max() - start.min()
+    numbers, firsts = np.unique(range_of[chosen], return_index=True)
+    for number, members in zip(numbers.tolist(), np.split(chosen, firsts[1:]), strict=False):
+        start, stop = work.start[members], work.stop[members]
+        sums[number] = len(members), (stop - start).sum(), Cover(start, stop).total, stop.max() - start.min()
     rows = []
     for name in dict.fromkeys(ranges.name[np.argsort(ranges.start, kind="stable")].tolist()):
         of_name = ranges.name == name
-        wall_ns = int((ranges.stop - ranges.start)[of_name].sum())
-        rows.append(RangeTime(texts[name], int(of_name.sum()), wall_ns, *sums[of_name].sum(axis=0).tolist()))
+        wall_ns = int(ranges.length[of_name].sum())
+        kernels, kernel_ns, busy_ns, span_ns = sums[of_name].sum(axis=0).tolist()
+        rows.append(RangeTime(texts[name], int(of_name.sum()), wall_ns, kernels, kernel_ns, busy_ns, span_ns))
     return tuple(rows)
 
 
-def _kernel_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, owners: Times) -> tuple[KernelTime, ...]:
-    chosen = np.flatnonzero(owners >= 0)
-    pairs = np.column_stack((ranges.name[owners[chosen]], work.name[chosen]))
+def _kernel_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[KernelTime, ...]:
+    """Return the launches by name of range and kernel, the longest sum first."""
+    chosen = np.flatnonzero(range_of >= 0)
+    pairs = np.column_stack((ranges.name[range_of[chosen]], work.name[chosen]))
     order = np.lexsort((work.length[chosen], pairs[:, 1], pairs[:, 0]))
     groups, firsts = np.unique(pairs[order], axis=0, return_index=True)
     rows = []
     for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts[1:]), strict=False):
+        # Sorted, so that the first is the least and the last the most.
         statistics = (int(times.sum()), float(np.median(times)), int(times[0]), int(times[-1]))
         std_ns = float(np.std(times, ddof=1)) if len(times) > 1 else None
         rows.append(KernelTime(texts[name], texts[kernel], len(times), *statistics, std_ns))

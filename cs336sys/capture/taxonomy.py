@@ -127,7 +127,7 @@ _COMPILED = tuple((category, re.compile("|".join(patterns), re.IGNORECASE)) for 
 
 @functools.cache
 def category_of(kernel: str) -> Category:
-    """Return the kind by a kernel's full name or that of a CPU operation.
+    """Return the kind of a kernel, or of a CPU operation, by its full name.
 
     A name says nothing about purpose: the kernels of a softmax written as several operations are elementwise and
     reductions, and so are those of an eager RMSNorm.
@@ -148,49 +148,44 @@ _OPERATION = re.compile(
     r"\b(?P<before>\w+?)(_kernel_cuda|_cuda_kernel|_kernel_impl|CUDAKernelImpl|_functor|Ops|_kernel(?=\()"
     r"|Functor((?P<scalar>On(Self|Other))?_(?P<after>\w+))?)\b|\blaunch_(?P<launched>\w+)(?=\()"
 )
+# Begins a kernel's arguments, of its template or of the function.
+_BRACKET = re.compile(r"[<(]")
 # What scatter and gather do with each element.
 _SCATTERED = re.compile(r"\b(TensorAssign|Reduce(Add|Multiply|Maximum|Minimum|Mean))\b")
-# Functors around the one that says what is computed, unless they stand alone. One operand of unary ones is a scalar.
+# Functors around the one that says what is computed, unless they stand alone. AUnary and BUnary have a scalar operand.
 _SCALAR_WRAPPERS = ("BUnary", "AUnary")
 _WRAPPERS = ("Binary", "Unary", "Compare", *_SCALAR_WRAPPERS)
 
 
 @functools.cache
 def short_name(kernel: str) -> str:
-    """A kernel's name without namespaces and arguments: ``vectorized_elementwise Mul<fp32>``.
+    """Return a kernel's name without namespaces and arguments: ``vectorized_elementwise Mul<fp32>``.
 
     The same for the names of nsys and of torch.profiler, which spell templates and lambdas differently. Different
     kernels can have the same short name.
     """
-    cute = _CUTE_CLASS.search(kernel)
-    if cute:
-        return cute[1]
+    cute_class = _CUTE_CLASS.search(kernel)
+    if cute_class:
+        return cute_class[1]
     text = _ANONYMOUS.sub("", kernel.removeprefix("void "))
-    base, bracket, arguments = _split_name(text)
-    if not bracket:
+    qualified, *arguments_of_kernel = _BRACKET.split(text, maxsplit=1)
+    function = qualified.rpartition("::")[2].strip()
+    if not arguments_of_kernel or not function:
         return text
-    base = base.rpartition("::")[2].strip()
-    if not base:
-        return text
-    if base in ("Kernel", "Kernel2", "device_kernel"):
+    (arguments,) = arguments_of_kernel
+    if function in ("Kernel", "Kernel2", "device_kernel"):
         # cutlass has one kernel, and its first argument says what it does.
         arguments = _ARCHITECTURE_WRAPPER.sub("", arguments)
-        return _split_name(arguments)[0].rpartition("::")[2].rstrip(">")
-    base = base.removesuffix("_kernel")
+        return _BRACKET.split(arguments, maxsplit=1)[0].rpartition("::")[2].rstrip(">")
+    function = function.removesuffix("_kernel")
     # gpu_kernel_impl is around operations on tensors of several dtypes, whatever they compute.
     matches = [match for match in _OPERATION.finditer(arguments) if match["before"] != "gpu"]
     if not matches:
         scattered = _SCATTERED.search(arguments)
-        return f"{base} {scattered[0]}" if scattered else base
+        return f"{function} {scattered[0]}" if scattered else function
     match = next((match for match in matches if match["before"] not in _WRAPPERS), matches[0])
     operation = match["after"] or match["launched"] or match["before"]
     if match["scalar"] or matches[0]["before"] in _SCALAR_WRAPPERS:
         operation += "_scalar"
     dtype = _DTYPE.search(arguments, matches[0].end())
-    return f"{base} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")
-
-
-def _split_name(name: str) -> tuple[str, str, str]:
-    """Split a name into what comes before its first bracket, the bracket, and the rest."""
-    match = re.search(r"[<(]", name)
-    return (name[: match.start()], match[0], name[match.end() :]) if match else (name, "", "")
+    return f"{function} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")

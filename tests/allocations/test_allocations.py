@@ -146,7 +146,7 @@ def test_one_block_keeps_its_number_and_a_gradient_its_parameters_module():
 def test_thinned_timeline_keeps_the_peaks():
     events = [Event(index, 1) for index in range(999)] + [Event(999, 5000), Event(999, -5000)]
     timeline = build_timeline(events, regions=[Region("forward", 0, len(events))])
-    points = thinned(timeline, 50)
+    points = thinned(timeline.bytes_by_category(), 50)
     assert len(points["position"]) <= 50
     assert points["position"] == sorted(points["position"])
     assert (points["position"][0], points["position"][-1]) == (0, 1001)

@@ -325,7 +325,7 @@ def test_differences_add_up():
     )
     found = changes(old, new)
     assert sum(change.difference for change in found) == new.size - old.size
-    assert {change.what for change in found} <= {"new", "gone", "larger", "smaller"}
+    assert {change.description for change in found} <= {"new", "gone", "larger", "smaller"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, backward_step, write_overlapping_ranks, write_ranks
 
 from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.ranks import RanksFound, _t_quantile, find_stragglers
+from cs336sys.capture.ranks import RankMatching, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
 from cs336sys.commands.trace.verdict import verdict
 from cs336sys.errors import UsageError
@@ -116,7 +116,7 @@ def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
     others = read_captures([path for number, path in enumerate(paths) if number != 2])
     assert others.ranks.matching.missing == "rank 2 of 4 has no file"
     assert answer_of(others).why_unknown.startswith("rank 2 of 4 has no file")
-    assert others.ranks.matching == RanksFound.from_json(json.loads(json.dumps(others.ranks.matching.to_json())))
+    assert others.ranks.matching == RankMatching.from_json(json.loads(json.dumps(others.ranks.matching.to_json())))
     sentences = verdict(others.analyses, others.ranks.matching)
     assert sentences[0] == "Rank 2 of 4 has no file: waiting for ranks is a lower bound."
     assert sentences[1].startswith("Cannot tell whether a rank holds the others up, because rank 2 of 4 has no file")
@@ -136,7 +136,7 @@ def test_ranks_that_are_slow_alike_are_all_named(tmp_path):
 
 def test_ranks_that_an_earlier_version_saved_are_answered(with_straggler):
     read, _ = with_straggler
-    saved = RanksFound.from_json({"matched": 60, "error_us": 1.0, "notes": []})
+    saved = RankMatching.from_json({"matched": 60, "error_us": 1.0, "notes": []})
     analyses = [Analysis.from_json(_earlier(analysis)) for analysis in read.analyses]
     assert [straggler.label for straggler in find_stragglers(analyses, saved).stragglers] == ["rank 5"]
 

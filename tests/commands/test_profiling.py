@@ -147,7 +147,7 @@ def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(profiling, "TrainStep", lambda workload, device: real_step(workload, torch.device("cpu")))
     with pytest.raises(CapabilityError, match=r"torch\.profiler saw no work on the GPU"):
-        profiling._under_torch_profiler(ProfileWorkload(TINY), torch.device("cuda"), tmp_path, silent)
+        profiling._profile_under_torch(ProfileWorkload(TINY), torch.device("cuda"), tmp_path, silent)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,6 @@ def test_a_report_that_cannot_be_kept_leaves_that_of_before(tmp_path, monkeypatc
 
     monkeypatch.setattr(shutil, "copyfile", copy_half)
     with pytest.raises(OSError, match="No space left"):
-        profiling._keep(tmp_path / "report.sqlite", workload, "sqlite")
+        profiling._copy_kept_file(tmp_path / "report.sqlite", workload, "sqlite")
     assert kept.read_text() == "of before"
     assert list(tmp_path.iterdir()) == [kept]

@@ -29,8 +29,8 @@ from cs336sys.training.step import set_matmul_precision, time_steps, training_wa
 from cs336sys.training.user_models import telling_user_errors
 
 _WITHOUT_ONEDNN = (
-    "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this "
-    "CPU takes more memory"
+    "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this CPU takes more "
+    "memory"
 )
 
 
@@ -64,13 +64,13 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         if training.cuda_graph == "on":
             # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are in no captured step.
             free_gpu_memory()
-        peaks_by_counter = None
+        counted = None
         if device.type == "cuda":
             progress("counting peaks")
-            peaks_by_counter = counted_peaks(step)
+            counted = counted_peaks(step)
         progress("recording a step")
         timeline, history = record(step, follow_operations=not training.is_compiled)
-        peaks = peaks_by_counter or prediction.timeline_peaks(timeline)
+        peaks = counted or prediction.timeline_peaks(timeline)
         derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
         if workload.snapshot is not None:
             progress("writing the snapshot")
@@ -90,7 +90,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
 
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
-    """The peaks of the step on fake tensors, or a note where the user's model does not run on them."""
+    """Return the derived peaks of the step on fake tensors, none where a user's model cannot run on them, and notes."""
     try:
         traced = prediction.predicted_timeline(workload)
     except CapabilityError as error:
@@ -102,23 +102,23 @@ def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
 
 
 def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
-    """The CUDA allocator's own counters in each phase of one step, which nothing else observes."""
+    """Run a step, and return the peaks of the CUDA allocator's own counters in each phase."""
     peaks = []
 
     @contextlib.contextmanager
-    def phase_counter(name: str) -> Iterator[None]:
+    def count_peak(name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(step.device)
         yield
         allocated = torch.cuda.max_memory_allocated(step.device)
         peaks.append(prediction.PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
 
     step.release_graphs()
-    step.run_phases(phase_counter)
+    step.run_phases(count_peak)
     return peaks
 
 
 def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
-    """One step with the history of its allocations, see :class:`StepRecorder`."""
+    """Run a step, and return its timeline and the history of its allocations; see :class:`StepRecorder`."""
     step.release_graphs()
     on_gpu = step.device.type == "cuda"
     history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
@@ -130,61 +130,63 @@ def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTime
     return timeline, history
 
 
-# Traces take seconds: of models that are not ours no more plans are tried.
+# So many plans are tried where memory has no formula: a trace takes seconds.
 MOST_TRACES = 60
 
 
 def plan_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Plan one cell of ``memprof --plan``: runs in the worker process.
 
-    Derived columns: ``limit_bytes``, ``peak_bytes`` as configured, ``changes`` one by one, and the ``plan``, ``steps``
-    of which each adds a change, or None where nothing fits.
+    Derived columns: ``limit_bytes``; ``base_bytes``, the peak as configured; ``changes``, each alone; ``plan``, changes
+    one after another until the step fits, None where nothing fits.
     """
     workload = MemoryWorkload.from_configuration(configuration)
     return Outcome("ok", derived=_Planner(workload, configuration["limit_bytes"], progress).plan())
 
 
 class _Planner:
-    def __init__(self, workload: MemoryWorkload, limit: float, progress: Progress):
-        self._workload, self._limit, self._progress = workload, limit, progress
+    """Predicts a step with changes of its settings, and finds the cheapest ones that fit into a limit in bytes."""
+
+    def __init__(self, workload: MemoryWorkload, limit_bytes: float, progress: Progress):
+        self._workload, self._limit_bytes, self._progress = workload, limit_bytes, progress
         # On a CPU, what torch computes there differs from the formulas, which are a GPU's.
         training = workload.training
         self._by_formula = training.memory_is_known and training.device != "cpu"
         self._predictions: dict[tuple[MemoryWorkload, SettingChange | None], int | None] = {}
         self._traces = 0
-        self._failed = ""
+        self._failure = ""
 
     def plan(self) -> dict[str, Any]:
-        progress = self._progress
-        progress("predicting the step as it is")
-        base = self._peak_bytes(())
-        if base is None:
-            raise CapabilityError(self._failed)
+        """Return the derived columns; see :func:`plan_memory`."""
+        self._progress("predicting the step as it is")
+        base_bytes = self._peak_bytes(())
+        if base_bytes is None:
+            raise CapabilityError(self._failure)
         changes = memory_changes.possible_changes(self._workload)
         peaks: dict[SettingChange, int] = {}
         for number, change in enumerate(changes, start=1):
-            progress(f"predicting {change.option}, {number} of {len(changes)}")
+            self._progress(f"predicting {change.option}, {number} of {len(changes)}")
             if (peak_bytes := self._peak_bytes((change,))) is not None:
                 peaks[change] = peak_bytes
-        plan = () if base <= self._limit else self._cheapest(list(peaks))
-        # What is held once a change and those before it are made.
-        chosen = plan or ()
-        steps = [asdict(change) | {"peak_bytes": self._peak_bytes(chosen[:i])} for i, change in enumerate(chosen, 1)]
+        plan = () if base_bytes <= self._limit_bytes else self._cheapest(list(peaks))
         derived: dict[str, Any] = {
-            "limit_bytes": self._limit,
-            "base_bytes": base,
-            "changes": [asdict(c) | {"peak_bytes": peak, "saved_bytes": base - peak} for c, peak in peaks.items()],
-            "plan": None if plan is None else steps,
-            "by_formula": self._by_formula,
-            "least_bytes": min((size for size in self._predictions.values() if size is not None), default=base),
-            "tried": len(self._predictions),
+            "limit_bytes": self._limit_bytes,
+            "base_bytes": base_bytes,
+            "changes": [
+                asdict(c) | {"peak_bytes": peak, "saved_bytes": base_bytes - peak} for c, peak in peaks.items()
+            ],
+            "plan": None,
         }
         if plan is not None:
+            # The peak once a change and those before it are made.
+            peaks_bytes = [self._peak_bytes(plan[:count]) for count in range(1, len(plan) + 1)]
+            derived["plan"] = [asdict(c) | {"peak_bytes": peak} for c, peak in zip(plan, peaks_bytes, strict=True)]
             planned, ranks = self._changed(plan)
             command = hide_home(memory_changes.command_line(planned or self._workload))
-            program, memprof, rest = command.split(" ", 2)
-            derived["command"] = " ".join([program, memprof if ranks is None else ranks.option, rest])
-        return derived
+            program, memprof, options = command.split(" ", 2)
+            derived["command"] = " ".join([program, memprof if ranks is None else ranks.option, options])
+        least_bytes = min((size for size in self._predictions.values() if size is not None), default=base_bytes)
+        return derived | {"by_formula": self._by_formula, "least_bytes": least_bytes, "tried": len(self._predictions)}
 
     def _changed(self, plan: Sequence[SettingChange]) -> tuple[MemoryWorkload | None, SettingChange | None]:
         """Return the workload with the plan's changes, None where they exclude each other, and the change of ranks."""
@@ -192,10 +194,11 @@ class _Planner:
         return memory_changes.changed(self._workload, [change for change in plan if change is not ranks]), ranks
 
     def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
+        """Return the first plan, the cheapest, that fits; None if none does."""
         for plan in memory_changes.plans(changes):
             self._progress(f"trying {' '.join(change.option for change in plan)}")
             size = self._peak_bytes(plan)
-            if size is not None and size <= self._limit:
+            if size is not None and size <= self._limit_bytes:
                 # More GPUs come last: everything else is one command's settings.
                 return tuple(sorted(plan, key=lambda change: change.setting == "ranks"))
         return None
@@ -203,18 +206,19 @@ class _Planner:
     def _peak_bytes(self, plan: Sequence[SettingChange]) -> int | None:
         """Return a rank's peak, or None: changes exclude each other, no prediction, or :data:`MOST_TRACES` used up."""
         workload, ranks = self._changed(plan)
-        # A shared step of a user's model takes one micro-batch.
         is_ours = self._workload.training.is_ours
+        # A shared step of a user's model takes one micro-batch.
         if workload is None or (ranks is not None and not is_ours and workload.micro_batches > 1):
             return None
         if ranks is not None and is_ours:
             return memory_changes.sharded_bytes(workload, ranks)
         key = workload, ranks
         if key not in self._predictions and self._traces < MOST_TRACES:
-            self._predictions[key] = self._predicted(workload, ranks)
+            self._predictions[key] = self._predict(workload, ranks)
         return self._predictions.get(key)
 
-    def _predicted(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
+    def _predict(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
+        """Return the peak in bytes by formula or trace; None where there is no formula, or the model cannot run."""
         if self._by_formula:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1
@@ -223,7 +227,7 @@ class _Planner:
                 return bytes_with_shared_state(workload, memory_changes.number_of_ranks(ranks))
             traced = prediction.predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:
-            self._failed = str(error)
+            self._failure = str(error)
             return None
         return max(peak.allocated for peak in prediction.timeline_peaks(traced.timeline))
 
@@ -235,9 +239,10 @@ def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
         the peak of the rank that updates most.
     """
     training = workload.training
-    share = replace(training.size, batch_size=training.size.batch_size // ranks)
-    timeline = prediction.predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
-    whole = timeline.bytes_by_category()["optimizer state"]
+    rank_size = replace(training.size, batch_size=training.size.batch_size // ranks)
+    timeline = prediction.predicted_timeline(replace(workload, training=replace(training, size=rank_size))).timeline
+    whole_state = timeline.bytes_by_category()["optimizer state"]
+    # Parameters are fp32, and their state is two moments of 4 bytes.
     sizes = [allocation.size // 4 for allocation in timeline.allocations if allocation.category == "parameters"]
-    kept = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))
-    return max(int(total - (1 - kept) * state) for total, state in zip(timeline.totals(), whole, strict=True))
+    share = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))
+    return max(int(total - (1 - share) * state) for total, state in zip(timeline.totals(), whole_state, strict=True))

@@ -25,7 +25,7 @@ from cs336sys.settings.training import Workload
 if TYPE_CHECKING:
     from cs336sys.allocations.diagnosis import MemoryDiagnosis
 
-# What can be asked of snapshots; everything else says what to run.
+# The options that --from takes; all others say what to run.
 _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
 
 
@@ -40,7 +40,7 @@ class SnapshotOptions:
     html: Annotated[Path | None, writes_file("--html", help="Also write --from to this page.")] = None
 
     def show(self, top: int, snapshot: Path | None, output: OutputOptions) -> None:
-        """Print what the snapshots say, or what changed between two of them, and write it to ``html`` and ``snapshot``.
+        """Print what fills memory in snapshots, or what changed between two, and write it to ``html`` and ``snapshot``.
 
         Raises:
             UsageError: a file is no snapshot, or several are compared with several.
@@ -53,9 +53,9 @@ class SnapshotOptions:
         output.check()
         check_page_writable(self.html)
         check_directory(snapshot, ["memory"])
-        diagnoses = _diagnoses(self.source)
+        diagnoses = _read_diagnoses(self.source)
         if self.against:
-            before = _diagnoses(self.against)
+            before = _read_diagnoses(self.against)
             if len(before) > 1 and len(diagnoses) > 1:
                 raise UsageError(f"--against {len(before)}, --from {len(diagnoses)} snapshots: one of them must be one")
             tables = snapshots.snapshot_difference_tables(before, diagnoses, top)
@@ -78,7 +78,7 @@ class RecordingOptions(options.OptionGroup):
     snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None
 
     def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
-        """A cell for each workload, mode, checkpointing and number of micro-batches.
+        """Return a workload for each training, mode, checkpointing and number of micro-batches.
 
         Raises:
             UsageError: forward passes alone would be checkpointed.
@@ -88,12 +88,12 @@ class RecordingOptions(options.OptionGroup):
             raise UsageError(f"--checkpoint {','.join(self.checkpoint)}: {rule}")
         directory = None if self.snapshot is None else str(self.snapshot)
         workloads = [
-            MemoryWorkload(replace(training, mode=mode), strategy, self.predict, directory, parts)
+            MemoryWorkload(replace(training, mode=mode), strategy, self.predict, directory, micro_batches)
             for training in trainings
             for mode in modes
             # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
             for strategy in (self.checkpoint if MODES[mode].has_backward else ["none"])
-            for parts in (self.micro_batches if MODES[mode].updates_parameters else [1])
+            for micro_batches in (self.micro_batches if MODES[mode].updates_parameters else [1])
         ]
         return list(dict.fromkeys(workloads))
 
@@ -133,7 +133,7 @@ def memprof(
     workloads = recording.workloads(training.workloads(mode[:1]), mode)
     output.check()
     if recording.plan or recording.memory is not None:
-        _measure_plan(workloads, recording, sweeping, output)
+        _find_plan(workloads, recording, sweeping, output)
         return
     if dry_run:
         check_planned(sweeping, training.device, snapshot=snapshot)
@@ -151,6 +151,7 @@ def memprof(
 def _predict(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
+    """Show the plan of ``--dry-run``: memory by formulas, with ``--predict`` by traces in worker processes, too."""
     from cs336sys.commands.memprof.tables import plan_tables
     from cs336sys.tables.tidy import tidy
 
@@ -168,9 +169,10 @@ def _predict(
     sweep.report(lambda cells, _: plan_tables(cells, recording.top), output)
 
 
-def _measure_plan(
+def _find_plan(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
+    """Search and show the cheapest changes that make each workload fit into ``--memory``."""
     from cs336sys.commands.memprof.verdict import memory_plan_tables
 
     memory = recording.memory
@@ -178,33 +180,30 @@ def _measure_plan(
         raise UsageError("--plan needs to know how much memory there is: add --memory 80GiB")
     if not recording.plan:
         raise UsageError(f"--memory {memory}: is for --plan; add that, or leave it out")
-    limit = read_memory_limit(memory, "--memory")
+    limit_bytes = read_memory_limit(memory, "--memory")
     check_planned(sweeping, workloads[0].training.device, snapshot=recording.snapshot)
-    run_sweep(
-        "memprof",
-        "cs336sys.commands.memprof.measure:plan_memory",
-        [workload.configuration() | {"limit_bytes": limit} for workload in workloads],
-        SweepOptions(cell_timeout=sweeping.cell_timeout),
-    ).report(lambda cells, _: memory_plan_tables(cells), output)
+    configurations = [workload.configuration() | {"limit_bytes": limit_bytes} for workload in workloads]
+    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
+    sweep = run_sweep("memprof", "cs336sys.commands.memprof.measure:plan_memory", configurations, timeout)
+    sweep.report(lambda cells, _: memory_plan_tables(cells), output)
 
 
-def _diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
+def _read_diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
+    """Diagnose each device of the snapshots, of those in folders, too."""
     from cs336sys.allocations.diagnosis import diagnose_memory
     from cs336sys.allocations.dump import read_dump
 
     files: list[Path] = []
     # A file's own name may have commas.
-    parts_of_paths = [Path(part) for path in paths for part in ([path] if path.exists() else str(path).split(","))]
-    for path in parts_of_paths:
+    for path in (Path(part) for value in paths for part in ([value] if value.exists() else str(value).split(","))):
         snapshots = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
         if not snapshots:
-            raise UsageError(
-                f"{path}: this folder holds no .pickle; give a snapshot, or a folder of memprof --snapshot"
-            )
+            advice = "give a snapshot, or a folder of memprof --snapshot"
+            raise UsageError(f"{path}: this folder holds no .pickle; {advice}")
         files += snapshots
     names = [path.name for path in files]
     diagnoses = []
-    # Millions of values that stay: the collector would look at them again and again.
+    # Snapshots are millions of values that stay: the collector would look at them again and again.
     gc.disable()
     try:
         for path in files:

@@ -40,8 +40,8 @@ class CategoryStyle:
     ink: str = "#ffffff"
 
 
-# What stays lies at the bottom. The least difference of two colors is 18 (CIE 1976), also to those who see no red, no
-# green or no blue (Machado et al. 2009).
+# From the bottom up, what stays longest first. The least difference of two colors is 18 (CIE 1976), also to those who
+# see no red, no green or no blue (Machado et al. 2009).
 CATEGORY_STYLES = {
     "parameters": CategoryStyle("#1f4e96"),
     "optimizer state": CategoryStyle("#7fb2e5", "/", "#000000"),
@@ -55,16 +55,14 @@ CATEGORY_STYLES = {
 
 # Characters of a phase's name that an inch of the plot holds, at its font size of 9 points.
 _CHARACTERS_PER_INCH = 14.0
-
-# What fits above the plot at the title's 10 points without reaching the legend: 12.6 characters are an inch of 8.2.
+# Of a title's line, at 10 points above a plot of 8.2 inches: an inch holds 12.6.
 _TITLE_CHARACTERS = 95
-
-# Part of the plot's width next to either axis in which a number that is centred on its point would be cut.
+# So close to either side of the plot, in parts of its width, a number that is centred on its point would be cut.
 _NEAR_AXIS = 0.08
 
 
 def plot_timeline(derived: Mapping[str, Any], title: str, *paths: Path, option: str = "--snapshot") -> None:
-    """Bytes held by category over the events of a step, with its phases marked, to files of any ending.
+    """Draw bytes held by category over the events of a step, with its phases marked, to files of any ending.
 
     Args:
         derived: the timeline and its regions, as a cell's derived columns hold them.
@@ -80,15 +78,15 @@ def plot_timeline(derived: Mapping[str, Any], title: str, *paths: Path, option: 
 
 
 def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
-    """The picture of a cell's derived columns."""
+    """Return the picture of a cell's derived columns."""
     timeline = derived["timeline"]
     positions = timeline["position"]
     figure, ((axes,),) = new_axes(11, 5)
     categories = [category for category in CATEGORY_STYLES if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
-    highest = max(range(len(totals)), key=totals.__getitem__)
-    peak, unit = in_shown_unit(totals[highest], "bytes")
-    scale = peak / totals[highest] if totals[highest] else 1.0
+    peak_bytes = max(totals)
+    peak, unit = in_shown_unit(peak_bytes, "bytes")
+    scale = peak / peak_bytes if peak_bytes else 1.0
     shown = {name: [scale * size for size in timeline[name]] for name in categories if any(timeline[name])}
     if shown:
         areas = axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0)
@@ -98,14 +96,14 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
     rows = _name_phases(axes, derived["regions"], figure.get_figwidth() * 0.75)
-    # A label in the middle of the peak would be cut by the axis where that is near one.
-    part = positions[highest] / last
+    peak_position = positions[totals.index(peak_bytes)]
+    share = peak_position / last
     axes.annotate(
         f"{format_number(peak, unit)} {unit}",
-        (positions[highest], peak),
+        (peak_position, peak),
         xytext=(0, 4),
         textcoords="offset points",
-        ha="left" if part < _NEAR_AXIS else "right" if part > 1 - _NEAR_AXIS else "center",
+        ha="left" if share < _NEAR_AXIS else "right" if share > 1 - _NEAR_AXIS else "center",
         fontsize=9,
     )
     axes.set(xlabel="allocations and frees since the step began", ylabel=f"active memory, {unit}")
@@ -117,22 +115,22 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
 
 
 def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], inches: float) -> int:
-    """Lines where phases begin and names above the plot, each in the lowest row with room for it; how many rows."""
+    """Draw lines where phases begin, and above a plot of so many inches their names; return in how many rows."""
     first, last = axes.get_xlim()
-    ends: list[float] = []
+    row_ends: list[float] = []
     for region in regions:
         axes.axvline(region["start"], color="black", linewidth=0.6, linestyle=":")
         if region["end"] <= region["start"]:
             continue
-        half = len(region["name"]) / _CHARACTERS_PER_INCH / inches / 2
+        half_width = len(region["name"]) / _CHARACTERS_PER_INCH / inches / 2
         middle = ((region["start"] + region["end"]) / 2 - first) / (last - first)
-        middle = min(max(middle, half), 1 - half)
-        row = next((row for row, end in enumerate(ends) if end <= middle - half), len(ends))
-        ends[row : row + 1] = [middle + half]
+        middle = min(max(middle, half_width), 1 - half_width)
+        row = next((row for row, end in enumerate(row_ends) if end <= middle - half_width), len(row_ends))
+        row_ends[row : row + 1] = [middle + half_width]
         axes.text(
             middle, 1.01 + 0.045 * row, region["name"], transform=axes.transAxes, ha="center", va="bottom", fontsize=9
         )
-    return len(ends)
+    return len(row_ends)
 
 
 def timeline_page(
@@ -141,7 +139,7 @@ def timeline_page(
     tables: Sequence[Table],
     verdicts: Sequence["Verdict"] = (),
 ) -> str:
-    """The text of a page: verdicts, then timelines, then tables.
+    """Return the text of a page: verdicts, then timelines, then tables.
 
     Args:
         timelines: by name, each with its regions, as a cell's derived columns hold them.
@@ -153,18 +151,19 @@ def timeline_page(
     drawn = [_timeline_data(number, name, derived) for number, (name, derived) in enumerate(timelines)]
     body = pages.get_template("page.jinja").render(verdicts=verdicts, timelines=drawn)
     folder = resources.files("cs336sys.commands.memprof")
-    # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
+    # Even in a string, "</script" ends the script element, and "<!--<script" keeps its end from ending it.
     data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")
-    # A block of its own: names such as top are taken at a page's top level.
+    # In a block, as names such as top belong to the browser at the top level.
     script = f"for (const data of {data}) {{\n{(folder / 'timeline.js').read_text()}}}"
     return html_page(title, [body, *map(html_table, tables)], (folder / "timeline.css").read_text(), script)
 
 
 def _timeline_data(number: int, name: str, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what timeline.js draws; ``events`` are the distances of ticks to choose from."""
     timeline = derived["timeline"]
     styles = {category: asdict(style) for category, style in CATEGORY_STYLES.items() if any(timeline.get(category, ()))}
-    most = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)
-    highest, unit = in_shown_unit(most, "bytes")
+    peak_bytes = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)
+    peak, unit = in_shown_unit(peak_bytes, "bytes")
     return {
         "number": number,
         "name": name,
@@ -172,21 +171,21 @@ def _timeline_data(number: int, name: str, derived: Mapping[str, Any]) -> dict[s
         "regions": derived["regions"],
         "moment": derived.get("moment"),
         "styles": styles,
-        "unit": {"bytes": most / highest if most else 1, "label": unit},
-        "ticks": axis_ticks(most),
+        "unit": {"bytes": peak_bytes / peak if peak_bytes else 1, "label": unit},
+        "ticks": axis_ticks(peak_bytes),
         "events": [digit * 10**power for power in range(8) for digit in (1, 2, 5)],
     }
 
 
-def axis_ticks(most: float) -> list[dict[str, float | str]]:
-    """At most eleven ``bytes`` from 0 to ``most``, round in the unit of their ``label``."""
-    highest, unit = in_shown_unit(most, "bytes")
-    if not most:
+def axis_ticks(peak_bytes: float) -> list[dict[str, float | str]]:
+    """Return at most eleven ``bytes`` from 0 to the peak, round in the unit of their ``label``."""
+    peak, unit = in_shown_unit(peak_bytes, "bytes")
+    if not peak_bytes:
         return [{"bytes": 0, "label": "0 B"}]
-    power = 10.0 ** math.floor(math.log10(highest))
-    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if highest <= 10 * part * power)
-    count = math.floor(highest / step)
-    return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
+    power = 10.0 ** math.floor(math.log10(peak))
+    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)
+    ticks = [step * number for number in range(math.floor(peak / step) + 1)]
+    return [{"bytes": tick * peak_bytes / peak, "label": f"{tick:.4g} {unit}"} for tick in ticks]
 
 
 def check_directory(directory: Path | None, names: Iterable[str]) -> None:
@@ -198,13 +197,11 @@ def check_directory(directory: Path | None, names: Iterable[str]) -> None:
 
 def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:
     """Write every measured cell's timeline as ``.png`` and ``.svg`` and its page as ``.html``, or raise OutputError."""
-    for cell in cells:
-        if cell.status != "ok":
-            continue
-        path = directory / MemoryWorkload.from_configuration(cell.configuration).name
+    for cell in measured_cells(cells):
+        stem = directory / MemoryWorkload.from_configuration(cell.configuration).name
         title = timeline_title(cell, run)
         tables = with_rows(*memory_tables([cell], run, LARGEST_ALLOCATIONS))
-        write_timeline(path, cell.derived, title, timeline_page([("", cell.derived)], title, tables))
+        write_timeline(stem, cell.derived, title, timeline_page([("", cell.derived)], title, tables))
 
 
 def write_timeline(stem: Path, derived: Mapping[str, Any], title: str, page: str) -> None:
@@ -223,6 +220,7 @@ def timeline_title(cell: Cell, run: Run | None) -> str:
 
 
 def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    """Return a function that draws each measured cell's timeline."""
     return {
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
             plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"

@@ -1,7 +1,6 @@
 """The tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -9,35 +8,32 @@ from typing import Any
 
 from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES
-from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
+from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
 from cs336sys.commands.memprof.verdict import Verdict, size_words, verdicts
-from cs336sys.tables.table import Column, Table, named_columns, with_rows
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
 _MOST_REGIONS = 30
 
-(_SNAPSHOT,) = named_columns("snapshot")
+_SNAPSHOT = Column("snapshot", "snapshot", value=lambda diagnosis: diagnosis.name)
 _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES}
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
-    """The verdict first; then causes and how sure they are, who holds what, the largest kinds."""
+    """Build the tables of the verdict, of causes and how sure they are, of who holds what, of the largest kinds."""
     sorted_verdicts = verdicts(diagnoses)
     rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in sorted_verdicts]
     ordered = [verdict.diagnosis for verdict in sorted_verdicts]
     return [
         Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows),
-        *with_rows(_cause_table(sorted_verdicts), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top)),
+        *with_rows(_cause_table(sorted_verdicts), _holders_table(ordered), _ranks_table(ordered), _kinds(ordered, top)),
     ]
 
 
 def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
     columns = (
-        *named_columns("snapshot", "cause"),
-        Column("certainty", "how sure"),
-        Column("cause_bytes", "holds", "bytes"),
-        Column("why", "why"),
-        Column("advice", "what to do"),
+        _SNAPSHOT,
+        *named_columns("cause", certainty="how sure", cause_bytes="holds", why="why", advice="what to do"),
     )
     rows = [
         vars(cause) | {"snapshot": verdict.diagnosis.name, "cause": cause.name, "cause_bytes": cause.size}
@@ -47,44 +43,37 @@ def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
     return Table("causes", "causes, and how sure they are", columns, rows)
 
 
-def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
+def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
+    """Build the table of who holds how much at the moment of each diagnosis, and what is free."""
     columns = (
-        *named_columns("snapshot", "moment", "held_bytes"),
+        _SNAPSHOT,
+        Column("moment", "moment", value=_moment_name),
+        Column("held_bytes", "held", "bytes", lambda diagnosis: diagnosis.size),
         *_CATEGORIES.values(),
-        *named_columns(
-            "peak_bytes", "reserved_bytes", free_bytes="free in segments", largest_free_bytes="largest piece"
+        Column("peak_bytes", "peak", "bytes", lambda diagnosis: diagnosis.peak),
+        Column("reserved_bytes", "reserved", "bytes", lambda diagnosis: diagnosis.moment.free.reserved or None),
+        Column("free_bytes", "free in segments", "bytes", lambda diagnosis: diagnosis.moment.free.usable),
+        Column("largest_free_bytes", "largest piece", "bytes", lambda diagnosis: diagnosis.moment.free.largest),
+        Column(
+            "elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.moment.free.elsewhere or None
         ),
-        *named_columns(
-            elsewhere_bytes="free for others", asked_bytes="asked for", device_free_bytes="free of the device"
-        ),
-        Column("events", "events", "count"),
-        Column("steps", "steps", "count"),
+        *named_columns(asked_bytes="asked for", device_free_bytes="free of the device"),
+        Column("events", "events", "count", lambda diagnosis: diagnosis.moment.record.length),
+        Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
     notes = {"For a model that is there, memprof --memory 80GiB --plan finds the cheapest change that fits.": None}
     for diagnosis in diagnoses:
-        moment, free = diagnosis.moment, diagnosis.moment.free
-        row = {
-            "snapshot": diagnosis.name,
-            "moment": _moment_name(diagnosis),
-            "held_bytes": diagnosis.size,
-            "peak_bytes": diagnosis.peak,
-            "reserved_bytes": free.reserved or None,
-            "free_bytes": free.usable,
-            "largest_free_bytes": free.largest,
-            "elsewhere_bytes": free.elsewhere or None,
-            "events": moment.record.length,
-            "steps": len(moment.inference.steps) or None,
-        }
-        if moment.failure is not None:
-            row |= {"asked_bytes": moment.failure.size, "device_free_bytes": moment.failure.device_free}
-        rows.append(row | {_CATEGORIES[name].key: size or None for name, size in diagnosis.by_category.items()})
-        notes |= dict.fromkeys(_notes(diagnosis))
+        by_category = {_CATEGORIES[name].key: size or None for name, size in diagnosis.by_category.items()}
+        rows.append(fill_row(columns, diagnosis) | by_category)
+        if (failure := diagnosis.moment.failure) is not None:
+            rows[-1] |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
+        notes |= dict.fromkeys(_category_notes(diagnosis))
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 
-def _notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
-    """Yield how categories are known, and what is not."""
+def _category_notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
+    """Yield how the categories of memory were found, and what is not known of them."""
     record = diagnosis.moment.record
     if diagnosis.moment.inference.is_recorded:
         yield "Categories are those that memprof has recorded."
@@ -105,25 +94,22 @@ def _notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
 
 
 def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
-    """Return what each of several snapshots holds more than the median of all."""
+    """Build the table of what each of several snapshots holds more than the median of all."""
     if len(diagnoses) < 2:
         return None
     columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES.values())
     median_held = median(diagnosis.size for diagnosis in diagnoses)
-    middle = {name: median(diagnosis.by_category[name] for diagnosis in diagnoses) for name in FOREIGN_CATEGORIES}
-    rows: list[dict[str, Any]] = [
-        {"snapshot": diagnosis.name, "held_bytes": diagnosis.size - median_held}
-        | {
-            _CATEGORIES[name].key: difference
-            for name, size in diagnosis.by_category.items()
-            if (difference := size - middle[name])
-        }
-        for diagnosis in diagnoses
-    ]
+    medians = {name: median(diagnosis.by_category[name] for diagnosis in diagnoses) for name in FOREIGN_CATEGORIES}
+    rows = []
+    for diagnosis in diagnoses:
+        row: dict[str, Any] = {"snapshot": diagnosis.name, "held_bytes": diagnosis.size - median_held}
+        row |= {_CATEGORIES[name].key: size - medians[name] or None for name, size in diagnosis.by_category.items()}
+        rows.append(row)
     return Table("ranks", "who holds more than the median of all snapshots", columns, rows)
 
 
 def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
+    """Build the table of the ``top`` largest kinds of each diagnosis."""
     columns = (
         _SNAPSHOT,
         Column("size_bytes", "size of one", "bytes"),
@@ -141,9 +127,7 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
 
 
-def snapshot_difference_tables(
-    before: Sequence[MemoryDiagnosis], after: Sequence[MemoryDiagnosis], top: int
-) -> list[Table]:
+def snapshot_difference_tables(before: list[MemoryDiagnosis], after: list[MemoryDiagnosis], top: int) -> list[Table]:
     """Build tables of memory that is new, gone, larger or smaller from one snapshot to another, each at its moment."""
     pairs = [(old, new) for new in after for old in before if old.moment.record.device == new.moment.record.device]
     rows: list[dict[str, Any]] = []
@@ -151,11 +135,11 @@ def snapshot_difference_tables(
     for old, new in pairs:
         size_changes = changes(old, new)
         name = f"{old.name} to {new.name}"
-        shown, rest = size_changes[:top], size_changes[top:]
-        sizes = [(change.what, change.category, change.code, change.before, change.after) for change in shown]
-        if rest:
-            label = f"{len(rest)} more"
-            sizes.append((label, "", "", sum(change.before for change in rest), sum(change.after for change in rest)))
+        shown, others = size_changes[:top], size_changes[top:]
+        sizes = [(change.description, change.category, change.code, change.before, change.after) for change in shown]
+        if others:
+            before_size, after_size = sum(change.before for change in others), sum(change.after for change in others)
+            sizes.append((f"{len(others)} more", "", "", before_size, after_size))
         same = old.size - sum(change.before for change in size_changes)
         sizes += [("the same", "", "", same, same), ("all", "", "", old.size, new.size)]
         rows += [
@@ -163,13 +147,11 @@ def snapshot_difference_tables(
             | {"before_bytes": old_bytes, "after_bytes": new_bytes, "difference_bytes": new_bytes - old_bytes}
             for label, category, code, old_bytes, new_bytes in sizes
         ]
-        most = size_changes[0] if size_changes else None
         sentence = f"{size_words(new.size)} is held after {size_words(old.size)}"
-        if most is not None:
-            sentence += (
-                f"; the largest change is {most.what}: {most.category} from {most.code or 'no stack'}, "
-                f"{size_words(most.before)} to {size_words(most.after)}"
-            )
+        for largest in size_changes[:1]:
+            memory = f"{largest.category} from {largest.code or 'no stack'}"
+            before_and_after = f"{size_words(largest.before)} to {size_words(largest.after)}"
+            sentence += f"; the largest change is {largest.description}: {memory}, {before_and_after}"
         sentences.append({"snapshot": name, "verdict": f"{sentence}."})
     verdict = Table("verdict", "what has changed", (_SNAPSHOT, Column("verdict", "verdict")), sentences)
     columns = (_SNAPSHOT, *named_columns("what", "category", "code", "before_bytes", "after_bytes", "difference_bytes"))
@@ -178,21 +160,14 @@ def snapshot_difference_tables(
 
 
 def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
-    """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
+    """Return the data of a snapshot's picture: bytes by category after each event, steps, and the moment."""
     record, inference = diagnosis.moment.record, diagnosis.moment.inference
-    allocations = [
-        Allocation(block.address, block.size, block.start, block.end, "", category)
-        for block, category in zip(record.blocks, inference.categories, strict=True)
-    ]
-    starts = inference.steps if len(inference.steps) < _MOST_REGIONS else []
-    bounds = [0, *starts, record.length]
-    regions = [
-        Region(f"step {number}", start, end) for number, (start, end) in enumerate(pairwise(bounds), 1) if starts
-    ]
-    timeline = AllocationTimeline(allocations, record.length, regions, categories=FOREIGN_CATEGORIES)
+    by_category = {name: held_bytes(inference.blocks_of(name), record.length) for name in FOREIGN_CATEGORIES}
+    steps = pairwise([0, *inference.steps, record.length]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
+    regions = [{"name": f"step {number}", "start": start, "end": end} for number, (start, end) in enumerate(steps, 1)]
     return {
-        "timeline": thinned(timeline),
-        "regions": [asdict(region) for region in regions],
+        "timeline": thinned(by_category),
+        "regions": regions,
         "moment": {"position": diagnosis.moment.position, "name": _moment_name(diagnosis)},
     }
 
@@ -203,11 +178,11 @@ def _moment_name(diagnosis: MemoryDiagnosis) -> str:
 
 def snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table]) -> str:
     """Return a page: what fills each device and what to do about it, its timeline, then all tables but the verdict."""
-    diagnosed = verdicts(diagnoses)
-    timelines = [(verdict.diagnosis.name, timeline_data(verdict.diagnosis)) for verdict in diagnosed]
+    sorted_verdicts = verdicts(diagnoses)
+    timelines = [(verdict.diagnosis.name, timeline_data(verdict.diagnosis)) for verdict in sorted_verdicts]
     title = "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses)
     shown = [table for table in tables if table.name not in ("verdict", "causes")]
-    return timeline_page(timelines, title, shown, diagnosed)
+    return timeline_page(timelines, title, shown, sorted_verdicts)
 
 
 def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directory: Path) -> None:

@@ -13,6 +13,7 @@ from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.saved import measured_cells
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.tables.training_plan import PEAK_COLUMNS
 
@@ -38,7 +39,7 @@ _PREDICTED = (
 
 
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    """Compare strategies, if there are several: memory, and time over the first that was measured."""
+    """Build the table of strategies, if there are several: memory, and time over the first that was measured."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
     firsts: dict[str, Cell] = {}
@@ -66,9 +67,9 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
 
 
 def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
-    """Every group size that divides the blocks, the best one and its neighbours, and every other strategy.
+    """Build the table of the group sizes that divide the blocks, the best and its neighbours, and other strategies.
 
-    No rows where no workload has checkpoints: nobody asked.
+    It has rows only where some workload has checkpoints.
     """
     trainings = dict.fromkeys(workload.training for workload in workloads if workload.checkpointing != "none")
     rows = []
@@ -76,9 +77,9 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
     for training in (training for training in trainings if training.has_backward and training.is_ours):
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
-        sizes = {k for k in range(1, layers + 1) if layers % k == 0 or abs(k - best) <= 1}
-        inside = [] if training.is_fused or training.is_compiled else SUBLAYERS
-        for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), *inside, "nested"]:
+        sizes = [size for size in range(1, layers + 1) if layers % size == 0 or abs(size - best) <= 1]
+        sublayers = [] if training.is_fused or training.is_compiled else SUBLAYERS
+        for strategy in ["none", *(f"every={size}" for size in sizes), *sublayers, "nested"]:
             workload = MemoryWorkload(training, strategy)
             rows.append(workload.configuration() | fill_row(_PREDICTED, workload))
         notes[best_strategy(training)] = None
@@ -88,20 +89,20 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
 
 
 def best_strategy(training: Workload) -> str:
-    """The answer to which strategy without nesting holds the least, by trying all and by the formula."""
+    """Say which strategy without nesting is predicted to hold the least, by trying all and by the formula."""
     size = training.size
     settings = (size, training.precision, training.mode, training.attention)
     optimum = best_group_size(*settings)
     groups = "block" if optimum.best == 1 else f"every={optimum.best}"
-    peak, smaller = (predicted_peak(*settings, strategy).total_gib for strategy in (groups, "sublayer"))
+    groups_gib, sublayers_gib = (predicted_peak(*settings, strategy).total_gib for strategy in (groups, "sublayer"))
     return (
         f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
-        f"without nesting {'sublayer' if smaller < peak else groups} is predicted to hold the least. Checkpoints of K "
-        f"blocks hold about N s / K + K b bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = "
+        f"without nesting {'sublayer' if sublayers_gib < groups_gib else groups} is predicted to hold the least. "
+        f"Checkpoints of K blocks hold about N s / K + K b bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = "
         f"{size.num_layers} blocks, a block's input s = {format_quantity(optimum.block_input, 'bytes')} and its "
         f"activations b = {format_quantity(optimum.block_activations, 'bytes')}. Groups of {optimum.best} peak at "
-        f"{format_quantity(peak, 'gib')}, checkpoints around attention and feed-forward layers each at "
-        f"{format_quantity(smaller, 'gib')}"
+        f"{format_quantity(groups_gib, 'gib')}, checkpoints around attention and feed-forward layers each at "
+        f"{format_quantity(sublayers_gib, 'gib')}"
     )
 
 
@@ -116,15 +117,18 @@ _COUNTER_TOLERANCE = 0.05
 
 
 def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Table]:
-    """Peaks, phases by category, the ``top`` largest allocations, a block's saved tensors, and strategies compared."""
+    """Build the tables of peaks, phases by category, the ``top`` largest allocations, a block, and strategies."""
     identity = identity_columns(cells)
-    measured = [cell for cell in cells if cell.status == "ok"]
+    measured = measured_cells(cells)
+    # Checkpoints change nothing inside a block, so one cell speaks for all strategies.
+    of_strategies = titles.by_configuration(measured, ignore=("checkpointing",)).values()
+    without_strategies = [cells_of_strategies[0] for cells_of_strategies in of_strategies]
     return [
         _peaks(cells, run),
         phases_table(measured, identity),
         allocations_table(measured, identity, top),
-        _block_table(_first_strategy(measured), identity),
-        _saved_tensors(_first_strategy(measured), identity),
+        _block_table(without_strategies, identity),
+        _saved_tensors(without_strategies, identity),
         strategies_table(cells, identity),
     ]
 
@@ -135,6 +139,7 @@ def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
 
 
 def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
+    """Build the table of each cell's peaks, of its phases and of its step, predicted and measured, and its time."""
     settings = titles.shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN)
     columns = (
         *titles.SIZE_COLUMNS,
@@ -150,10 +155,8 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     rows = list(map(_peak_row, cells))
     notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
-        notes.append(
-            "warm-up 0 measures the first step, in which the optimizer creates its state; the prediction and the "
-            "trace describe a later step"
-        )
+        later = "the prediction and the trace describe a later step"
+        notes.append(f"warm-up 0 measures the first step, in which the optimizer creates its state; {later}")
     if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
         notes.append(
             "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
@@ -181,28 +184,25 @@ def _peak_row(cell: Cell) -> dict:
 
 
 def _warnings(cells: Sequence[Cell]) -> list[str]:
+    """Say which cells' histories are incomplete, or do not add up to the allocator's counters."""
     notes = []
-    for cell in (cell for cell in cells if cell.status == "ok"):
+    for cell in measured_cells(cells):
         lost, phases = cell.derived["lost_events"], cell.derived["phases"]
-        if lost:
-            notes.append(
-                f"warning: {_workload(cell).name}: the history was full and lost its first {lost} events, so its "
-                "categories, allocations and pictures are incomplete; the peaks are not"
-            )
-            continue
         listed_bytes = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
         counter_bytes = max(phase["allocated"] for phase in phases)
-        if abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
+        prefix = f"warning: {_workload(cell).name}: "
+        if lost:
+            incomplete = "so its categories, allocations and pictures are incomplete; the peaks are not"
+            notes.append(f"{prefix}the history was full and lost its first {lost} events, {incomplete}")
+        elif abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
             sum_gib, counter_gib = (format_quantity(size / GIB, "gib") for size in (listed_bytes, counter_bytes))
-            notes.append(
-                f"warning: {_workload(cell).name}: the recorded step's allocations add up to {sum_gib}, the allocator "
-                f"counted {counter_gib}"
-            )
+            counted = f"the allocator counted {counter_gib}"
+            notes.append(f"{prefix}the recorded step's allocations add up to {sum_gib}, {counted}")
     return notes
 
 
 def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    """The widest moment of every phase, by category."""
+    """Build the table of each phase's fullest moment, by category."""
     columns = (
         *identity,
         *named_columns("phase", "allocated_gib", "reserved_gib", traced_gib="traced peak"),
@@ -212,17 +212,16 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
         for phase in cell.derived["phases"]:
-            row = cell.configuration | {"phase": phase["phase"]}
             sizes = {name: phase[name] for name in ("allocated", "reserved", *MEMORY_CATEGORIES)}
             sizes["traced"] = traced[phase["phase"]] if traced else None
-            row |= {f"{n.replace(' ', '_')}_gib": size / GIB for n, size in sizes.items() if size is not None}
-            rows.append(row)
+            in_gib = {f"{n.replace(' ', '_')}_gib": size / GIB for n, size in sizes.items() if size is not None}
+            rows.append(cell.configuration | {"phase": phase["phase"]} | in_gib)
     note = "Each category where the phase holds the most. Activations: tensors kept for the backward pass."
     return Table("phases", "where memory goes: the widest moment of each phase", columns, rows, notes=(note,))
 
 
 def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: int) -> Table:
-    """The largest allocations, one row for all that the same code makes in one block after another."""
+    """Build the table of the largest allocations; those of the same code in all blocks are one row."""
     columns = (
         *identity,
         Column("size_bytes", "size of one", "bytes"),
@@ -273,24 +272,22 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
 
 
 def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+    """Build the table of the largest tensors that a block saves, the others together, and all."""
     columns = (
         *identity,
         *named_columns("tensor", "shape", "dtype", size_bytes="saved", share_percent="share", operation="operation"),
-        *named_columns(module="module", code="code"),
+        *named_columns("module", "code"),
     )
     rows = []
     for cell in cells:
         tensors = cell.derived.get("saved_tensors", ())
-        total = sum(tensor["size"] for tensor in tensors)
-        rest = tensors[_LISTED_TENSORS:]
+        total, others = sum(tensor["size"] for tensor in tensors), tensors[_LISTED_TENSORS:]
         listed = [
-            *(
-                tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
-                for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)
-            ),
-            {"tensor": f"{len(rest)} others", "size": sum(tensor["size"] for tensor in rest)},
-            {"tensor": "all", "size": total},
+            tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
+            for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)
         ]
+        listed.append({"tensor": f"{len(others)} others", "size": sum(tensor["size"] for tensor in others)})
+        listed.append({"tensor": "all", "size": total})
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
             rows.append(tensor | share | cell.configuration)
@@ -299,11 +296,6 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         "account activations adds up all tensors of a kind."
     )
     return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=(note,))
-
-
-def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
-    """Checkpoints change nothing inside a block, so one cell speaks for all strategies."""
-    return [alike[0] for alike in titles.by_configuration(cells, ignore=("checkpointing",)).values()]
 
 
 def _workload(cell: Cell) -> MemoryWorkload:
@@ -323,6 +315,7 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
 
 
 def _plan_table(cells: Sequence[Cell]) -> Table:
+    """Build the table of the peaks that formulas and traces predict for each cell."""
     workloads = [_workload(cell) for cell in cells]
     trainings = [workload.training for workload in workloads]
     columns = (
@@ -340,9 +333,9 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         if cell.derived:
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
-    traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
+    and_traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
     notes = [
-        f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
+        f"Predicted by formulas{and_traced} for eager mode: the most memory in use at one moment.",
         *titles.found_in_user_code(cells),
         *titles.failure_notes(cells),
         *titles.planned_package_notes(trainings),

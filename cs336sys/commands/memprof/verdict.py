@@ -11,10 +11,11 @@ from cs336sys.allocations.diagnosis import MemoryDiagnosis, longer_batch
 from cs336sys.commands.memprof.tables import identity_columns
 from cs336sys.results.model import Cell
 from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.saved import measured_cells
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
 from cs336sys.tables.titles import failure_notes
 
-_LISTED = 3
+_MOST_CATEGORIES = 3
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be said of a snapshot.
+    """The sentences on a snapshot.
 
     Attributes:
-        event: what was held when what failed; without a cause, why none is known.
-        advice: what to do without a cause.
+        event: the allocation that failed, and the memory held then; without a cause, why none is known.
+        advice: what to do where there is no cause.
     """
 
     diagnosis: MemoryDiagnosis
@@ -60,68 +61,77 @@ def size_words(size: float) -> str:
 
 
 def _cause_in_words(cause: MemoryCause, moment: Moment, others: str) -> Cause:
-    text = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())[cause.name]
-    expand = "" if moment.free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    sizes = {
-        "size": cause.size,
-        "step_bytes": cause.step_bytes,
-        "largest": moment.free.largest,
-        "requested": moment.failure.size if moment.failure else 0,
+    """Fill the sentences of causes.toml; ``others`` are those that a longer batch is compared with."""
+    sentences = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())[cause.name]
+    facts = {
+        "size": size_words(cause.size),
+        "step_bytes": size_words(cause.step_bytes),
+        "steps": cause.steps,
+        "ratio": cause.ratio,
+        "code": cause.code or "code without a stack",
+        "largest": size_words(moment.free.largest),
+        "requested": size_words(moment.failure.size if moment.failure else 0),
+        "expand": "" if moment.free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "others": others,
     }
-    facts = vars(cause) | {name: size_words(size) for name, size in sizes.items()}
-    facts |= {"code": cause.code or "code without a stack", "others": others, "expand": expand}
-    why, advice = text["why"].format_map(facts), text["advice"].format_map(facts)
+    why, advice = sentences["why"].format_map(facts), sentences["advice"].format_map(facts)
     if cause.is_proved:
         return Cause(cause.name, "proved", cause.size, why, advice)
     why = f"this looks like {cause.name}, which the snapshot does not prove: {why}"
-    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {text['decides']}")
+    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {sentences['decides']}")
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
-    """Return what can be said of each snapshot, the one that failed first."""
-    longest = longer_batch(diagnoses)
+    """Return the verdict on each snapshot: on those that failed first, then on those that hold the most."""
+    longest_batch = longer_batch(diagnoses)
     ordered = sorted(diagnoses, key=lambda diagnosis: (diagnosis.moment.failure is None, -diagnosis.size))
     result = []
     for diagnosis in ordered:
         causes = [_cause_in_words(cause, diagnosis.moment, "all steps before") for cause in diagnosis.causes]
-        if longest is not None and longest[0] == diagnosis.name:
+        if longest_batch is not None and longest_batch[0] == diagnosis.name:
             causes = [cause for cause in causes if cause.name != "longer batch"]
-            causes.append(_cause_in_words(longest[1], diagnosis.moment, "the other ranks"))
+            causes.append(_cause_in_words(longest_batch[1], diagnosis.moment, "the other ranks"))
         causes.sort(key=lambda cause: cause.certainty != "proved")
         event, advice = _event(diagnosis), ""
         if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
-            without_cause, advice = next(texts for test, *texts in _NO_CAUSE if test(diagnosis.moment))
+            why_no_cause, advice = next(texts for test, *texts in _NO_CAUSE if test(diagnosis.moment))
             kind = diagnosis.kinds[0]
             origin = f" from {kind.code}" if kind.code else ""
             largest = f"{kind.count} x {size_words(kind.size)} of {kind.category}{origin}"
-            event = f"{event} {without_cause} No cause is proved; the largest kind is {largest}."
+            event = f"{event} {why_no_cause} No cause is proved; the largest kind is {largest}."
         result.append(Verdict(diagnosis, event, causes, advice))
     return result
 
 
 def _event(diagnosis: MemoryDiagnosis) -> str:
+    """Say which allocation failed, where, and which categories held the memory then."""
     moment = diagnosis.moment
     sizes = sorted(((size, category) for category, size in diagnosis.by_category.items() if size), reverse=True)
-    parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
-    total = size_words(diagnosis.size)
-    if moment.failure is None:
-        event = f"Nothing failed: the record holds {total} at its peak"
-    else:
-        backward = " in the backward pass" if moment.record.has_stacks else ""
-        where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else backward
-        event = f"An allocation of {size_words(moment.failure.size)}{where} failed with {total} held"
+    parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_MOST_CATEGORIES])
+    event = f"Nothing failed: the record holds {size_words(diagnosis.size)} at its peak"
+    if moment.failure is not None:
+        # Where others have a stack, memory without one is the backward pass's.
+        in_backward = " in the backward pass" if moment.record.has_stacks else ""
+        where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else in_backward
+        failed = f"An allocation of {size_words(moment.failure.size)}{where} failed"
+        event = f"{failed} with {size_words(diagnosis.size)} held"
     return f"{event}: {parts}." if parts else f"{event}."
 
 
 _RECORD = "Record with torch.cuda.memory._record_memory_history(stacks='python') from before the model is built."
 _SMALLER = "Make the step smaller: a smaller batch, micro-batches, checkpoints; memprof --plan finds the cheapest."
-# What can be said of a moment without a cause, the first that holds, and what to do.
+# Why there is no cause, by the first test that holds, and what to do.
 _NO_CAUSE: tuple[tuple[Callable[[Moment], bool], str, str], ...] = (
     (lambda moment: not moment.record.length, "Without a history, only what is held is known.", _RECORD),
     (lambda moment: not moment.record.has_stacks, "Without stacks, causes cannot be told.", _RECORD),
     (lambda moment: len(moment.inference.steps) >= 3, "Nothing grew from step to step.", _SMALLER),
     (
-        lambda moment: moment.failure is not None and not moment.inference.steps and moment.begins_empty,
+        # The record begins with the device's first allocation.
+        lambda moment: (
+            moment.failure is not None
+            and not moment.inference.steps
+            and all(block.start for block in moment.record.blocks)
+        ),
         "It failed before the end of the first step, so that no earlier step can have left anything behind: this step "
         "alone does not fit.",
         _SMALLER,
@@ -131,26 +141,24 @@ _NO_CAUSE: tuple[tuple[Callable[[Moment], bool], str, str], ...] = (
 
 
 def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
-    """The answer first, then the plan step by step, and each change by itself."""
+    """Build the tables of the answer, of the plan step by step, and of each change by itself."""
     identity = identity_columns(cells)
-    planned = [cell for cell in cells if cell.status == "ok"]
-    answers = [
-        cell.configuration | {"answer": _plan_answer(cell.derived), "command": cell.derived.get("command")}
-        if cell.status == "ok"
-        else cell.configuration | {"status": cell.status}
-        for cell in cells
-    ]
+    planned = measured_cells(cells)
+    answers = []
+    for cell in cells:
+        row = cell.configuration | {"status": None if cell.status == "ok" else cell.status}
+        if cell.status == "ok":
+            row |= {"answer": _plan_answer(cell.derived), "command": cell.derived.get("command")}
+        answers.append(row)
     columns = (*identity, *named_columns("answer", "command", "status"))
     notes = [*_plan_notes(planned), *failure_notes(cells)]
-    answer = Table("answer", "what would fit", columns, answers, notes=notes)
     steps = [cell.configuration | step for cell in planned for step in cell.derived["plan"] or ()]
     changes = [cell.configuration | change for cell in planned for change in cell.derived["changes"]]
-    common = (Column("peak_bytes", "then holds", "bytes"), *named_columns("cost"))
-    identity = (*identity, Column("option", "change"))
-    step_columns = (*identity, *common, Column("pytorch", "in PyTorch"))
-    change_columns = (*identity, Column("saved_bytes", "saves", "bytes"), *common)
+    option, common = Column("option", "change"), named_columns(peak_bytes="then holds", cost="cost")
+    step_columns = (*identity, option, *common, Column("pytorch", "in PyTorch"))
+    change_columns = (*identity, option, *named_columns(saved_bytes="saves"), *common)
     return [
-        answer,
+        Table("answer", "what would fit", columns, answers, notes=notes),
         *with_rows(
             Table("steps", "the plan, one change after another", step_columns, steps),
             Table("changes", "what each change alone would save", change_columns, changes),
@@ -160,19 +168,14 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
 
 def _plan_answer(derived: dict[str, Any]) -> str:
     """Say which options make the step fit, or that none is needed or none does."""
-    limit, base, plan = (derived[key] for key in ("limit_bytes", "base_bytes", "plan"))
+    limit, base, plan = size_words(derived["limit_bytes"]), size_words(derived["base_bytes"]), derived["plan"]
     if plan is None:
-        return (
-            f"Nothing that is known fits into {size_words(limit)}: the step holds {size_words(base)}, and the least "
-            f"of {derived['tried']} combinations {size_words(derived['least_bytes'])}."
-        )
+        least = f"the least of {derived['tried']} combinations {size_words(derived['least_bytes'])}"
+        return f"Nothing that is known fits into {limit}: the step holds {base}, and {least}."
     if not plan:
-        return f"It fits as it is: {size_words(base)} of {size_words(limit)}."
-    names = " ".join(step["option"] for step in plan)
-    return (
-        f"{names}: {size_words(plan[-1]['peak_bytes'])} in place of {size_words(base)}, under {size_words(limit)}; "
-        "without the last of them it does not fit."
-    )
+        return f"It fits as it is: {base} of {limit}."
+    options, peak = " ".join(step["option"] for step in plan), size_words(plan[-1]["peak_bytes"])
+    return f"{options}: {peak} in place of {base}, under {limit}; without the last of them it does not fit."
 
 
 def _plan_notes(cells: Sequence[Cell]) -> list[str]:

@@ -52,33 +52,28 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
         notes, failure = _check_model(workload.training, device, progress)
         if failure is not None:
             return failure
-        samples, flop_columns = _time_without_profiler(workload.training, device, progress)
+        samples, flop_columns = _time_unprofiled(workload.training, device, progress)
         release_memory()
         with OwnedFolder() as folder:
             profile = None
             if nsys is not None:
                 try:
-                    profile = _under_nsys(nsys, workload, folder, progress)
+                    profile = _profile_under_nsys(nsys, workload, folder, progress)
                 except _ProfiledRunFailed as failed:
                     return failed.outcome
                 except (CapabilityError, UsageError) as error:
                     if workload.profiler == "nsys":
                         raise
-                    why_not = str(error)
+                    nsys, why_not = None, str(error)
             if profile is None:
-                profile = _under_torch_profiler(workload, device, folder, progress)
-        derived = {
-            **with_notes(flop_columns, notes),
-            "profiler": profile.profiler
-            + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
-            "profiler_reason": why_not,
-            "profile": profile.to_json(),
-        }
-        return Outcome("ok", samples, derived)
+                profile = _profile_under_torch(workload, device, folder, progress)
+        profiler = f"{profile.profiler} {nsys.version}" if nsys else profile.profiler
+        derived = {"profiler": profiler, "profiler_reason": why_not, "profile": profile.to_json()}
+        return Outcome("ok", samples, with_notes(flop_columns, notes) | derived)
 
 
 def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """The steps of a training workload as a profiler should see them, in a process that nsys has started."""
+    """Run the steps of a training workload as a profiler should see them, in a process that nsys has started."""
     workload = Workload.from_configuration(configuration)
     device = choose_device(workload.device)
     if device.type != "cuda":
@@ -89,7 +84,7 @@ def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """:func:`run_for_nsys` where no worker has checked the step before."""
+    """Check the step, as no worker did it before, and :func:`run_for_nsys`."""
     workload = Workload.from_configuration(configuration)
     with telling_user_errors(workload):
         _, failure = _check_model(workload, choose_device(workload.device), progress)
@@ -97,6 +92,7 @@ def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> O
 
 
 def _check_model(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
+    """Return notes of the check of a few blocks, and its outcome if it failed."""
     set_matmul_precision(workload)
     notes_and_outcome = check_few_blocks(workload, device, progress)
     release_memory()
@@ -104,7 +100,7 @@ def _check_model(workload: Workload, device: torch.device, progress: Progress) -
 
 
 def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, str | None]:
-    """The nsys to use, or None for torch.profiler, and why not nsys where one might expect it."""
+    """Return the nsys to use, or None for torch.profiler, and why it is not nsys where one might expect that."""
     if profiler == "torch" or (profiler == "auto" and device.type == "cpu"):
         return None, None
     if device.type == "cpu":
@@ -118,13 +114,11 @@ def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, 
     return None, why_not
 
 
-def _time_without_profiler(
-    workload: Workload, device: torch.device, progress: Progress
-) -> tuple[dict[str, Samples], dict[str, Any]]:
-    """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see.
+def _time_unprofiled(workload: Workload, device: torch.device, progress: Progress) -> tuple[dict[str, Samples], dict]:
+    """Time the steps as ``bench`` does, and by the CPU clock with the ranges that a profiler would see.
 
     Returns:
-        these samples, and what :func:`~cs336sys.training.flop_counting.counted_columns` counts.
+        the samples, and the columns of :func:`~cs336sys.training.flop_counting.counted_columns`.
     """
     progress("building the model")
     step = TrainStep(workload, device)
@@ -132,19 +126,19 @@ def _time_without_profiler(
     step.capture(with_loss=True)
     samples = time_steps(step, step.phases_with_loss, progress)
     flop_columns = with_notes(flop_columns, training_warnings(step.loss, workload))
-    durations = []
+    durations_ms = []
     marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
     with _annotated(step, marks) as run_step:
         for _ in range(workload.steps):
             started = time.perf_counter()
             run_step()
-            durations.append((time.perf_counter() - started) * 1e3)
-    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}, flop_columns
+            durations_ms.append((time.perf_counter() - started) * 1e3)
+    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations_ms))}, flop_columns
 
 
 @contextmanager
 def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
-    """A function that runs one step with ranges around its parts; inside compiled code there are none."""
+    """Yield a function that runs one step with ranges around its parts; inside compiled code there are none."""
 
     def run() -> None:
         with phase(STEP, marks, step.device):
@@ -159,9 +153,9 @@ def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
 
 
 def _run_annotated(
-    workload: Workload, device: torch.device, marks: Marks, window: AbstractContextManager, progress: Progress
+    workload: Workload, device: torch.device, marks: Marks, profiler: AbstractContextManager, progress: Progress
 ) -> None:
-    """Build, warm up, and run the measured steps with ranges around their parts, inside ``window``."""
+    """Build, warm up, and run the measured steps with ranges around their parts, while the profiler records."""
     set_matmul_precision(workload)
     progress("building the model")
     step = TrainStep(workload, device)
@@ -171,8 +165,8 @@ def _run_annotated(
         for _ in range(workload.warmup):
             step()
     progress("profiling")
-    run = phase(run_name(workload.configuration()), marks, device)
-    with _annotated(step, marks) as run_step, window, run:
+    whole_run = phase(run_name(workload.configuration()), marks, device)
+    with _annotated(step, marks) as run_step, profiler, whole_run:
         # A profiler takes a while to start; what runs then is not counted.
         with phase(WARM_UP, marks, device):
             step()
@@ -180,13 +174,14 @@ def _run_annotated(
             run_step()
 
 
-def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folder: Path, progress: Progress) -> Profile:
+def _profile_under_torch(workload: ProfileWorkload, device: torch.device, folder: Path, progress: Progress) -> Profile:
+    """Run the steps under torch.profiler, and sum up its trace."""
     profiler = TorchProfiler(activities_on(device))
     _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
     trace = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))
     release_memory()
-    _keep(trace, workload, "trace.json.gz")
+    _copy_kept_file(trace, workload, "trace.json.gz")
     progress("reading the trace")
     capture = open_capture(trace, "the trace")
     if device.type == "cuda" and not capture.is_gpu:
@@ -200,8 +195,8 @@ class _ProfiledRunFailed(Exception):
         self.outcome = outcome
 
 
-def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progress: Progress) -> Profile:
-    """Run the steps in a process of their own under nsys, and read its report.
+def _profile_under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progress: Progress) -> Profile:
+    """Run the steps in a process of their own under nsys, and sum up its report.
 
     Raises:
         CapabilityError, UsageError: there is no report, or it lacks something.
@@ -221,15 +216,16 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
                 raise _ProfiledRunFailed(outcome)
     if not outcome_file.exists():
         raise _ProfiledRunFailed(Outcome("error", reason="the profiled process ended before its steps were done"))
-    _keep(report, workload, report.suffix.removeprefix("."))
+    _copy_kept_file(report, workload, report.suffix.removeprefix("."))
     progress("reading the report")
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
-    _keep(database, workload, "sqlite")
+    _copy_kept_file(database, workload, "sqlite")
     return summarize(open_capture(database, "the report"))
 
 
-def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:
+def _copy_kept_file(file: Path, workload: ProfileWorkload, ending: str) -> None:
+    """Copy a file of the profiler to the folder of ``--keep``, if it was given."""
     if workload.keep is not None:
         folder = Path(workload.keep)
         folder.mkdir(parents=True, exist_ok=True)

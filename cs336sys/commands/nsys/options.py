@@ -18,9 +18,9 @@ from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
 
-# What can be asked of a report; everything else says what to run.
+# The options that --from takes; all others say what to run.
 _OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
-# What a process that runs under nsys, and leaves reading the report to another, has no use for.
+# Options without use in a process that runs under nsys, and leaves reading the report to another.
 _NOT_UNDER_NSYS = (
     *("compare_precision", "keep", "top", "full_names", "plot"),
     *(field.name for group in (SweepOptions, OutputOptions) for field in fields(group)),
@@ -93,6 +93,7 @@ def _profile(
     *,
     compare_precision: bool,
 ) -> None:
+    """Profile each workload with each profiler in worker processes, and report."""
     from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
     from cs336sys.tables.outputs import check_writable
 
@@ -107,38 +108,35 @@ def _profile(
     top, full_names = profiling.top, profiling.full_names
     tables = partial(profile_tables, top=top, full_names=full_names, compare_precision=compare_precision)
     output.check_selection("nsys", tables)
-    run_sweep("nsys", "cs336sys.commands.nsys.measure:measure_profile", configurations, sweeping).report(
-        tables, output, (profiling.plot, plot_profiles)
-    )
+    sweep = run_sweep("nsys", "cs336sys.commands.nsys.measure:measure_profile", configurations, sweeping)
+    sweep.report(tables, output, (profiling.plot, plot_profiles))
 
 
-def _show_report(
-    source: Sequence[Path], range_names: Sequence[str], profiling: ProfilerOptions, output: OutputOptions
-) -> None:
+def _show_report(source: list[Path], range_names: list[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
+    """Read the one report of ``--from``, and show it."""
     from cs336sys.capture.reading import capture_files, read_captures
     from cs336sys.capture.summary import summarize
     from cs336sys.commands.nsys.tables import plot_report, report_tables
 
     if len(files := capture_files(source)) > 1:
         raise UsageError(f"--from: one report is read at a time, not {len(files)}; run the command for each of them")
-    read = read_captures(files)
-    recorded_names = read.capture.range_names()
-    # Programs may have commas in their ranges' names.
-    names = [
-        part
-        for text in range_names
-        for part in ([text] if text in recorded_names else split_list([text], "--range", str))
-    ]
+    report = read_captures(files)
+    recorded_names = report.capture.range_names()
+    names = []
+    for text in range_names:
+        # Programs may have commas in their ranges' names.
+        names += [text] if text in recorded_names else split_list([text], "--range", str)
     try:
-        profile = summarize(read.capture, names, read.timelines)
+        profile = summarize(report.capture, names, report.timelines)
     except UsageError as error:
         raise UsageError(f"{files[0]}: {error}") from error
-    output.emit(report_tables(read, profile, top=profiling.top, full_names=profiling.full_names))
+    output.emit(report_tables(report, profile, top=profiling.top, full_names=profiling.full_names))
     if profiling.plot is not None:
         plot_report(profile, profiling.plot)
 
 
 def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> None:
+    """Run the one workload in this process, which nsys profiles."""
     if len(workloads) > 1:
         raise UsageError(f"one report can hold one run, not {len(workloads)}: give each list option one value")
     if "torch" in profilers:

@@ -7,32 +7,33 @@ from typing import Any
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
 from cs336sys.capture.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
-from cs336sys.capture.reading import Read
+from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
-from cs336sys.commands.trace import kernel_tables
+from cs336sys.commands.trace.kernel_tables import MeasuredProfile, phase_kernel_tables, plot_shares
 from cs336sys.commands.trace.tables import part_table, verdict_table
 from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
-from cs336sys.tables.saved import SavedCommand, picture_of_measured
+from cs336sys.tables.saved import SavedCommand, measured_cells, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
 
 _OTHER = "other"
+_UNATTRIBUTED = "; the rest has no recorded launch, or one between phases"
 
 
-def attention_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column]) -> Table:
-    """Time, FLOPs and bytes of both, where a profile shows the parts of attention."""
+def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
+    """Build the table of the softmax's time, FLOPs and bytes over those of the matmuls, where attention has parts."""
     with_parts = [m for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
     rows = [{**m.labels, **_attention_row(m)} for m in with_parts]
     columns = (
         *labels,
         *named_columns(scores_ms="Q K^T", final_ms="P V", softmax_ms="softmax", other_ms="scale, mask, copies"),
         *named_columns(time_ratio="softmax / matmuls: time", flops_ratio="FLOPs", bytes_ratio="bytes"),
-        *named_columns(matmul_tflops="matmuls", softmax_tflops="softmax", matmul_gbps="matmuls"),
-        *named_columns(softmax_gbps="softmax"),
+        *named_columns(matmul_tflops="matmuls", softmax_tflops="softmax"),
+        *named_columns(matmul_gbps="matmuls", softmax_gbps="softmax"),
     )
     notes = (
         "kernel time of all layers in a forward pass; FLOPs: 4 B H S^2 D for the matmuls, 5 B H S^2 for the softmax; "
@@ -43,14 +44,16 @@ def attention_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: S
     return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 
 
-def _attention_row(measured: kernel_tables.MeasuredProfile) -> dict[str, Any]:
-    totals: Counter[str] = Counter()
+def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
+    """Return times of a step's attention, and where counts are known what they are over FLOPs and bytes."""
+    total_ns: Counter[str] = Counter()
     for kernel in measured.profile.part_kernels:
-        is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
-        totals[kernel.range if is_meant else _OTHER] += kernel.total_ns
+        # Kernels around the products, which scale, mask and copy, are no part of these.
+        is_of_part = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
+        total_ns[kernel.range if is_of_part else _OTHER] += kernel.total_ns
     keys = {SCORES: "scores_ms", FINAL_MATMUL: "final_ms", SOFTMAX: "softmax_ms", _OTHER: "other_ms"}
     # A step has one forward pass.
-    row = {key: totals[part] / measured.steps / 1e6 for part, key in keys.items()}
+    row = {key: total_ns[part] / measured.steps / 1e6 for part, key in keys.items()}
     matmul_ms, softmax_ms = row["scores_ms"] + row["final_ms"], row["softmax_ms"]
     if not matmul_ms or not softmax_ms:
         return row
@@ -71,7 +74,7 @@ def _attention_row(measured: kernel_tables.MeasuredProfile) -> dict[str, Any]:
 
 
 def phase_table(
-    measured: Sequence[kernel_tables.MeasuredProfile],
+    measured: Sequence[MeasuredProfile],
     failed: Sequence[dict[str, Any]],
     labels: Sequence[Column],
     title: str,
@@ -84,49 +87,46 @@ def phase_table(
         labels: the columns that say what was run.
     """
     on_gpu = all(m.profile.is_gpu for m in measured)
-    work = "kernels" if on_gpu else "operations"
+    work, gpu = ("kernels", "GPU ") if on_gpu else ("operations", "")
     columns = (
         *labels,
         *named_columns("phase", gpu="GPU"),
         *named_columns(unprofiled_ms="without profiler", spread="samples"),
-        *named_columns("annotated_ms", wall_ms="CPU wall"),
-        Column("span_ms", "GPU span" if on_gpu else "span", "ms"),
-        Column("busy_ms", "GPU busy" if on_gpu else "busy", "ms"),
-        Column("kernel_ms", f"sum of {work}", "ms"),
-        *named_columns("idle_percent", launch_bound="launch-bound"),
-        Column("kernels", work),
-        Column("status", "status"),
+        *named_columns("annotated_ms", wall_ms="CPU wall", span_ms=f"{gpu}span", busy_ms=f"{gpu}busy"),
+        *named_columns(kernel_ms=f"sum of {work}"),
+        *named_columns("idle_percent", launch_bound="launch-bound", kernels=work, status="status"),
     )
     rows = [{**m.labels, **_phase_row(m, row), "status": "ok"} for m in measured for row in m.ranges]
     return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_profile_notes(measured)))
 
 
-def _phase_row(measured: kernel_tables.MeasuredProfile, row: RangeTime) -> dict[str, Any]:
+def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
+    """Return means of one occurrence of a phase, and whether the GPU waits for the CPU in it."""
     unprofiled = measured.unprofiled(row.name)
-    wall_ms, busy_ms = row.wall_ns / row.count / 1e6, row.busy_ns / row.count / 1e6
+    wall_ms, span_ms, busy_ms, kernel_ms = (
+        ns / row.count / 1e6 for ns in (row.wall_ns, row.span_ns, row.busy_ns, row.kernel_ns)
+    )
     # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
     # operations of a CPU are themselves slowed down.
     whole_ms = unprofiled.median if unprofiled and measured.profile.is_gpu else wall_ms
-    idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms)) if measured.profile.is_idle_known else None
-    verdict = None
-    if idle_percent is not None and measured.profile.is_gpu:
-        verdict = "yes" if idle_percent > titles.LAUNCH_BOUND_IDLE_PERCENT else "no"
+    idle_percent = launch_bound = None
+    if measured.profile.is_idle_known:
+        idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms))
+        if measured.profile.is_gpu:
+            launch_bound = "yes" if idle_percent > titles.LAUNCH_BOUND_IDLE_PERCENT else "no"
     return {
         "phase": row.name,
         "gpu": row.gpu,
         "unprofiled_ms": unprofiled,
         "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
-        "wall_ms": wall_ms,
-        "span_ms": row.span_ns / row.count / 1e6,
-        "busy_ms": busy_ms,
-        "kernel_ms": row.kernel_ns / row.count / 1e6,
+        **{"wall_ms": wall_ms, "span_ms": span_ms, "busy_ms": busy_ms, "kernel_ms": kernel_ms},
         "idle_percent": idle_percent,
-        "launch_bound": verdict,
+        "launch_bound": launch_bound,
         "kernels": row.kernels / row.count,
     }
 
 
-def _profile_notes(measured: Sequence[kernel_tables.MeasuredProfile]) -> list[str]:
+def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
@@ -134,25 +134,23 @@ def _profile_notes(measured: Sequence[kernel_tables.MeasuredProfile]) -> list[st
     if all(m.profile.is_gpu for m in measured):
         least = min(m.profile.attributed_percent for m in measured)
         # From 99.995 on, two decimals would say 100.00.
-        is_all = least >= 99.995
-        placed = "all" if is_all else f"at least {least:.2f} %"
-        rest = "" if is_all else "; the rest has no recorded launch, or one between phases"
-        notes.append(
-            f"a kernel belongs to the phase that launched it: {placed} of the kernels' time could be given to phases"
-            + rest
-        )
+        share, exception = ("all", "") if least >= 99.995 else (f"at least {least:.2f} %", _UNATTRIBUTED)
+        attributed = f"{share} of the kernels' time could be given to phases{exception}"
+        notes.append(f"a kernel belongs to the phase that launched it: {attributed}")
     else:
         notes.append(
             "no GPU: CPU operations replace kernels, each with its own time, without the operations that it calls; "
             "idle is the time between them, in Python"
         )
     for m in measured:
-        notes += [f"{_workload_prefix(m)}{sentence}" for sentence in m.profile.damage]
+        workload = " ".join(str(m.labels[name]) for name in ("size", "context", "precision") if name in m.labels)
+        prefix = f"{workload}: " if workload else ""
+        notes += [f"{prefix}{sentence}" for sentence in m.profile.damage]
         if not m.profile.is_idle_known:
-            notes.append(f"{_workload_prefix(m)}idle time cannot be told")
+            notes.append(f"{prefix}idle time cannot be told")
         kernels = {row.name: row.kernels for row in m.profile.phases}
         if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
-            notes.append(f"warning: {_workload_prefix(m)}the backward pass has fewer launches than the forward pass")
+            notes.append(f"warning: {prefix}the backward pass has fewer launches than the forward pass")
     if any(m.profile.of_gpus for m in measured):
         notes.append("the tables of kernels add up what all GPUs ran")
     if any(m.profile.configuration and not m.profile.parts for m in measured):
@@ -163,24 +161,21 @@ def _profile_notes(measured: Sequence[kernel_tables.MeasuredProfile]) -> list[st
     return notes
 
 
-def _workload_prefix(measured: kernel_tables.MeasuredProfile) -> str:
-    parts = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
-    return f"{' '.join(parts)}: " if parts else ""
-
-
-def precision_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column]) -> Table:
-    """Each phase and each part of attention in fp32 and in bf16, all else equal."""
-    pairs: dict[str, dict[str, kernel_tables.MeasuredProfile]] = {}
+def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
+    """Build the table of each phase and each part of attention in fp32 and in bf16, all else equal."""
+    pairs: dict[str, dict[str, MeasuredProfile]] = {}
     for m in measured:
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
     rows = []
     for fp32, bf16 in ((pair["fp32"], pair["bf16"]) for pair in pairs.values() if set(pair) == {"fp32", "bf16"}):
-        ranges = [{row.name: row for row in (*side.ranges, *side.profile.parts)} for side in (fp32, bf16)]
-        for name in (name for name in ranges[0] if name in ranges[1]):
-            busy = [side[name].busy_ns / m.steps / 1e6 for side, m in zip(ranges, (fp32, bf16), strict=True)]
-            row = {**fp32.labels, "phase": name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
-            row["busy_speedup"] = busy[0] / busy[1] if busy[1] else None
+        fp32_busy_ms, bf16_busy_ms = (
+            {row.name: row.busy_ns / m.steps / 1e6 for row in (*m.ranges, *m.profile.parts)} for m in (fp32, bf16)
+        )
+        for name in (name for name in fp32_busy_ms if name in bf16_busy_ms):
+            before_ms, after_ms = fp32_busy_ms[name], bf16_busy_ms[name]
+            row = {**fp32.labels, "phase": name, "fp32_busy_ms": before_ms, "bf16_busy_ms": after_ms}
+            row["busy_speedup"] = before_ms / after_ms if after_ms else None
             before, after = fp32.unprofiled(name), bf16.unprofiled(name)
             if before and after:
                 row |= {"fp32_ms": before, "bf16_ms": after, "speedup": before.median / after.median}
@@ -194,7 +189,7 @@ def precision_table(measured: Sequence[kernel_tables.MeasuredProfile], labels: S
     return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))
 
 
-# Beside the number of kernels that a phase launched.
+# The setting "kernels", whose name in these tables is that of the number of launched kernels.
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model", usual=("reference",))
 _SETTINGS = titles.columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
@@ -203,18 +198,18 @@ _ALWAYS_SHOWN = ("context", "precision")
 def profile_tables(
     cells: Sequence[Cell], run: Run | None, *, top: int, full_names: bool, compare_precision: bool = False
 ) -> list[Table]:
-    """Build all tables of a sweep; ``compare_precision`` adds the table of fp32 against bf16.
-
-    ``top`` kernels of each phase are shown, with ``full_names`` by their whole names.
-    """
+    """Build all tables of a sweep, with the ``top`` kernels of each phase, and fp32 against bf16 if asked for."""
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     measured = _measured_profiles(cells)
     failed = [_profile_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
-    notes = [*titles.method_notes(cells), *_profilers(cells)]
+    # The reason of each profiler, where it is not the one that was expected.
+    profilers = {cell.derived["profiler"]: cell.derived["profiler_reason"] for cell in measured_cells(cells)}
+    notes = [*titles.method_notes(cells)]
+    notes += [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in profilers.items()]
     heading = titles.title("nsys", cells, run, _SETTINGS, shown)
     phases = phase_table(measured, failed, (*titles.SIZE_COLUMNS, *shown.values()), heading, notes)
     labels = (titles.SIZE_COLUMNS[0], *shown.values())
-    tables = [phases, *_kernel_tables(measured, labels, top, full_names)]
+    tables = [phases, *phase_kernel_tables(measured, labels, top, full_names), attention_table(measured, labels)]
     if compare_precision:
         tables.append(precision_table(measured, [label for label in labels if label.key != "precision"]))
     return tables
@@ -222,25 +217,25 @@ def profile_tables(
 
 def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    kernel_tables.plot_shares(_measured_profiles(cells), (titles.SIZE_COLUMNS[0], *shown.values()), path)
+    plot_shares(_measured_profiles(cells), (titles.SIZE_COLUMNS[0], *shown.values()), path)
 
 
-def report_tables(read: Read, profile: Profile, *, top: int, full_names: bool) -> list[Table]:
-    """All tables of one report: its phases, and where its step goes, as ``trace`` has it."""
-    measured, labels = _of_report(profile)
+def report_tables(report: AnalysedCaptures, profile: Profile, *, top: int, full_names: bool) -> list[Table]:
+    """Build all tables of one report: its phases, and where its step goes, as ``trace`` has it."""
+    measured, labels = _labelled_report(profile)
     notes = [profile.phases_are] if profile.phases_are else []
-    phases = phase_table(measured, [], labels, f"nsys: {read.analyses[0].file}, made by {profile.profiler}", notes)
-    sentences = verdict(read.analyses, read.ranks.matching if read.ranks else None)
-    where = [verdict_table(sentences, "nsys: verdict"), part_table(read.analyses)]
-    return with_rows(phases, *_kernel_tables(measured, labels, top, full_names), *where)
+    phases = phase_table(measured, [], labels, f"nsys: {report.analyses[0].file}, made by {profile.profiler}", notes)
+    sentences = verdict(report.analyses, report.ranks.matching if report.ranks else None)
+    others = attention_table(measured, labels), verdict_table(sentences, "nsys: verdict"), part_table(report.analyses)
+    return with_rows(phases, *phase_kernel_tables(measured, labels, top, full_names), *others)
 
 
 def plot_report(profile: Profile, path: Path) -> None:
-    kernel_tables.plot_shares(*_of_report(profile), path)
+    plot_shares(*_labelled_report(profile), path)
 
 
-def _of_report(profile: Profile) -> tuple[list[kernel_tables.MeasuredProfile], tuple[Column, ...]]:
-    """The profile, and the columns that say what was run, where the report knows it."""
+def _labelled_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Column, ...]]:
+    """Return the profile, and the columns that say what was run, none where the report does not know it."""
     values: dict[str, Any] = {}
     labels: tuple[Column, ...] = ()
     if profile.configuration:
@@ -248,14 +243,13 @@ def _of_report(profile: Profile) -> tuple[list[kernel_tables.MeasuredProfile], t
         values = profile.configuration | {"parameters": workload.parameters}
         settings = [titles.SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")]
         labels = (titles.SIZE_COLUMNS[0], *settings)
-    return [kernel_tables.MeasuredProfile(values, profile)], labels
+    return [MeasuredProfile(values, profile)], labels
 
 
-def _measured_profiles(cells: Sequence[Cell]) -> list[kernel_tables.MeasuredProfile]:
-    profiled = [cell for cell in cells if cell.status == "ok"]
+def _measured_profiles(cells: Sequence[Cell]) -> list[MeasuredProfile]:
     return [
-        kernel_tables.MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
-        for cell in profiled
+        MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        for cell in measured_cells(cells)
     ]
 
 
@@ -264,23 +258,6 @@ def _profile_labels(cell: Cell) -> dict[str, Any]:
     values = cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
     values[_MODEL_KERNELS.key] = values.pop("kernels", None)
     return values
-
-
-def _profilers(cells: Sequence[Cell]) -> list[str]:
-    used = {cell.derived["profiler"]: cell.derived["profiler_reason"] for cell in cells if cell.status == "ok"}
-    return [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in used.items()]
-
-
-def _kernel_tables(
-    measured: Sequence[kernel_tables.MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
-) -> list[Table]:
-    return [
-        kernel_tables.top_kernel_table(measured, labels),
-        kernel_tables.kernel_table(measured, labels, top, full_names),
-        kernel_tables.kernel_table(measured, labels, top, full_names, without_matmul=True),
-        kernel_tables.share_table(measured, labels),
-        attention_table(measured, labels),
-    ]
 
 
 SAVED = SavedCommand(

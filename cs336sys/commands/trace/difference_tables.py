@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.difference import CaptureDifference, TimeChange, compare_captures
-from cs336sys.capture.ranks import RanksFound
-from cs336sys.capture.reading import Read
+from cs336sys.capture.ranks import RankMatching
+from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.commands.trace.tables import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
 from cs336sys.commands.trace.verdict import capital, damage_sentences
@@ -20,26 +19,24 @@ from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import SavedCommand
 from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
-_NAMED = 3
+_MOST_NAMED = 3
 
 
 def difference_sentences(difference: CaptureDifference) -> list[str]:
+    """Say by how much a step became longer and what explains it, or why that is undecided."""
     subject = "the kernels of a step take" if difference.of_kernels else "a step takes"
     way = "longer" if difference.delta_ms >= 0 else "less"
     before, after = format_quantity(difference.before_ms, "ms"), format_quantity(difference.after_ms, "ms")
     both = f"{before} before, {after} after"
     significant = [change for change in difference.changes if change.is_significant]
+    if not significant and all(change.verdict == "undecided" for change in difference.changes):
+        few = "the captures hold too few steps to tell a change from noise, record at least 5 in each"
+        return [f"Undecided: {few}; {subject} {both}."]
     if not significant:
-        if all(change.verdict == "undecided" for change in difference.changes):
-            return [
-                "Undecided: the captures hold too few steps to tell a change from noise, record at least 5 in each; "
-                f"{subject} {both}."
-            ]
         return [f"No kernel and no cause of idling changed by more than noise: {subject} {both}."]
-    largest = [
-        f"{change_name(change)} ({change.verdict}, {_signed(change.delta_ms)})" for change in significant[:_NAMED]
-    ]
+    largest = (f"{change_name(c)} ({c.verdict}, {_signed(c.delta_ms)})" for c in significant[:_MOST_NAMED])
     most = f"Most: {', '.join(largest)}."
+    # Changes in the other direction than the whole explain nothing of it.
     if difference.explained_ms * difference.delta_ms <= 0:
         explained = f"the changes that are no noise add up to {_signed(difference.explained_ms)}"
         return [f"Undecided whether {subject} longer or less: {both}; {explained}.", most]
@@ -57,7 +54,7 @@ def change_name(change: TimeChange) -> str:
 
 
 def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
-    # The largest, and of those that are no noise some more.
+    """Build the table of the largest changes, and of some more that are no noise."""
     listed = [
         change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
     ][: 3 * shown.top]
@@ -72,9 +69,7 @@ def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
         Column("after_count", "times after", value=lambda change: change.after.count if change.is_kernel else None),
         Column("before_us", "one run before", "us", lambda change: change.before.us),
         Column("after_us", "one run after", "us", lambda change: change.after.us),
-        Column(
-            "change", "kernel or part", value=lambda change: change.label if shown.full_names else change_name(change)
-        ),
+        Column("change", "kernel or part", value=lambda c: c.label if shown.full_names else change_name(c)),
         Column("module", "module", value=lambda change: change.example.module or None),
         Column("operator", "operator", value=lambda change: change.example.operator or None),
         Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.example.shape) or None),
@@ -87,9 +82,8 @@ def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
     ]
     if len(listed) < len(difference.changes):
         notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
-    return Table(
-        "changes", "trace: what changed", columns, [fill_row(columns, change) for change in listed], notes=notes
-    )
+    rows = [fill_row(columns, change) for change in listed]
+    return Table("changes", "trace: what changed", columns, rows, notes=notes)
 
 
 def _verdict_text(change: TimeChange, step_ms: float) -> str:
@@ -101,39 +95,37 @@ def _verdict_text(change: TimeChange, step_ms: float) -> str:
 BEFORE, AFTER = "before", "after"
 
 
-def capture_cells(side: str, read: Read, roofline: bool, peaks: dict[str, Any], run_id: str) -> list[Cell]:
-    """One cell for each GPU or rank; its samples are its steps.
-
-    Args:
-        peaks: measured ``ceilings`` and ``bandwidths`` as JSON, or None.
-    """
-    ranks_json = read.ranks.matching.to_json() if read.ranks else None
+def capture_cells(side: str, captures: AnalysedCaptures, shown: DisplayOptions, run_id: str) -> list[Cell]:
+    """Return a cell for each GPU or rank, whose samples are its steps, with what is needed to show its tables again."""
+    ranks = None if captures.ranks is None else captures.ranks.matching
+    records = {"ranks": ranks, "ceilings": shown.ceilings, "bandwidths": shown.bandwidths}
+    common = {name: None if record is None else record.to_json() for name, record in records.items()}
     return [
         Cell(
             "trace",
-            {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": roofline},
+            {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": shown.roofline},
             "ok",
             samples={"step": Samples("ms", "capture", analysis.step_ms)},
-            derived={"trace": analysis.to_json(), "ranks": ranks_json, **peaks},
+            derived={"trace": analysis.to_json(), **common},
             run_id=run_id,
         )
-        for analysis in read.analyses
+        for analysis in captures.analyses
     ]
 
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
-    """The tables of one capture, or of what changed between two, in the first rank of each."""
-    ceilings = next((Ceilings.from_json(saved) for cell in cells if (saved := cell.derived.get("ceilings"))), None)
-    bandwidths = next(
-        (BusBandwidths.from_json(saved) for cell in cells if (saved := cell.derived.get("bandwidths"))), None
-    )
-    shown = DisplayOptions(top, full_names, any(cell.configuration["roofline"] for cell in cells), ceilings, bandwidths)
+    """Build the tables of one capture, or of what changed between two, in the first rank of each."""
+    # All cells of a trace hold the same; files of earlier versions lack some.
+    common = cells[0].derived
+    ceilings = Ceilings.from_json(saved) if (saved := common.get("ceilings")) else None
+    bandwidths = BusBandwidths.from_json(saved) if (saved := common.get("bandwidths")) else None
+    ranks = RankMatching.from_json(saved) if (saved := common["ranks"]) else None
+    shown = DisplayOptions(top, full_names, cells[0].configuration["roofline"], ceilings, bandwidths)
     sides: dict[str, list[Analysis]] = {}
     for cell in cells:
         sides.setdefault(cell.configuration["side"], []).append(Analysis.from_json(cell.derived["trace"]))
     if len(sides) == 1:
-        ranks = cells[0].derived["ranks"]
-        return trace_tables(next(iter(sides.values())), RanksFound.from_json(ranks) if ranks else None, shown)
+        return trace_tables(next(iter(sides.values())), ranks, shown)
     first = [replace(sides[name][0], label=name) for name in (BEFORE, AFTER)]
     difference = compare_captures(*first)
     sentences = [*damage_sentences(first), *difference_sentences(difference)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.capture.range_names import STEP
@@ -34,20 +35,23 @@ class MeasuredProfile:
 
     @property
     def steps(self) -> int:
-        """Count the steps, or else the occurrences of the first phase."""
+        """Return how many steps there are, or else occurrences of the first phase."""
         return (self.profile.step or self.profile.phases[0]).count
 
     @property
     def ranges(self) -> tuple[RangeTime, ...]:
-        """The phases, and the step that they make up; of several GPUs those of each."""
-        step = (self.profile.step,) if self.profile.step else ()
-        return self.profile.of_gpus or (*self.profile.phases, *step)
+        """Return the phases, and the step that they make up; of several GPUs those of each."""
+        return self.profile.of_gpus or self.ranges_of_all_gpus
+
+    @property
+    def ranges_of_all_gpus(self) -> tuple[RangeTime, ...]:
+        return (*self.profile.phases, *((self.profile.step,) if self.profile.step else ()))
 
     def unprofiled(self, name: str) -> Samples | None:
         return self.cell.samples.get(name) if self.cell else None
 
     def kernels(self, *phases: str) -> list[KernelTime]:
-        """The kernels of some phases, of each the longest first."""
+        """Return the kernels of some phases, of each the longest first."""
         return [kernel for kernel in self.profile.kernels if kernel.range in phases]
 
 
@@ -56,47 +60,50 @@ _BOTH_PASSES = ("forward", "loss", "backward")
 _OPTIMIZER_PHASE = "optimizer"
 
 
+def phase_kernel_tables(
+    measured: Sequence[MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
+) -> list[Table]:
+    """Build all tables of kernels; ``labels`` are the columns that say what was run."""
+    return [
+        top_kernel_table(measured, labels),
+        kernel_table(measured, labels, top, full_names),
+        kernel_table(measured, labels, top, full_names, without_matmul=True),
+        share_table(measured, labels),
+    ]
+
+
 def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
-    """The kernel that takes most time in the first phase, in forward and backward pass together, and in the latter."""
+    """Build the table of the longest kernel in the first phase, in both passes together, and in the backward pass."""
     rows = []
     for m in measured:
         names = [phase.name for phase in m.profile.phases]
         passes = _BOTH_PASSES if "backward" in names else ()
         row = dict(m.labels)
         for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
-            totals: Counter[str] = Counter()
+            total_ns: Counter[str] = Counter()
             counts: Counter[str] = Counter()
             for kernel in m.kernels(*phases):
-                totals[kernel.kernel] += kernel.total_ns
+                total_ns[kernel.kernel] += kernel.total_ns
                 counts[kernel.kernel] += kernel.count
-            if totals.total():
-                name, total = totals.most_common(1)[0]
-                row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * total / totals.total()}
+            if total_ns.total():
+                ((name, longest_ns),) = total_ns.most_common(1)
+                row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * longest_ns / total_ns.total()}
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
     first = measured[0].profile.phases[0].name if measured else "the first phase"
-    columns = list(labels)
-    for group, where, short in (
+    headers: dict[str, str] = {}
+    for group, where, phase in (
         ("first", first, first),
         ("both", "forward and backward together", "both"),
         ("backward", "backward", "backward"),
     ):
-        columns += [
-            Column(f"{group}_kernel", f"most time in {where}"),
-            Column(f"{group}_percent", f"share of {short}", "percent"),
-            Column(f"{group}_instances", f"times in {short}"),
-        ]
+        headers |= {f"{group}_kernel": f"most time in {where}", f"{group}_percent": f"share of {phase}"}
+        headers[f"{group}_instances"] = f"times in {phase}"
+    columns = (*labels, *named_columns(**headers))
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 
 
-@dataclass(frozen=True)
-class _KernelOfPhase:
-    name: str
-    kernel: KernelTime
-    phase: RangeTime
-    phase_ns: int
-
-
+# Of rows with a kernel and its shown name, its phase, and the ns of all kernels of this phase.
 _KERNEL_COLUMNS = (
     Column("phase", "phase", value=lambda row: row.phase.name),
     Column("share_percent", "share", "percent", lambda row: 100 * row.kernel.total_ns / (row.phase_ns or math.nan)),
@@ -120,7 +127,7 @@ def kernel_table(
     *,
     without_matmul: bool = False,
 ) -> Table:
-    """The ``top`` kernels of each phase by time."""
+    """Build the table of the ``top`` kernels of each phase by time."""
     rows = []
     for m in measured:
         for phase in m.profile.phases:
@@ -128,7 +135,7 @@ def kernel_table(
             phase_ns = sum(kernel.total_ns for kernel in kernels)
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != Category.MATMUL][:top]
             for kernel, name in zip(chosen, shown_names([k.kernel for k in chosen], full_names), strict=True):
-                row = _KernelOfPhase(name, kernel, phase, phase_ns)
+                row = SimpleNamespace(name=name, kernel=kernel, phase=phase, phase_ns=phase_ns)
                 rows.append({**m.labels, **fill_row(_KERNEL_COLUMNS, row)})
     name, without = ("other kernels", ", without matrix products") if without_matmul else ("kernels", "")
     heading = f"nsys: the {top} kernels of each phase that take most time{without}"
@@ -137,7 +144,7 @@ def kernel_table(
 
 
 def shown_names(kernels: Sequence[str], full_names: bool) -> list[str]:
-    """Return the names of different kernels as tables show them: those of one short name have a number."""
+    """Return the names of different kernels as tables show them, with numbers where short names are equal."""
     seen: Counter[str] = Counter()
     names = []
     for name in kernels if full_names else map(short_name, kernels):
@@ -150,22 +157,21 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
     for m in measured:
-        ranges = [*m.profile.phases, *([m.profile.step] if m.profile.step else [])]
-        totals: dict[str, Counter[str]] = {time.name: Counter() for time in ranges}
+        totals: dict[str, Counter[str]] = {time.name: Counter() for time in m.ranges_of_all_gpus}
         for kernel in m.profile.kernels:
             category = category_of(kernel.kernel)
             totals[kernel.range][category] += kernel.total_ns
             if m.profile.step:
                 # The course's AdamW is made of elementwise kernels: the phase says more than their names.
                 totals[STEP][Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
-        for time in ranges:
+        for time in m.ranges_of_all_gpus:
             total_ns = totals[time.name].total()
-            shares = {share_key(kind): 100 * ns / total_ns for kind, ns in totals[time.name].items() if ns}
+            shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[time.name].items() if ns}
             rows.append({**m.labels, "phase": time.name, "kernel_ms": total_ns / time.count / 1e6, **shares})
     columns = (
         *labels,
         *named_columns("phase", kernel_ms="kernels"),
-        *(Column(share_key(category), category, "percent") for category in Category),
+        *(Column(_share_key(category), category, "percent") for category in Category),
     )
     notes = (
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own",
@@ -175,7 +181,7 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
 
 
 def unclassified_note(times: Iterable[tuple[str, float]]) -> list[str]:
-    """Return a note that names the kernels of no known kind, those that take most time first; none without any."""
+    """Return a note that names the ten longest kernels of no known kind; none without any."""
     totals: dict[str, float] = {}
     for kernel, time in times:
         if category_of(kernel) == Category.UNCLASSIFIED:
@@ -184,7 +190,7 @@ def unclassified_note(times: Iterable[tuple[str, float]]) -> list[str]:
     return [f"unclassified: {', '.join(longest)}"] if longest else []
 
 
-def share_key(category: str) -> str:
+def _share_key(category: str) -> str:
     return f"{category.replace('/', '_')}_percent"
 
 
@@ -197,7 +203,7 @@ _LEAST_LABELLED_PERCENT = 14.0
 
 
 def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], path: Path) -> None:
-    """A row of axes for each size, a column for each phase; a bar for each profile, of what share each kind takes.
+    """Draw axes in a row for each size and a column for each phase, and in them each profile's shares as a bar.
 
     The time of all kernels of the phase stands next to its bar.
     """
@@ -206,51 +212,47 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     # Without a profile an empty picture: what failed stands in the table.
     rows = share_table(measured, labels).rows if measured else []
     phases = list(dict.fromkeys(str(row["phase"]) for row in rows))
+    # By size: bars, each a name and its rows by phase.
     groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}
     for row in rows:
         bars = groups.setdefault(str(row.get("size", "")), [])
-        labels_of_row = {label.key: str(row[label.key]) for label in labels if label.key not in ("size", "parameters")}
-        if "context" in labels_of_row:
-            labels_of_row["context"] = f"context {labels_of_row['context']}"
-        name = ", ".join(labels_of_row.values())
+        keys = [label.key for label in labels if label.key not in ("size", "parameters")]
+        name = ", ".join(f"context {row[key]}" if key == "context" else str(row[key]) for key in keys)
         if not bars or bars[-1][0] != name or row["phase"] in bars[-1][1]:
             bars.append((name, {}))
         bars[-1][1][str(row["phase"])] = row
     heights = [len(bars) for bars in groups.values()] or [1]
     figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
     figure, axes = new_axes(*figure_size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
-    for drawings, (size, bars) in zip(axes, groups.items(), strict=False):
-        for drawing, phase in zip(drawings, phases, strict=True):
+    for axes_of_size, (size, bars) in zip(axes, groups.items(), strict=False):
+        for phase_axes, phase in zip(axes_of_size, phases, strict=True):
             for number, (_, by_phase) in enumerate(bars):
                 if phase in by_phase:
-                    _draw_bar(drawing, number, by_phase[phase])
-            drawing.set_xlim(0, 100)
-            drawing.set_ylim(len(bars) - 0.5, -0.5)
-            drawing.set_yticks([])
-            drawing.set_xticks([0, 50, 100], ["0", "50", "100 %"], fontsize=7)
-            drawing.set_title(phase, fontsize=9, loc="left")
-            drawing.spines[["top", "right"]].set_visible(False)
-        drawings[0].set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-        drawings[0].set_ylabel(size, fontsize=10, fontweight="bold")
-    shown = [
-        Patch(color=category.color, label=category)
-        for category in Category
-        if any(row.get(share_key(category)) for row in rows)
-    ]
+                    _draw_bar(phase_axes, number, by_phase[phase])
+            phase_axes.set_xlim(0, 100)
+            phase_axes.set_ylim(len(bars) - 0.5, -0.5)
+            phase_axes.set_yticks([])
+            phase_axes.set_xticks([0, 50, 100], ["0", "50", "100 %"], fontsize=7)
+            phase_axes.set_title(phase, fontsize=9, loc="left")
+            phase_axes.spines[["top", "right"]].set_visible(False)
+        axes_of_size[0].set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+        axes_of_size[0].set_ylabel(size, fontsize=10, fontweight="bold")
+    shown = [kind for kind in Category if any(row.get(_share_key(kind)) for row in rows)]
     if shown:
-        figure.legend(handles=shown, title="share of kernel time", loc="outside right upper", fontsize=9)
+        patches = [Patch(color=kind.color, label=kind) for kind in shown]
+        figure.legend(handles=patches, title="share of kernel time", loc="outside right upper", fontsize=9)
     write_figure(figure, path)
 
 
-def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
+def _draw_bar(axes: "Axes", height: int, row: Mapping[str, Any]) -> None:
+    """Draw a row of the share table as a bar of coloured parts, and its kernels' time after it."""
     left = 0.0
     for category in Category:
-        share = shares.get(share_key(category))
-        if not share:
+        if not (percent := row.get(_share_key(category))):
             continue
-        drawing.barh(height, share, 0.8, left, color=category.color)
-        if share >= _LEAST_LABELLED_PERCENT:
-            middle = left + share / 2
-            drawing.text(middle, height, f"{share:.0f}", fontsize=6.5, color="white", ha="center", va="center")
-        left += share
-    drawing.text(100, height, f" {format_number(shares['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")
+        axes.barh(height, percent, 0.8, left, color=category.color)
+        if percent >= _LEAST_LABELLED_PERCENT:
+            middle = left + percent / 2
+            axes.text(middle, height, f"{percent:.0f}", fontsize=6.5, color="white", ha="center", va="center")
+        left += percent
+    axes.text(100, height, f" {format_number(row['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")

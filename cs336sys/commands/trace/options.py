@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.accounting.hardware import Ceilings
     from cs336sys.capture.analysis import Analysis
-    from cs336sys.capture.reading import Read
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ def trace(
     from cs336sys.capture.reading import read_captures
     from cs336sys.commands.trace.difference_tables import AFTER, BEFORE, capture_cells, saved_trace_tables
     from cs336sys.commands.trace.page import trace_page
+    from cs336sys.commands.trace.tables import DisplayOptions
     from cs336sys.results.file import check_appendable
     from cs336sys.tables.outputs import write_file
     from cs336sys.tables.page import check_page_writable
@@ -88,58 +88,54 @@ def trace(
     check_page_writable(html)
     if reading.allreduce is not None and reading.against:
         raise UsageError("--allreduce: --against compares no collectives' bandwidths; choose one of the two")
-    measured = None if reading.ceilings is None else read_ceilings(reading.ceilings)
-    roofline = reading.roofline or measured is not None
+    ceilings = None if reading.ceilings is None else read_ceilings(reading.ceilings)
     if save is not None:
         check_appendable(save)
-    before = read_captures(files, reading.step)
-    reads = {BEFORE: before}
+    captures = {BEFORE: read_captures(files, reading.step)}
     if reading.against:
-        reads[AFTER] = read_captures(reading.against, reading.step)
-    for read in reads.values():
-        for note in read.notes:
+        captures[AFTER] = read_captures(reading.against, reading.step)
+    for of_side in captures.values():
+        for note in of_side.notes:
             say(f"note: {note}")
-        if measured is not None:
-            reading.check_gpu(measured, read.analyses)
-    bandwidths = None if reading.allreduce is None else _bandwidths(reading.allreduce, before)
+        if ceilings is not None:
+            reading.check_gpu(ceilings, of_side.analyses)
+    first_analyses = captures[BEFORE].analyses
+    bandwidths = None if reading.allreduce is None else _read_bandwidths(reading.allreduce, first_analyses)
+    roofline = reading.roofline or ceilings is not None
+    shown = DisplayOptions(reading.top, reading.full_names, roofline, ceilings, bandwidths)
     run_id = str(uuid.uuid4())
-    measurements = {"ceilings": measured, "bandwidths": bandwidths}
-    peaks = {name: None if peak is None else peak.to_json() for name, peak in measurements.items()}
-    cells = [cell for side, read in reads.items() for cell in capture_cells(side, read, roofline, peaks, run_id)]
+    cells = [cell for side, of_side in captures.items() for cell in capture_cells(side, of_side, shown, run_id)]
     tables = saved_trace_tables(cells, reading.top, reading.full_names)
-    _record_and_save(save, run_id, before, cells)
+    _record_and_save(save, run_id, first_analyses[0], cells)
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
         output.write(tables[:1])
     if html is not None:
-        write_file(html, trace_page(tables, list(reads.values())).encode(), "--html")
+        write_file(html, trace_page(tables, list(captures.values())).encode(), "--html")
         say(f"wrote {html}")
 
 
-def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
+def _read_bandwidths(path: Path, analyses: Iterable["Analysis"]) -> "BusBandwidths":
     """Read what ``allreduce`` measured on the GPUs of the capture, or with Gloo for one of CPUs."""
     from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.results.model import read_results
 
-    gpu = next((analysis.gpu_name for analysis in read.analyses if analysis.gpu_name), "")
-    backend = "nccl" if gpu else "gloo"
+    gpu = next((analysis.gpu_name for analysis in analyses if analysis.gpu_name), "")
     results = read_results(path)
     cells = [cell for cell in results.cells if not gpu or results.runs[cell.run_id].machine.get("gpu") == gpu]
-    measured = BusBandwidths.of_cells(cells, backend)
-    if not measured.points:
-        of = f"NCCL on {gpu}" if gpu else "Gloo, and the capture names no GPU"
-        raise UsageError(
-            f"--allreduce {path}: holds no collectives of {of}: measure some there with cs336sys allreduce --save FILE"
-        )
-    return measured
+    bandwidths = BusBandwidths.of_cells(cells, "nccl" if gpu else "gloo")
+    if not bandwidths.points:
+        backend = f"NCCL on {gpu}" if gpu else "Gloo, and the capture names no GPU"
+        advice = "measure some there with cs336sys allreduce --save FILE"
+        raise UsageError(f"--allreduce {path}: holds no collectives of {backend}: {advice}")
+    return bandwidths
 
 
-def _record_and_save(path: Path | None, run_id: str, captures: "Read", cells: list[Cell]) -> None:
+def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: list[Cell]) -> None:
     """Record the cells for a caller in Python, and append them to the file of --save if there is one."""
     from cs336sys.results.file import ResultsFile
 
-    first = captures.analyses[0]
     # Of the machine that made the capture, not this one: its file names the GPU alone.
     machine = {"gpu": first.gpu_name or None, "profiler": first.profiler}
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())

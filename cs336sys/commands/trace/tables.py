@@ -1,16 +1,18 @@
 """The tables of ``trace``: what a capture says of each GPU; columns are described in ``docs/columns.md``."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
+from cs336sys.accounting.memory import GIB
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
-from cs336sys.capture.ranks import RanksFound, local_ms
+from cs336sys.capture.ranks import RankMatching, local_ms
 from cs336sys.commands.trace.kernel_tables import shown_names, unclassified_note
 from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Samples
@@ -23,7 +25,7 @@ _MUCH_LAUNCHING = 0.03
 
 @dataclass(frozen=True)
 class DisplayOptions:
-    """Display options of a capture's tables; ``ceilings`` and ``bandwidths`` are what was measured on such GPUs."""
+    """How a capture's tables are shown; ``ceilings`` and ``bandwidths`` are what was measured on such GPUs."""
 
     top: int = 10
     full_names: bool = False
@@ -40,7 +42,7 @@ def _gpu(analysis: Analysis) -> dict[str, Any]:
 
 
 def file_words(analyses: Sequence[Analysis]) -> str:
-    """The files' names, for a title: of more than two the first and how many more."""
+    """Return the files' names, for a title: of more than two the first and how many more."""
     files = list(dict.fromkeys(analysis.file for analysis in analyses))
     return " and ".join(files) if len(files) <= 2 else f"{files[0]} and {len(files) - 1} more"
 
@@ -50,7 +52,7 @@ def verdict_table(sentences: Sequence[str], title: str) -> Table:
 
 
 def step_samples(values: Sequence[float]) -> Samples | float:
-    """The values of steps, as samples where there are several."""
+    """Return the values of steps, as samples where there are several."""
     return Samples("ms", "capture", tuple(values)) if len(values) > 1 else values[0]
 
 
@@ -58,10 +60,10 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
     """Build the table of a step's parts, which add up to the step."""
     rows: list[dict[str, Any]] = []
     for analysis in analyses:
-        shares = [(part, values, 100 * analysis.share(part)) for part, values in analysis.parts.items()]
-        shares += [("step", analysis.step_ms, 100.0)] if shares else []
-        for part, values, percent in shares:
-            rows.append(_gpu(analysis) | {"part": part, "ms": step_samples(values), "share_percent": percent})
+        parts = [(part, step_ms, 100 * analysis.share(part)) for part, step_ms in analysis.parts.items()]
+        parts += [("step", analysis.step_ms, 100.0)] if parts else []
+        for part, step_ms, percent in parts:
+            rows.append(_gpu(analysis) | {"part": part, "ms": step_samples(step_ms), "share_percent": percent})
     columns = (_GPU, *named_columns("part", ms="a step", share_percent="share"))
     notes = [f"steps: {definition}" for definition in dict.fromkeys(analysis.steps_are for analysis in analyses)]
     if any(analysis.is_gpu and analysis.share(StepPart.LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
@@ -72,15 +74,16 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
 
 
 def step_table(analysis: Analysis) -> Table | None:
-    """Each step by itself; None where the capture as a whole replaces steps."""
+    """Build the table of each step by itself; None where the capture as a whole replaces steps."""
     if not analysis.has_steps:
         return None
     parts = {f"{part.replace(' ', '_')}_ms": part for part in analysis.parts}
     columns = (_GPU, Column("step", "step", "count"), *named_columns(step_ms="step", **parts))
     count = len(analysis.step_ms)
-    steps = zip(analysis.step_numbers or range(count), analysis.step_ms, *analysis.parts.values(), strict=True)
-    keys = [column.key for column in columns]
-    rows = [dict(zip(keys, (analysis.label or None, *step), strict=True)) for step in list(steps)[:_MOST_STEPS]]
+    numbers = analysis.step_numbers or range(count)
+    steps = list(zip(numbers, analysis.step_ms, *analysis.parts.values(), strict=True))[:_MOST_STEPS]
+    keys = [column.key for column in columns[1:]]
+    rows = [_gpu(analysis) | dict(zip(keys, step, strict=True)) for step in steps]
     notes = [f"the first {_MOST_STEPS} of {count} steps"] if count > _MOST_STEPS else []
     return Table("steps", "trace: each step", columns, rows, notes=notes)
 
@@ -88,22 +91,21 @@ def step_table(analysis: Analysis) -> Table | None:
 _TIMES = named_columns(count="times a step", ms="a step", share_percent="share of kernel time", own_ms="of the step")
 
 
-def _group_kernels(
-    analysis: Analysis, key: Callable[[KernelGroup], str]
-) -> list[tuple[str, list[KernelGroup], dict[str, Any]]]:
-    """Kernels by a key: the key, its groups, and the GPU with the times of a step; the longest first."""
+def _group_kernels(analysis: Analysis, key: Callable[[KernelGroup], str]) -> list[tuple[str, list[KernelGroup], dict]]:
+    """Return kernels by a key, the longest first: the key, the kernels, and a row of the GPU and their mean times."""
     groups: dict[str, list[KernelGroup]] = {}
     for kernel in analysis.kernels:
         groups.setdefault(key(kernel), []).append(kernel)
     steps = len(analysis.step_ms)
-    total = sum(sum(kernel.ms) for kernel in analysis.kernels) / steps
-    rows = []
+    total_ms = sum(sum(kernel.ms) for kernel in analysis.kernels) / steps
+    results = []
     for name, kernels in groups.items():
         times = _gpu(analysis)
         for column in ("count", "ms", "own_ms"):
             times[column] = sum(sum(getattr(kernel, column)) for kernel in kernels) / steps
-        rows.append((name, kernels, times | {"share_percent": 100 * times["ms"] / total if total else None}))
-    return sorted(rows, key=lambda row: -row[2]["ms"])
+        times["share_percent"] = 100 * times["ms"] / total_ms if total_ms else None
+        results.append((name, kernels, times))
+    return sorted(results, key=lambda result: -result[2]["ms"])
 
 
 def kind_table(analysis: Analysis) -> Table:
@@ -114,17 +116,17 @@ def kind_table(analysis: Analysis) -> Table:
 
 
 def module_table(analysis: Analysis, top: int) -> Table | None:
-    """Kernels by the module, or the range, that launched them; None where no kernel has any."""
-    groups = _group_kernels(analysis, lambda kernel: kernel.module)[:top]
+    """Build the table of kernels by the module, or the range, that launched them; None where no kernel has any."""
     if not any(kernel.module for kernel in analysis.kernels):
         return None
+    groups = _group_kernels(analysis, lambda kernel: kernel.module)[:top]
     rows = [times | {"module": module or "(none)"} for module, _, times in groups]
     notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
 
 
-def kernel_rows(analysis: Analysis, shown: DisplayOptions) -> Table:
-    """The kernels that take most time, by name."""
+def longest_kernels_table(analysis: Analysis, shown: DisplayOptions) -> Table:
+    """Build the table of the kernels that take most time, by name."""
     rows = []
     groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
     names = shown_names([name for name, _, _ in groups], shown.full_names)
@@ -136,22 +138,22 @@ def kernel_rows(analysis: Analysis, shown: DisplayOptions) -> Table:
 
 
 def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
-    """The operators that take most time by the shapes of their inputs, with their FLOPs and what the GPU could do."""
+    """Build the table of the longest operators by the shapes of their inputs, with FLOPs, bytes and the roofline."""
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
     groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
     for key, kernels, times in [group for group in groups if group[0]][: shown.top]:
         operator, _, shape = key.partition("\0")
-        values = times | {"operator": operator, "shapes": shape_words(shape)}
+        row = times | {"operator": operator, "shapes": shape_words(shape)}
         work = operator_work(operator, shape)
         if work is not None and times["ms"]:
-            seconds = times["ms"] / 1e3 / _calls(kernels)
-            values |= {"tflops": work.flops / seconds / 1e12 or None, "gbps": work.bytes / seconds / 1e9}
+            call_s = times["ms"] / 1e3 / _calls_in_step(kernels)
+            row |= {"tflops": work.flops / call_s / 1e12 or None, "gbps": work.bytes / call_s / 1e9}
             if shown.roofline:
-                line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
-                values |= {"peak_percent": line.percent, "bound": line.bound}
-                sources[line.source] = None
-        rows.append(values)
+                limits = roofline(work, call_s, analysis.gpu_name, shown.ceilings)
+                row |= {"peak_percent": limits.percent, "bound": limits.bound}
+                sources[limits.source] = None
+        rows.append(row)
     columns = (
         _GPU,
         *_TIMES,
@@ -165,27 +167,27 @@ def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
     return Table("operators", "trace: operators by shape", columns, rows, notes=notes)
 
 
-def _calls(kernels: Sequence[KernelGroup]) -> float:
-    """Return how often a step calls an operator, which may launch several kernels: the most frequent of these."""
-    counts: dict[str, int] = {}
+def _calls_in_step(kernels: Sequence[KernelGroup]) -> float:
+    """Return how often a step calls an operator that launches these kernels: as often as it launches the commonest."""
+    counts: Counter[str] = Counter()
     for kernel in kernels:
-        counts[kernel.name] = counts.get(kernel.name, 0) + sum(kernel.count)
-    return max(counts.values()) / len(kernels[0].count) if counts else 1.0
+        counts[kernel.name] += sum(kernel.count)
+    return max(counts.values()) / len(kernels[0].count)
 
 
 def shape_words(shape: str) -> str:
-    """``[[4, 8], []]`` as ``4x8``; what is no tensor is left out."""
+    """Return recorded shapes as text, ``[[4, 8], []]`` as ``4x8``, without inputs that are no tensors; "" for none."""
     try:
-        sizes, _ = json.loads(shape)
+        shapes, _ = json.loads(shape)
     except ValueError:
         return ""
 
-    def word(size: Any) -> str:
-        if isinstance(size, list) and size and all(isinstance(entry, list) for entry in size):
-            return "[" + ", ".join(map(word, size)) + "]"
-        return "x".join(map(str, size)) if isinstance(size, list) else ""
+    def word(extents: Any) -> str:
+        if isinstance(extents, list) and extents and all(isinstance(extent, list) for extent in extents):
+            return "[" + ", ".join(map(word, extents)) + "]"
+        return "x".join(map(str, extents)) if isinstance(extents, list) else ""
 
-    text = ", ".join(filter(None, map(word, sizes)))
+    text = ", ".join(filter(None, map(word, shapes)))
     return text if len(text) <= _SHAPE_CHARACTERS else text[: _SHAPE_CHARACTERS - 3] + "..."
 
 
@@ -214,33 +216,23 @@ def wait_table(analysis: Analysis) -> Table:
 
 
 def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | None = None) -> Table:
-    """Collectives by kind and size: their time, of it waiting for the last rank, and bus bandwidth of the rest.
+    """Build the table of collectives by kind and size: time, of it waiting for the last rank, bandwidth of the rest.
 
     ``bandwidths`` are what ``allreduce`` measured, to stand next to it.
     """
     rows = []
-    for analysis, row in [(capture, row) for capture in analyses for row in capture.collectives]:
-        steps = len(analysis.step_ms)
-        transfer_ms = row.ms - (row.waiting_ms or 0.0)
-        busbw = alone = None
-        if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH and row.bytes > 0 and transfer_ms > 0:
-            busbw = bus_factor(row.kind, row.ranks) * row.bytes * row.count / transfer_ms / 1e6
-            alone = bandwidths.gbps_at(row.kind, row.ranks, row.bytes) if bandwidths is not None else None
-        rows.append(
-            {
-                **_gpu(analysis),
-                "collective": row.kind,
-                "group": row.group or None,
-                "ranks": row.ranks if row.ranks > 0 else None,
-                "bytes": row.bytes or None,
-                "count": row.count / steps,
-                "ms": row.ms / steps,
-                "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / steps,
-                "busbw_gbps": busbw,
-                "alone_busbw_gbps": alone,
-                "of_alone_percent": 100 * busbw / alone if busbw and alone else None,
-            }
-        )
+    for analysis, collective in [(rank, collective) for rank in analyses for collective in rank.collectives]:
+        kind, ranks, size, steps = collective.kind, collective.ranks, collective.bytes, len(analysis.step_ms)
+        transfer_ms = collective.ms - (collective.waiting_ms or 0.0)
+        busbw_gbps = alone_gbps = None
+        if ranks > 1 and kind in WITH_BUS_BANDWIDTH and size > 0 and transfer_ms > 0:
+            busbw_gbps = bus_factor(kind, ranks) * size * collective.count / transfer_ms / 1e6
+            alone_gbps = bandwidths.gbps_at(kind, ranks, size) if bandwidths is not None else None
+        row = _gpu(analysis) | {"collective": kind, "group": collective.group or None, "bytes": size or None}
+        row |= {"ranks": ranks if ranks > 0 else None, "count": collective.count / steps, "ms": collective.ms / steps}
+        row["waiting_ms"] = None if collective.waiting_ms is None else collective.waiting_ms / steps
+        row |= {"busbw_gbps": busbw_gbps, "alone_busbw_gbps": alone_gbps}
+        rows.append(row | {"of_alone_percent": 100 * busbw_gbps / alone_gbps if busbw_gbps and alone_gbps else None})
     columns = (
         _GPU,
         *named_columns("collective", "group"),
@@ -260,7 +252,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
 
 
 def capture_table(analyses: Sequence[Analysis]) -> Table:
-    """The whole capture, in and outside of steps."""
+    """Build the table of the whole capture, in and outside of steps."""
     columns = (
         _GPU,
         Column("gpu_name", "name", value=lambda analysis: analysis.gpu_name or None),
@@ -269,16 +261,14 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
         Column("events", "kernels and copies", "count"),
         *named_columns(kernel_ms="sum of kernels", busy_ms="busy", computing_ms="computing"),
         *named_columns(communication_ms="communication", span_ms="span"),
-        Column(
-            "peak_gib", "peak memory of tensors", "gib", lambda analysis: (analysis.peak_bytes or 0) / 2**30 or None
-        ),
+        Column("peak_gib", "peak memory of tensors", "gib", lambda analysis: (analysis.peak_bytes or 0) / GIB or None),
     )
     rows = [{**fill_row(columns, analysis), **analysis.totals} for analysis in analyses]
     return Table("capture", "trace: the whole capture", columns, rows)
 
 
-def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
-    """The steps of each rank: its parts, and how much of the step is its own."""
+def rank_table(analyses: Sequence[Analysis], ranks: RankMatching | None) -> Table:
+    """Build the table of each rank's steps: the parts, and the time that no other rank makes longer."""
     columns = (
         replace(_GPU, header="rank"),
         Column("step_ms", "step", "ms", lambda analysis: step_samples(analysis.step_ms)),
@@ -305,8 +295,8 @@ def _waiting_ms(analysis: Analysis) -> float | None:
     return analysis.mean(StepPart.WAITING) if StepPart.WAITING in analysis.parts else None
 
 
-def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:
-    """All tables; with several ranks, those of kernels are of the first alone."""
+def trace_tables(analyses: Sequence[Analysis], ranks: RankMatching | None, shown: DisplayOptions) -> list[Table]:
+    """Build all tables; with several ranks, those of kernels are of the first alone."""
     first = analyses[0]
     profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [
@@ -316,7 +306,7 @@ def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: 
             part_table(analyses[:1]),
             step_table(first),
             kind_table(first),
-            kernel_rows(first, shown),
+            longest_kernels_table(first, shown),
             module_table(first, shown.top),
             operator_table(first, shown),
             copy_table(first),

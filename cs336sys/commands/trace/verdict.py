@@ -6,50 +6,50 @@ from collections.abc import Iterable, Sequence
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.breakdown import StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
-from cs336sys.capture.ranks import RankAnswer, RanksFound, find_stragglers
+from cs336sys.capture.ranks import RankAnswer, RankMatching, find_stragglers
 from cs336sys.capture.taxonomy import Category
 from cs336sys.tables.numbers import format_quantity
 
-# A part of a step below this share is not spoken of, and one above it is worth a change.
+# The verdict names parts of a step from this share on, which are worth a change.
 _LEAST_SHARE = 0.03
-# From here on faster kernels help more than fewer gaps.
-_MOSTLY = 0.8
+# From this share of computing on, faster kernels help more than fewer gaps.
+_MOSTLY_COMPUTING = 0.8
 # Kernels shorter than this are launched no faster than they run.
 _SHORT_US = 15.0
 
 
-def verdict(analyses: Sequence[Analysis], ranks: RanksFound | None = None) -> list[str]:
+def verdict(analyses: Sequence[Analysis], ranks: RankMatching | None = None) -> list[str]:
     """Return the sentences about a capture, the most important first.
 
-    Of several ranks, who holds the others up, and the numbers of the one of median step.
+    Of several ranks, who holds the others up, and the numbers of the rank whose step is of median length.
     """
     sentences = damage_sentences(analyses)
     if len(analyses) == 1:
-        return [*sentences, *_about_one(analyses[0], 2)]
+        return [*sentences, *_step_sentences(analyses[0], most_parts=2)]
     answer = find_stragglers(analyses, ranks)
     if ranks is not None and ranks.missing:
         sentences.append(f"{capital(ranks.missing)}: waiting for ranks is a lower bound.")
     middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
-    about = _about_one(middle, 1 if answer.stragglers else 2, f"on {middle.label} ({middle.file}) ")
-    return [*sentences, _rank_sentence(len(analyses), answer), *about]
+    where, most_parts = f"on {middle.label} ({middle.file}) ", 1 if answer.stragglers else 2
+    return [*sentences, _rank_sentence(len(analyses), answer), *_step_sentences(middle, most_parts, where)]
 
 
 def damage_sentences(analyses: Sequence[Analysis]) -> list[str]:
     """Say what the captures lack or hold that cannot be; of several, whose."""
-    sentences: dict[str, list[str]] = {}
+    labels_of: dict[str, list[str]] = {}
     for analysis in analyses:
         for sentence in analysis.damage:
-            sentences.setdefault(sentence, []).append(analysis.label)
+            labels_of.setdefault(sentence, []).append(analysis.label)
     count = len(analyses)
-    shown = [
+    sentences = [
         sentence if len(labels) == count else f"{capital(_listed(labels))}: {sentence[0].lower()}{sentence[1:]}"
-        for sentence, labels in sentences.items()
+        for sentence, labels in labels_of.items()
     ]
     unknown = [analysis.label for analysis in analyses if not analysis.is_idle_known]
     if unknown:
         whose = "" if len(unknown) == count else f" of {_listed(unknown)}"
-        shown.append(f"Idle time{whose} cannot be told, and how much of a step the GPU computes.")
-    return shown
+        sentences.append(f"Idle time{whose} cannot be told, and how much of a step the GPU computes.")
+    return sentences
 
 
 def _listed(labels: Sequence[str]) -> str:
@@ -60,39 +60,35 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
-    """Say what the time of one rank goes to, the ``most`` largest parts first."""
+def _step_sentences(analysis: Analysis, most_parts: int, where: str = "") -> list[str]:
+    """Say how much of a step is computing and what its largest other parts are; nothing where that is not known."""
     if not analysis.is_idle_known:
         return []
-    about = _ABOUT if analysis.is_gpu else _ABOUT | {StepPart.LAUNCHING: _LAUNCHING_ON_CPU}
-    facts = _facts(analysis)
-    causes = [
-        about[part].format(share=_percent(analysis, part), **facts)
-        for part in sorted(about, key=lambda part: -analysis.share(part))
-        if analysis.share(part) >= _LEAST_SHARE
-    ]
-    if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY:
-        causes.insert(0, _computing_sentence(analysis))
-    sentences = [_first(analysis, where), *causes[:most]]
-    if analysis.share(StepPart.UNKNOWN) >= 0.1:
-        unknown = _percent(analysis, StepPart.UNKNOWN)
-        sentences.append(f"For {unknown} the capture does not say what the GPU waited for.")
-    return sentences
 
+    def percent(part: StepPart) -> str:
+        return format_quantity(100 * analysis.share(part), "percent")
 
-def _first(analysis: Analysis, where: str) -> str:
     duration_name = "the step" if analysis.has_steps else "the capture"
     who = "the GPU computes" if analysis.is_gpu else "the operators of the CPU compute"
     length = format_quantity(analysis.median_step_ms, "ms")
-    return capital(f"{where}{who} {_percent(analysis, StepPart.COMPUTING)} of {duration_name}, which takes {length}.")
-
-
-def _percent(analysis: Analysis, part: StepPart) -> str:
-    return format_quantity(100 * analysis.share(part), "percent")
+    computing = f"{where}{who} {percent(StepPart.COMPUTING)} of {duration_name}, which takes {length}."
+    templates = _PART_SENTENCES if analysis.is_gpu else _PART_SENTENCES | {StepPart.LAUNCHING: _LAUNCHING_ON_CPU}
+    facts = _facts(analysis)
+    causes = [
+        templates[part].format(share=percent(part), **facts)
+        for part in sorted(templates, key=lambda part: -analysis.share(part))
+        if analysis.share(part) >= _LEAST_SHARE
+    ]
+    if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY_COMPUTING:
+        causes.insert(0, _kernel_advice(analysis))
+    sentences = [capital(computing), *causes[:most_parts]]
+    if analysis.share(StepPart.UNKNOWN) >= 0.1:
+        sentences.append(f"For {percent(StepPart.UNKNOWN)} the capture does not say what the GPU waited for.")
+    return sentences
 
 
 # The sentence on each part of a step.
-_ABOUT = {
+_PART_SENTENCES = {
     StepPart.LAUNCHING: "It waits {share} for the CPU, which launches {kernels}: {launch_advice}.",
     StepPart.SYNCHRONIZING_CALL: "{share} are lost after calls that wait for the GPU ({calls}): read losses and "
     "metrics less often, without .item(), .cpu() or print in the step.",
@@ -109,9 +105,9 @@ _LAUNCHING_ON_CPU = "{share} pass between operators, in Python: torch.compile, o
 
 
 def _facts(analysis: Analysis) -> dict[str, str]:
-    """Return what the sentences on parts of a step say besides its share."""
+    """Return the values, besides its share, that the sentence on a part of a step names."""
     steps = len(analysis.step_ms)
-    # Collectives last as long as they wait.
+    # Without collectives, which last as long as they wait.
     kernels = [kernel for kernel in analysis.kernels if kernel.kind != Category.COMMUNICATION]
     count = sum(sum(kernel.count) for kernel in kernels)
     mean_us = 1e3 * sum(sum(kernel.ms) for kernel in kernels) / count if count else 0.0
@@ -140,8 +136,8 @@ def _sum_by_name(times_ms: Iterable[tuple[str, float]]) -> Counter[str]:
     return Counter(dict(totals.most_common()))
 
 
-def _computing_sentence(analysis: Analysis) -> str:
-    """Suggest what to try where nothing waits: the largest kind of kernel."""
+def _kernel_advice(analysis: Analysis) -> str:
+    """Suggest what to try where nothing waits, by the largest kind of kernel."""
     totals = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
     total = totals.total() or 1
     moving = sum(totals[kind] for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION)) / total
@@ -162,15 +158,14 @@ _KIND_ADVICE: dict[str, str] = {
 
 
 def _rank_sentence(count: int, answer: RankAnswer) -> str:
+    """Say which of ``count`` ranks hold the others up, that none does, or why nobody can tell."""
     if answer.why_unknown:
         return f"Cannot tell whether a rank holds the others up, because {answer.why_unknown}."
     if not answer.stragglers:
-        return (
-            f"No rank of {count} holds the others up: none computes or idles {answer.unseen_percent:.2g} % of a step "
-            "longer."
-        )
+        longer = f"{answer.unseen_percent:.2g} % of a step longer"
+        return f"No rank of {count} holds the others up: none computes or idles {longer}."
     first = answer.stragglers[0]
     named = " and ".join(f"{straggler.label} ({straggler.file})" for straggler in answer.stragglers)
-    hold, most = ("holds", "") if len(answer.stragglers) == 1 else ("hold", "up to ")
-    did = f": {first.why}" if first.why else ""
-    return f"{capital(named)} {hold} the others up by {most}{first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."
+    hold, up_to = ("holds", "") if len(answer.stragglers) == 1 else ("hold", "up to ")
+    why = f": {first.why}" if first.why else ""
+    return f"{capital(named)} {hold} the others up by {up_to}{first.percent:.1f} % of a step ({first.ms:.3g} ms){why}."
