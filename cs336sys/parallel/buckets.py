@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336sys.accounting.sharding.partition import ALIGNMENT, WHOLE_BLOCKS, check_bucket_size
 from cs336sys.errors import UsageError
@@ -32,12 +31,12 @@ class TensorSpec(NamedTuple):
     block: str = ""
 
 
-# What a bucket of whole blocks holds at least, as those of torch's DDP do; blocks of smaller models share one.
-_LEAST_OF_BLOCKS = 25e6
+# A bucket of whole blocks holds at least so many bytes, as in torch's DDP; blocks of smaller models share one.
+_LEAST_BLOCK_BYTES = 25e6
 
 
 def block_of(name: str) -> str:
-    """The numbered part of a model in which a parameter of this name is: ``layers.3``; or the model's child."""
+    """Return the numbered part of a model in which a parameter of this name is: ``layers.3``; or the model's child."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])
@@ -45,7 +44,7 @@ def block_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """The rule by which a bucket takes no more tensors.
+    """The rule by which a bucket accepts no more tensors.
 
     Attributes:
         cap_bytes: when it would hold more than this, unless it holds a single larger tensor; None sets no cap.
@@ -68,14 +67,14 @@ class BucketRule:
 
 
 def bucket_rule(bucket_size: float | str | None) -> BucketRule:
-    """The rule for a bucket size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket."""
+    """Return the rule for a size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket."""
     if bucket_size == WHOLE_BLOCKS:
-        return BucketRule(_LEAST_OF_BLOCKS, whole_blocks=True)
+        return BucketRule(_LEAST_BLOCK_BYTES, whole_blocks=True)
     return BucketRule(cap_in_bytes(bucket_size))
 
 
 def cap_in_bytes(bucket_size_mb: float | str | None) -> float | None:
-    """A bucket size in megabytes (1e6 bytes) as a cap in bytes; None stays None: no cap."""
+    """Convert a bucket size in megabytes (1e6 bytes) to a cap in bytes; None stays None: no cap."""
     check_bucket_size(bucket_size_mb)
     return None if bucket_size_mb is None else float(bucket_size_mb) * 1e6
 
@@ -128,8 +127,10 @@ class GradientBucket:
         parameters: by name; all have the same device, and gradients of the same dtype.
         waiting: ids of the parameters whose gradients are not ready yet in this step.
         collects_at_once: whether :meth:`collect` wants gradients as soon as they are ready, not only at the launch.
-        hands_on: whether parameters lose their gradients to somebody else at the launch.
+        hands_on: whether the bucket takes the gradients away from the parameters at the launch.
         present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
+        sent_dtype: the dtype in which gradients are sent and summed.
+        reduction: computes the means; another may take its place between two steps.
     """
 
     collects_at_once = False
@@ -142,9 +143,7 @@ class GradientBucket:
         group: dist.ProcessGroup | None = None,
     ):
         self.parameters = parameters
-        # A tensor's own hash is computed in Python, an id's is not.
-        self._ids = frozenset(map(id, parameters.values()))
-        self.waiting = set(self._ids)
+        self.begin_step()
         self.present: list[bool] = []
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         # As autograd lays gradients out: like a parameter that is dense in memory, else row-major.
@@ -154,30 +153,18 @@ class GradientBucket:
         ]
         sample = next(iter(parameters.values()))
         self._dtype = gradient_dtype_of(sample) or sample.dtype
-        is_cast = gradient_dtype is not None and self._dtype.is_floating_point and self._dtype != gradient_dtype
-        self._wire_dtype = gradient_dtype if is_cast else None
-        self._reduction = MeanReduction(
-            self._wire_dtype or self._dtype, sample.device, f"gradients of {', '.join(parameters)}", group
-        )
-        # What takes part for parameters without a gradient here: zeros, and then the mean of all ranks' gradients.
+        self.sent_dtype = gradient_dtype if gradient_dtype and self._dtype.is_floating_point else self._dtype
+        self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)
+        # For parameters without a gradient here: zeros, which the mean of all ranks' gradients replaces.
         self._substitutes: dict[nn.Parameter, Tensor] = {}
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
     @property
-    def sent_dtype(self) -> torch.dtype:
-        """Return the dtype in which gradients are sent and summed."""
-        return self._wire_dtype or self._dtype
-
-    @property
     def sent_sizes(self) -> list[int]:
-        """Bytes of each tensor that is handed to the all-reduce."""
+        """Return the bytes of each tensor that is handed to the all-reduce."""
         sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
-        return sizes if self._wire_dtype is None else [sum(sizes)]
-
-    def average_by(self, reduction: MeanReduction) -> None:
-        """Let something else compute the means. Call it between two steps."""
-        self._reduction = reduction
+        return sizes if self.sent_dtype == self._dtype else [sum(sizes)]
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Accept a gradient that autograd has completed; in this class it stays where it is if it can."""
@@ -194,17 +181,17 @@ class GradientBucket:
     def launch(self) -> None:
         """Start to average all gradients, with zeros in place of those that this rank lacks."""
         self._averaged = self._memory()
-        if self._wire_dtype is None:
-            self._reduction.start(self._averaged)
+        if self.sent_dtype == self._dtype:
+            self.reduction.start(self._averaged)
             return
         sizes = [tensor.numel() for tensor in self._averaged]
-        self._wire = torch.empty(sum(sizes), dtype=self._wire_dtype, device=self._averaged[0].device)
+        self._wire = torch.empty(sum(sizes), dtype=self.sent_dtype, device=self._averaged[0].device)
         torch._foreach_copy_(self._wire.split(sizes), [tensor.view(-1) for tensor in self._averaged])
-        self._reduction.start([self._wire])
+        self.reduction.start([self._wire])
 
     def wait(self) -> None:
         """Return when the averaged gradients may be used: on a GPU, by work queued on the current stream after this."""
-        self._reduction.wait()
+        self.reduction.wait()
         if self._wire is not None:
             sizes = [tensor.numel() for tensor in self._averaged]
             torch._foreach_copy_([tensor.view(-1) for tensor in self._averaged], self._wire.split(sizes))
@@ -226,11 +213,12 @@ class GradientBucket:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """No gradient is ready."""
-        self.waiting = set(self._ids)
+        """Wait for the gradient of every parameter again."""
+        # A tensor's own hash is computed in Python, an id's is not.
+        self.waiting = set(map(id, self.parameters.values()))
 
     def _memory(self) -> list[Tensor]:
-        """The contiguous tensors to average in place, of the same shapes on every rank; sets :attr:`present`."""
+        """Return the contiguous tensors to average in place, of the same shapes on all ranks; set :attr:`present`."""
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         views = []
         for name, parameter in self.parameters.items():
@@ -249,7 +237,7 @@ class GradientBucket:
                 gradient = parameter.grad = gradient.clone()
             if not _same_order(gradient, strides):
                 gradient = parameter.grad = self._empty(name, strides).copy_(gradient)
-            # Of a contiguous one memory_view() would make another Python object.
+            # memory_view() would make a second Python object for a contiguous one.
             tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
 
@@ -261,9 +249,10 @@ class GradientBucket:
 class FlatBucket(GradientBucket):
     """Gradients averaged as one tensor: each is copied into a flat buffer once, and is a view of it from then on.
 
-    A gradient is copied as soon as autograd has completed it, so there are never two copies of all of them, and none is
-    copied back. The buffer exists from the first gradient of a step until its views are dropped: it needs as much
-    memory as the buckets of torch's DDP, but none during a forward pass that follows ``zero_grad``.
+    A gradient is copied as soon as autograd has completed it, so there are never two copies of all of them (unless they
+    were zeroed instead of dropped), and none is copied back. The buffer exists from the first gradient of a step until
+    its views are dropped: it needs as much memory as the buckets of torch's DDP, but none during a forward pass that
+    follows ``zero_grad``.
     """
 
     collects_at_once = True
@@ -284,17 +273,11 @@ class FlatBucket(GradientBucket):
             end = self._size + parameter.numel()
             self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
             self._gaps += [slice(end, self._size)] if end < self._size else []
-        # This step's, from its first gradient until finish().
+        # From the first gradient of a step until finish(); the views of it keep its memory.
         self._buffer: Tensor | None = None
-        # The last step's, which exists as long as gradients are views of it, and the parameters that got such a view.
-        self._last: StorageWeakRef | None = None
-        self._had_views: list[nn.Parameter] = []
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         require_averageable(name, gradient, self._dtype, self._shapes[name])
-        if self._buffer is None:
-            # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
-            self._buffer = self._buffer_under_gradients()
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
         view = self._view(self._buffer, parameter)
@@ -303,19 +286,12 @@ class FlatBucket(GradientBucket):
 
     def finish(self, present_anywhere: list[bool]) -> None:
         super().finish(present_anywhere)
-        assert self._buffer is not None, "launch() comes before"
-        self._last = StorageWeakRef(self._buffer.untyped_storage())
-        self._had_views = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         self._buffer = None
 
     def _memory(self) -> list[Tensor]:
-        missing = []
+        self.collect_present()
+        missing = [parameter for parameter in self.parameters.values() if parameter.grad is None]
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                missing.append(parameter)
-            else:
-                self.collect(name, parameter, parameter.grad)
         if self._buffer is None:
             self._buffer = self._new_buffer(missing[0])
         for parameter in missing:
@@ -329,42 +305,23 @@ class FlatBucket(GradientBucket):
             buffer[gap].zero_()
         return buffer
 
-    def _buffer_under_gradients(self) -> Tensor | None:
-        """The last step's buffer if all gradients that were views of it still are.
-
-        Else None: the caller may have kept one that is no longer a parameter's gradient, and it must not change.
-        """
-        gradient: Tensor | None = None
-        if self._last is None or self._last.expired():
-            return None
-        for parameter in self._had_views:
-            gradient = parameter.grad
-            if (
-                gradient is None
-                or StorageWeakRef(gradient.untyped_storage()) != self._last
-                or gradient.storage_offset() != self._offsets[parameter]
-                or gradient.stride() != self._strides_of[parameter]
-            ):
-                return None
-        return None if gradient is None else gradient.detach().as_strided((self._size,), (1,), 0)
-
     def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
         return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])
 
 
 def divide_into_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | BucketRule | None
+    named_parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | BucketRule | None
 ) -> list[dict[str, nn.Parameter]]:
-    """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
+    """Return parameters by name, bucket by bucket, as :func:`assign_buckets` assigns them.
 
     All parameters of a bucket have the same device, and gradients of the same dtype.
     """
     specs = []
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         dtype = gradient_dtype_of(parameter) or parameter.dtype
-        size = parameter.numel() * dtype.itemsize
-        specs.append(TensorSpec(id(parameter), size, (dtype, parameter.device), block_of(name)))
-    return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
+        size_bytes = parameter.numel() * dtype.itemsize
+        specs.append(TensorSpec(id(parameter), size_bytes, (dtype, parameter.device), block_of(name)))
+    return [dict(named_parameters[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.gradient_slices import is_slice, whole_of
-from cs336sys.parallel.rank_consistency import same_on_every_rank
+from cs336sys.parallel.rank_consistency import same_on_every_rank, ties_of
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -28,10 +28,8 @@ def is_elementwise(key: str, value: Any) -> bool:
 
 def by_first_name(entries: Entries) -> Entries:
     """Return the entries of tied parameters under their first names alone."""
-    first_names: dict[nn.Parameter, str] = {}
-    for name, (parameter, _) in entries.items():
-        first_names.setdefault(parameter, name)
-    return {name: entries[name] for name in first_names.values()}
+    ties = ties_of((name, parameter) for name, (parameter, _) in entries.items())
+    return {name: entry for name, entry in entries.items() if name not in ties}
 
 
 def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Container[str]) -> list[dict[str, Any]]:
@@ -96,8 +94,10 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mappi
     numbered = [
         # A learning rate may be a tensor on a GPU.
         {
-            k: v.to(current[k].device) if isinstance(v, Tensor) and isinstance(current.get(k), Tensor) else v
-            for k, v in group.items()
+            key: value.to(current[key].device)
+            if isinstance(value, Tensor) and isinstance(current.get(key), Tensor)
+            else value
+            for key, value in group.items()
         }
         | {"params": [numbers[name] for name in group["params"]]}
         for group, current in zip(groups, optimizer.param_groups, strict=True)
@@ -105,14 +105,14 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mappi
     optimizer.load_state_dict({"state": by_number, "param_groups": numbered})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, values in by_number.items():
-        kept = optimizer.state.get(parameters[number], {})
+        loaded = optimizer.state.get(parameters[number], {})
         for key, value in values.items():
-            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = value.to(kept[key].device)
+            if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """The first three entries of a saved model that differ from those of the module, in words; empty if none does."""
+    """Return the first three entries of a saved model that differ from the module's, in words; empty if none does."""
     different = [
         f"{name} is {saved.get(name, 'missing')} there and {current.get(name, 'missing')} here"
         for name in dict.fromkeys((*current, *saved))
@@ -139,7 +139,7 @@ class StateDictOfWrapped(nn.Module):
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         metadata = getattr(state, "_metadata", None)
         if prefix and metadata is not None:
-            # The module around this one will look for them, but not for values, as if they had this wrapper's name.
+            # The module around this one looks for metadata, unlike values, under this wrapper's name and "module".
             inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
             metadata |= {f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: value for name, value in inner.items()}
         return state
@@ -214,6 +214,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     share = {"rank": group.rank(), "ranks": group.size()}
 
     def write(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        """Name this rank in the metadata, and put DTensors in place of slices."""
         metadata[kind] = share
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
@@ -231,6 +232,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             state_dict[prefix + name] = as_dtensor(value, *whole, group)
 
     def compare(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *of_errors: Any) -> None:
+        """Refuse slices of another rank, and take this rank's memory out of DTensors."""
         # nn.Module leaves it in the state dict, where a later call would find it.
         if metadata.pop(_ASSIGNS, False):
             raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
@@ -281,7 +283,7 @@ def _refuse_gathering() -> NoReturn:
 
 
 def as_dtensor(local: Tensor, shape: Sequence[int], dimension: int, group: dist.ProcessGroup) -> Any:
-    """A DTensor over the memory of this rank's slice of a tensor that ``group`` has cut as ``torch.chunk`` does."""
+    """Return a DTensor over the memory of this rank's slice of a tensor that ``group`` has cut like ``torch.chunk``."""
     from torch.distributed.tensor import DTensor, Shard
 
     strides = torch.empty(shape, device="meta").stride()

@@ -42,7 +42,7 @@ def require_process_group(user: str) -> None:
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group itself, that of a mesh of one dimension, or the default one in place of None."""
+    """Return the group itself, the group of a mesh of one dimension, or the default group for None."""
     if group is None:
         return _get_default_group()
     if isinstance(group, DeviceMesh):
@@ -55,7 +55,7 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
 
 
 def group_device() -> torch.device:
-    """The device that tensors must be on for the process group to communicate them: this rank's GPU, or the CPU."""
+    """Return the device from which the default process group sends tensors: this rank's GPU, or the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -81,6 +81,7 @@ class _Launched:
 
     def __init__(self, contents: str, group: dist.ProcessGroup | None = None):
         self.contents = contents
+        # Asked for when it is needed: a pickled wrapper may be loaded where there is no process group.
         self._given_group = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
@@ -116,17 +117,11 @@ class _Launched:
 class _Mean(_Launched):
     """A collective that computes means.
 
-    The backend averages if it can. Where it cannot (Gloo on CUDA tensors), and for fp16 on Gloo, where the sum of two
-    gradients of 40,000 overflows, each rank divides before the sum, as torch's DDP does.
+    The backend averages where it can. Where it cannot (Gloo on CUDA tensors), and for fp16 on Gloo, where the sum of
+    two gradients of 40,000 overflows, each rank divides before the sum, as torch's DDP does.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        contents: str = "tensors",
-        group: dist.ProcessGroup | None = None,
-    ):
+    def __init__(self, dtype: torch.dtype, device: torch.device, contents: str, group: dist.ProcessGroup | None = None):
         super().__init__(contents, group)
         self._dtype = dtype
         self._device_type = device.type
@@ -138,18 +133,13 @@ class _Mean(_Launched):
             return "nccl" in backend
         return "gloo" in backend and self._dtype != torch.float16
 
-    @functools.cached_property
-    def _coalesces(self) -> bool:
-        # Gloo can on the CPU only.
-        return self._device_type != "cuda" or "nccl" in dist.get_backend(self._group)
-
     def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
-        """The reduce operation that gives the mean; if that is a sum, the tensors are divided here."""
+        """Return the reduce operation that gives the mean; where it is a sum, divide the tensors before."""
         if not self._averages_inside:
             torch._foreach_div_(tensors, self._group.size())
         return self._reduce_op
 
-    @functools.cached_property
+    @property
     def _reduce_op(self) -> dist.ReduceOp:
         return dist.ReduceOp(dist.ReduceOp.AVG if self._averages_inside else dist.ReduceOp.SUM)
 
@@ -158,17 +148,14 @@ class MeanReduction(_Mean):
     """Replaces tensors with their mean over all ranks, in place and in one launch.
 
     NCCL gets several tensors as one group of operations; Gloo packs them itself.
-
-    Args:
-        dtype, device: those of the tensors.
-        contents, group: as of the base class.
     """
 
     _collective = "all-reduce"
 
     def start(self, tensors: list[Tensor]) -> None:
         """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
-        is_coalesced = len(tensors) > 1 and self._coalesces
+        # Gloo coalesces on the CPU only.
+        is_coalesced = len(tensors) > 1 and (self._device_type != "cuda" or self._averages_inside)
         options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
@@ -182,7 +169,7 @@ class MeanReduction(_Mean):
 
 
 class MeanScatter(_Mean):
-    """Gives each rank its slice of the mean of each tensor, in one launch and without copies. Arguments as above."""
+    """Gives each rank its slice of the mean of each tensor, in one launch and without copies."""
 
     _collective = "reduce-scatter"
 
@@ -206,7 +193,6 @@ class SliceGather(_Launched):
 
     Args:
         tensors: contiguous, of W * n elements; rank r has filled in the r-th n.
-        contents, group: as of the base class.
     """
 
     _collective = "all-gather"
@@ -216,11 +202,10 @@ class SliceGather(_Launched):
         rank, world_size = self._group.rank(), self._group.size()
         self._whole = [_real(tensor) for tensor in tensors]
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
-        self._through_host = through_host(self._whole[0])
 
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
-        if self._through_host:
+        if through_host(self._whole[0]):
             for tensor, own_slice in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, own_slice.cpu(), group=self._group)
@@ -228,8 +213,8 @@ class SliceGather(_Launched):
             return
         group = self._group
         if not self._whole[0].is_cuda:
-            # Gloo's coalesced all-gather occasionally corrupts the heap (torch 2.13: of 339 runs in which two ranks
-            # trained a small model, 8 were ended by a signal; with one all-gather after another, none of 347).
+            # Gloo's coalesced all-gather may corrupt the heap (torch 2.13: a signal ended 8 of 339 small trainings, and
+            # none of 347 with one all-gather after another).
             self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._own, strict=True)]
             return
         gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
@@ -239,8 +224,8 @@ class SliceGather(_Launched):
 class SliceExchange(_Launched):
     """Gives each rank its slice of every rank's tensor: a reduce-scatter that leaves the sum to the receiver.
 
-    It sends as many bytes as a reduce-scatter. The receiver can sum in a wider dtype than that of what was sent, and
-    slices may differ in size.
+    It sends as many bytes as a reduce-scatter. The receiver can sum in a wider dtype than the one sent, and slices may
+    differ in size.
     """
 
     _collective = "all-to-all"
@@ -254,7 +239,7 @@ class SliceExchange(_Launched):
             received: (sum(received_sizes),).
             tensor: (sum(sizes),), contiguous.
             sizes: number of elements in each slice.
-            received_sizes: those of this rank's slice on each rank; None if ``sizes`` are the same on every rank.
+            received_sizes: size of this rank's slice on each rank; None if ``sizes`` are the same on every rank.
         """
         received, tensor = _real(received), _real(tensor)
         received_sizes = received_sizes or [len(received) // len(sizes)] * len(sizes)
@@ -280,7 +265,6 @@ class Broadcasts(_Launched):
     Args:
         tensors: laid out alike on every rank, all on one device.
         sources: for each tensor, the rank that sends it.
-        contents, group: as of the base class.
     """
 
     _collective = "broadcast"
@@ -289,25 +273,12 @@ class Broadcasts(_Launched):
         self, tensors: Sequence[Tensor], sources: Sequence[int], contents: str, group: dist.ProcessGroup | None = None
     ):
         super().__init__(contents, group)
-        # An expanded tensor is sent as it is stored, without repetition.
-        self._targets = [
-            tensor.detach().as_strided(
-                [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)],
-                tensor.stride(),
-            )
-            if 0 in tensor.stride()
-            else tensor.detach()
-            for tensor in tensors
-        ]
-        self._memories = [_sendable(memory_view(target)) if is_dense(target) else target for target in self._targets]
-        self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
+        self._targets = [_without_repetition(tensor.detach()) for tensor in tensors]
         self._sources = sources
-        self._options = {source: _from_rank(source) for source in set(sources)}
 
     def start(self) -> None:
-        self._tensors = list(self._memories)
-        for index in self._scattered:
-            self._tensors[index] = _sendable(self._targets[index].contiguous())
+        # Of a target with gaps in memory, a copy is sent and received.
+        self._tensors = [_sendable(memory_view(t) if is_dense(t) else t.contiguous()) for t in self._targets]
         if dist.get_backend() == "nccl":
             with _coalescing_manager(self._group, device=group_device(), async_ops=True) as coalesced:
                 self._broadcast_all()
@@ -316,35 +287,39 @@ class Broadcasts(_Launched):
             self._works = self._broadcast_all()
 
     def wait(self) -> None:
-        copies = [(self._targets[index], self._tensors[index]) for index in self._scattered if self._works]
+        received = self._tensors
         super().wait()
-        for target, copied in copies:
-            target.copy_(copied.view(target.dtype).view(target.shape))
+        # Nothing was received where it was waited for before.
+        for target, tensor in zip(self._targets, received, strict=False):
+            if not is_dense(target):
+                target.copy_(tensor.view(target.dtype).view(target.shape))
 
     def _broadcast_all(self) -> list[Any]:
-        return [
-            self._group.broadcast([memory], self._options[source])
-            for memory, source in zip(self._tensors, self._sources, strict=True)
-        ]
+        works = []
+        for tensor, source in zip(self._tensors, self._sources, strict=True):
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+            works.append(self._group.broadcast([tensor], options))
+        return works
 
 
 class AnyRank:
-    """Facts that hold on at least one rank: an all-reduce with one element for each, started here.
+    """Finds which facts hold on at least one rank, by an all-reduce of one byte for each, which starts here.
 
-    In a CUDA graph nothing is asked: what is captured is the same in every replay, and so are the facts.
+    In a CUDA graph nothing is sent: what is captured is the same in every replay, and so are the facts.
     """
 
     def __init__(self, facts: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None = None):
         self._facts = list(facts)
         self._work = None
-        if device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing():
+        if device.type == "cuda" and is_stream_captured():
             if not all(self._facts):
                 raise CapabilityError(
                     "a parameter without a gradient on this rank: whether others have one is asked in every step, and "
                     "a CUDA graph cannot wait for the answer; freeze the parameter or launch the step"
                 )
             return
-        # If all hold here, the answer is known: nothing is copied to a GPU, and wait() reads nothing back.
+        # Where all hold here, the answer is known: nothing is copied to a GPU, and wait() reads nothing back.
         if all(self._facts):
             self._anywhere = torch.ones(len(self._facts), dtype=torch.uint8, device=device)
         else:
@@ -352,14 +327,14 @@ class AnyRank:
         self._work = dist.all_reduce(self._anywhere, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> list[bool]:
-        """The answer. If a fact does not hold on this rank, this blocks until a GPU has the answer."""
+        """Return, for each fact, whether any rank has it; if this rank lacks one, wait until a GPU has the answer."""
         if self._work is not None:
             self._work.wait()
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 
 def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
+    """Return every rank's value of a scalar, (W,), in rank order, on the scalar's device; all ranks call it."""
     sent = number.detach().view(1).to(group_device())
     gathered = sent.new_empty(dist.get_world_size(group))
     all_gather_single(gathered, sent, group=group)
@@ -371,24 +346,24 @@ def through_host(tensor: Tensor) -> bool:
     return tensor.is_cuda and "nccl" not in dist.get_backend()
 
 
-def _from_rank(source: int) -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
-    return options
+def _without_repetition(tensor: Tensor) -> Tensor:
+    """Return the elements that an expanded tensor stores, or the tensor itself if it is not expanded."""
+    sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride()) if 0 in tensor.stride() else tensor
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The tensor, or a real view of a complex one: backends know no complex numbers."""
+    """Return the tensor, or a real view of a complex one: backends know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 # Backends know no float8, no complex numbers and not all integers.
-SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
+_SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """A contiguous tensor itself, or its bytes if not all backends know its dtype."""
-    return tensor if tensor.dtype in SENDABLE else tensor.view(-1).view(torch.uint8)
+    """Return a contiguous tensor itself, or its bytes if not all backends know its dtype."""
+    return tensor if tensor.dtype in _SENDABLE else tensor.view(-1).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -397,7 +372,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def memory_view(tensor: Tensor) -> Tensor:
-    """A contiguous tensor over the memory of a dense one: itself, or (numel,) in memory order if it is permuted.
+    """Return a contiguous tensor over a dense one's memory: itself, or (numel,) in memory order if it is permuted.
 
     Backends send memory in the order in which it is stored, and NCCL refuses tensors that are not contiguous.
     """
@@ -405,14 +380,8 @@ def memory_view(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def exchange_with(rank: int, operation: Any, tensors: Sequence[Tensor]) -> None:
-    """Send contiguous tensors to a rank by ``dist.isend``, which fills those of the same shapes by ``dist.irecv``."""
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank) for tensor in tensors]) if tensors else ():
-        work.wait()
-
-
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order, on every rank. Values are pickled."""
+    """Return every rank's value, in rank order, on every rank. Values are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,22 +1,14 @@
 """Data parallel training: each rank trains the whole model on its share of the batch, with the mean gradient of all.
 
-There are four wrappers, which differ in how many all-reduces they launch, and when:
-
-===============  ====================================  ====================================
-wrapper          all-reduces                           launched
-===============  ====================================  ====================================
-`NaiveDDP`       one for each parameter                after the backward pass
-`FlatDDP`        one for all gradients, as one tensor  after the backward pass
-`OverlappedDDP`  one for each parameter                during it, when the gradient is ready
-`BucketedDDP`    one for each bucket of parameters     during it, when the bucket is ready
-===============  ====================================  ====================================
+There are four wrappers, which differ in how many all-reduces they launch, and when: `NaiveDDP`, `FlatDDP`,
+`OverlappedDDP` and `BucketedDDP`.
 
 Sources: CS336 assignment 2 (2025), sections 2.2 and 2.3; Li et al., "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training" (2020).
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -42,7 +34,7 @@ from cs336sys.parallel.rank_consistency import (
     same_on_every_rank,
 )
 
-# What names of parameters begin with in the wrapper, and not in the module.
+# The beginning of names of parameters in the wrapper, which the module's names lack.
 _PREFIX = "module."
 
 
@@ -56,17 +48,15 @@ class _Replicated(StateDictOfWrapped):
         wrapped.finish_gradient_synchronization()
         optimizer.step()
 
-    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process which trains
-    on the whole batch.
+    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process.
 
     - Every rank must run the same number of steps. Ranks may use different parameters in a step, and in a different
       order: where only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If
       this rank lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
     - Collectives of your own may run between the backward pass and :meth:`finish_gradient_synchronization`, for example
-      to average the loss: all-reduces that overlap are launched when the backward pass returns. A rank whose backward
-      pass reaches no trained parameter launches them in :meth:`finish_gradient_synchronization`: where that can happen,
-      call yours after it. If several wrapped modules are in one graph, that must not happen on some ranks alone, and a
-      failed backward pass cannot be gone on from: all-reduces of different modules would meet.
+      to average the loss. Where the backward pass of a rank may reach no trained parameter, call yours afterwards: that
+      rank launches its all-reduces in :meth:`finish_gradient_synchronization`. If several wrapped modules are in one
+      graph, that must not happen on some ranks alone, and training cannot go on after a failed backward pass.
     - Parameters may be frozen, and trained again. Whoever adds, removes, replaces, ties or unfreezes parameters calls
       :meth:`refresh` on every rank; until then forward passes, and what finishes a backward pass through the module
       itself, are refused.
@@ -124,7 +114,7 @@ class _Replicated(StateDictOfWrapped):
         self.module = module
         self._gradient_dtype = gradient_dtype
         self._group = None if group is None else process_group(group)
-        self._take_up(module.named_parameters(), module.named_buffers())
+        self._take_up(dict(module.named_parameters()), dict(module.named_buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
@@ -141,7 +131,7 @@ class _Replicated(StateDictOfWrapped):
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
-        """The gradients that are averaged together, in the order of launching."""
+        """Return the gradients that are averaged together, in the order of launching."""
         return self._synchronizer.buckets
 
     def finish_gradient_synchronization(self) -> None:
@@ -155,11 +145,9 @@ class _Replicated(StateDictOfWrapped):
         """
         try:
             self._held.require_unchanged()
-        except UsageError:
-            # Else ranks that do not see the change would wait for this one.
+        finally:
+            # Also after a refusal: ranks that do not see the change would wait for this one.
             self._synchronizer.finish()
-            raise
-        self._synchronizer.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes accumulate gradients on this rank only.
@@ -178,12 +166,10 @@ class _Replicated(StateDictOfWrapped):
         Raises:
             UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
         """
-        parameters = [
-            (name, tensor) for name, tensor in self.module.named_parameters() if id(tensor) not in self._taken_up
-        ]
-        buffers = [(name, tensor) for name, tensor in self.module.named_buffers() if name not in self._buffer_names]
+        parameters = {n: tensor for n, tensor in self.module.named_parameters() if id(tensor) not in self._taken_up}
+        buffers = {name: tensor for name, tensor in self.module.named_buffers() if name not in self._buffer_names}
         self._synchronizer.drop()
-        require_same_lines([f"new: {', '.join(name for name, _ in (*parameters, *buffers)) or 'nothing'}"], self._group)
+        require_same_lines([f"new: {', '.join((*parameters, *buffers)) or 'nothing'}"], self._group)
         self._take_up(parameters, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -207,17 +193,16 @@ class _Replicated(StateDictOfWrapped):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        # What _watch_gradients() makes is of these parameters and their hooks: __setstate__ makes it anew.
-        remade = ("_synchronizer", "_held", "_taken_up", "_buffer_names")
-        return {name: value for name, value in self.__dict__.items() if name not in remade}
+        # Made by _watch_gradients() for these parameters and their hooks: __setstate__ makes them anew.
+        left_out = ("_synchronizer", "_held", "_taken_up", "_buffer_names")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._watch_gradients()
 
-    def _take_up(self, parameters: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Make what is new the same on all ranks, and average the gradients of all that is there."""
-        new_parameters, new_buffers = dict(parameters), dict(buffers)
+    def _take_up(self, new_parameters: dict[str, nn.Parameter], new_buffers: dict[str, Tensor]) -> None:
+        """Give new tensors rank 0's values, and average the gradients of all parameters that the module has now."""
         with same_on_every_rank(self._group) as lines:
             require_unwrapped(self.module)
             require_unsynchronized(new_parameters.items())
@@ -239,12 +224,13 @@ class _Replicated(StateDictOfWrapped):
         return f"{type(self).__name__} with {self._rule}, gradient_dtype={self._gradient_dtype}"
 
     def _watch_gradients(self) -> None:
-        named = list(self.module.named_parameters(remove_duplicate=False))
+        """Note what the module holds, and average the gradients of its trained parameters from now on."""
+        parameters = list(self.module.named_parameters(remove_duplicate=False))
         self._held = HeldParameters(self, _PREFIX)
-        # By what refresh() tells new ones: modules may put another tensor in a buffer's place in every pass.
-        self._taken_up = {id(parameter): parameter for _, parameter in named}
+        # For refresh(): buffers by name, because modules may put another tensor in a buffer's place in every pass.
+        self._taken_up = {id(parameter): parameter for _, parameter in parameters}
         self._buffer_names = {name for name, _ in self.module.named_buffers()}
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         buckets = [
             self._bucket_type(parameters, self._gradient_dtype, self._group)
             for parameters in divide_into_buckets(trained, self._rule)
@@ -333,7 +319,7 @@ class BucketedDDP(_Replicated):
         self.copy_engines = CopyEngines(self._group, box_bytes, device)
         for number, bucket in enumerate(self.buckets):
             contents = f"gradients of {', '.join(bucket.parameters)}"
-            bucket.average_by(CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, contents, self._group))
+            bucket.reduction = CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, contents, self._group)
 
     def _copied_state(self) -> dict[str, Any]:
         return super()._copied_state() | {"copy_engines": None}

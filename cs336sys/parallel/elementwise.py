@@ -10,18 +10,21 @@ from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
 
+Options = Mapping[str, Any]
+OptimizerClass = type[torch.optim.Optimizer]
+
 _STEPS = 3
 
 # How a matrix, (16, 8), is cut: into rows as FSDP does, or columns as TensorParallel does, or its elements in memory
-# order, (128,), as ShardedOptimizer does. Of each: the dimension that is cut, and where.
+# order, (128,), as ShardedOptimizer does. For each: the dimension that is cut, and the size of the first slice.
 _CUTS = {"rows": (0, 5), "columns": (1, 3), "elements": (0, 40)}
 
 
 def require_elementwise(
-    optimizer_cls: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
+    optimizer_cls: OptimizerClass,
+    options: Options,
     device: torch.device,
-    of_group: Mapping[str, Any] | None = None,
+    group_options: Options,
     cut: str = "elements",
     refusal: str = "flat=True cannot shard",
     remedy: str = "choose flat=False",
@@ -34,7 +37,7 @@ def require_elementwise(
     Args:
         options: what the class is constructed with, parameters aside.
         device: where the parameters are; some options work on some devices only.
-        of_group: options of a group of parameters, which may make of the class another.
+        group_options: options of a group of parameters, by which the class may update otherwise.
         cut: rows, columns or elements.
         refusal: how the error begins.
         remedy: how it ends.
@@ -48,77 +51,42 @@ def require_elementwise(
     to_cut = tensors.flatten(1) if cut == "elements" else tensors
     slices = [part.contiguous() for part in to_cut.tensor_split([size], 1 + dim)]
     # What the class raises about its options is passed on unchanged.
-    of_group = of_group or {}
-    optimizer_cls([{**of_group, "params": [nn.Parameter(tensors[0])]}], **options)
+    optimizer_cls([{**group_options, "params": [nn.Parameter(tensors[0])]}], **options)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
-            whole, *parts = (_stepped(optimizer_cls, options, of_group, values) for values in (tensors, *slices))
+            whole, *parts = (_run_steps(optimizer_cls, options, group_options, values) for values in (tensors, *slices))
         except Exception as error:
             raise UsageError(f"{refusal}, which cannot step a slice ({error}): {remedy}") from error
     for key, value in whole.items():
-        if not _agree(value, [part.get(key) for part in parts], dim):
+        if not _is_same_in_slices(value, [part.get(key) for part in parts], dim):
             raise UsageError(f"{refusal}, whose {key} is not computed element by element: {remedy}")
     return frozenset(key for key, value in whole.items() if isinstance(value, Tensor) and value.numel() == 1)
-
-
-def require_options(
-    optimizer_cls: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    device: torch.device,
-    accepted: dict[Hashable, frozenset[str]],
-    of_group: Mapping[str, Any],
-    *,
-    flat: bool,
-) -> frozenset[str]:
-    """Refuse options of a group with which ShardedOptimizer cannot shard a class, once for each kind of options.
-
-    Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
-
-    Args:
-        accepted: the kinds that were checked before, with the results; one more afterwards.
-
-    Returns:
-        with ``flat``, what :func:`require_elementwise` does.
-    """
-    kind = _kind(of_group)
-    if kind in accepted:
-        return accepted[kind]
-    max_norm = {**options, **of_group}.get("max_grad_norm")
-    if max_norm is not None:
-        raise UsageError(
-            f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
-            "clip_grad_norm_() of the sharded optimizer before step()"
-        )
-    accepted[kind] = require_elementwise(optimizer_cls, options, device, of_group) if flat else frozenset()
-    return accepted[kind]
 
 
 # For each class of optimizers, the devices and kinds of options with which it was accepted.
 _accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 
-def require_elementwise_step(
-    optimizer: torch.optim.Optimizer, of_group: Mapping[str, Any], device: torch.device
-) -> None:
+def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Options, device: torch.device) -> None:
     """Refuse an optimizer that somebody else has made, as :func:`require_elementwise`.
 
     A class with the attribute ``updates_elementwise = True`` is believed: it may need more than its options to be made.
 
     Args:
-        of_group: all options of one of its groups.
+        group_options: all options of one of its groups.
         device: where the parameters are.
     """
     optimizer_cls = type(optimizer)
-    kind = device, _kind(of_group)
+    kind = device, options_kind(group_options)
     if getattr(optimizer_cls, "updates_elementwise", False) or kind in _accepted.setdefault(optimizer_cls, set()):
         return
-    accepted = inspect.signature(optimizer_cls).parameters
-    options = {key: value for key, value in {**optimizer.defaults, **of_group}.items() if key in accepted}
+    arguments = inspect.signature(optimizer_cls).parameters
+    options = {key: value for key, value in {**optimizer.defaults, **group_options}.items() if key in arguments}
     refusal = "slices of FSDP or TensorParallel cannot be updated by"
     remedy = "choose a class that updates each element by itself, as AdamW and SGD do"
     for cut in ("rows", "columns"):
         try:
-            require_elementwise(optimizer_cls, options, device, of_group, cut, refusal, remedy)
+            require_elementwise(optimizer_cls, options, device, group_options, cut, refusal, remedy)
         except UsageError:
             raise
         except Exception as error:
@@ -130,30 +98,33 @@ def require_elementwise_step(
     _accepted[optimizer_cls].add(kind)
 
 
-def _kind(value: Any) -> Hashable:
-    """Return something that is equal for options with which a class computes alike, numbers aside."""
+def options_kind(value: Any) -> Hashable:
+    """Return a key that is equal for options with which a class computes alike.
+
+    Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
+    """
     if isinstance(value, Mapping):
-        return tuple((key, _kind(option)) for key, option in sorted(value.items()))
+        return tuple((key, options_kind(option)) for key, option in sorted(value.items()))
     if isinstance(value, (list, tuple)):
-        return tuple(map(_kind, value))
+        return tuple(map(options_kind, value))
     if isinstance(value, (str, bool)):
         return value
     return type(value), isinstance(value, Tensor) or bool(value)
 
 
-def _stepped(
-    optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any], of_group: Mapping[str, Any], values: Tensor
+def _run_steps(
+    optimizer_cls: OptimizerClass, options: Options, group_options: Options, values: Tensor
 ) -> dict[str, Any]:
-    """The update, and the state, of a parameter that starts as ``values[0]`` and gets the others as gradients."""
+    """Return the update and the state of a parameter that starts as ``values[0]`` and gets the others as gradients."""
     parameter = nn.Parameter(values[0].clone())
-    optimizer = optimizer_cls([{**of_group, "params": [parameter]}], **options)
+    optimizer = optimizer_cls([{**group_options, "params": [parameter]}], **options)
     for gradient in values[1:]:
         parameter.grad = gradient.clone()
         optimizer.step()
     return {"update": parameter.detach() - values[0], **optimizer.state[parameter]}
 
 
-def _agree(whole: Any, parts: list[Any], dim: int) -> bool:
+def _is_same_in_slices(whole: Any, parts: list[Any], dim: int) -> bool:
     if not isinstance(whole, Tensor) or whole.numel() == 1:
         return True
     if not all(isinstance(part, Tensor) for part in parts) or sum(part.numel() for part in parts) != whole.numel():

@@ -12,8 +12,7 @@ from cs336sys.machine.lazy_dynamo import importing_no_compiler
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """Return whether nothing but this tensor uses its memory, so that it may be changed in place during a backward
-    pass.
+    """Return whether nothing but this tensor uses its memory, which a backward pass may then change in place.
 
     Autograd adopts a gradient without a copy even if it is a view of a tensor that other functions of the backward pass
     have yet to read, or that is another parameter's gradient, too: ``x + weight.unsqueeze(0)``,
@@ -26,38 +25,35 @@ def owns_memory(gradient: Tensor) -> bool:
 
 
 def in_own_memory(gradient: Tensor) -> Tensor:
-    """The gradient, or a copy if its memory has other users."""
+    """Return the gradient, or a copy if its memory has other users."""
     return gradient if owns_memory(gradient) else gradient.clone()
 
 
 def own_memory_together(gradients: Sequence[Tensor]) -> set[int]:
-    """Find gradients whose memory nothing but these gradients uses, each a part of its own.
+    """Return the ids of gradients whose memory nothing but these gradients uses, each a part of its own.
 
     Layers computed as one product get the rows of one gradient: none owns the memory, and all may be changed in place.
-
-    Returns:
-        ids of the tensors.
     """
-    users: dict[int, list[Tensor]] = {}
+    gradients_in: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        users.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
-    owning: set[int] = set()
-    for sharing in users.values():
+        gradients_in.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
+    owner_ids: set[int] = set()
+    for sharing in gradients_in.values():
         storage = sharing[0].untyped_storage()
         sharing.sort(key=Tensor.storage_offset)
-        ends = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
+        starts = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
         is_filled = storage.nbytes() == sum(gradient.nbytes for gradient in sharing) and all(
-            gradient.is_contiguous() and gradient.storage_offset() == end
-            for gradient, end in zip(sharing, ends, strict=False)
+            gradient.is_contiguous() and gradient.storage_offset() == start
+            for gradient, start in zip(sharing, starts, strict=False)
         )
-        # One user more, as above.
+        # The Python object of the storage is one user more, as in owns_memory().
         if is_filled and torch._C._storage_Use_Count(storage._cdata) <= len(sharing) + 1:
-            owning.update(map(id, sharing))
-    return owning
+            owner_ids.update(map(id, sharing))
+    return owner_ids
 
 
 def graph_refusal(name: str) -> UsageError:
-    """The error of a gradient that was computed with ``create_graph=True``: averaging it would not be in its graph."""
+    """Return the error for a gradient computed with ``create_graph=True``, whose graph would lack the average."""
     return UsageError(
         f"{name} got its gradient with create_graph=True, and the average over ranks is in no graph: take gradients "
         "to differentiate again by torch.autograd.grad, and call backward() without it"
@@ -101,20 +97,22 @@ def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: 
 
 
 def gradient_dtype_of(parameter: nn.Parameter) -> torch.dtype | None:
-    """The dtype that autograd gives the parameter's gradient; None if that of whatever was computed."""
-    # torch 2.10 and later; of a parameter that is not trained it says nothing.
+    """Return the dtype that autograd gives the parameter's gradient; None for the dtype it is computed in."""
+    # A parameter that is not trained has no grad_dtype.
     return getattr(parameter, "grad_dtype", parameter.dtype) if parameter.requires_grad else parameter.dtype
 
 
-def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]], sent_in: torch.dtype | None = None) -> None:
+def require_own_gradient_dtype(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], sent_dtype: torch.dtype | None = None
+) -> None:
     """Refuse parameters that ask autograd for gradients in another dtype than their own.
 
     Args:
-        sent_in: the dtype that gradients are sent in, which they may have from the beginning.
+        sent_dtype: the dtype that gradients are sent in, which they may have from the beginning.
     """
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         dtype = gradient_dtype_of(parameter)
-        if dtype not in (parameter.dtype, sent_in or parameter.dtype):
+        if dtype not in (parameter.dtype, sent_dtype or parameter.dtype):
             raise UsageError(
                 f"{name} is in {parameter.dtype} and has grad_dtype {dtype}, in which gradients cannot be averaged: "
                 "leave grad_dtype as it is, and choose the dtype to send in by gradient_dtype"

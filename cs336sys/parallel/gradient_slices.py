@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import operator
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,12 +13,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import (
-    gather_numbers,
-    group_device,
-    is_stream_captured,
-    require_process_group,
-)
+from cs336sys.parallel.collectives import gather_numbers, group_device, is_stream_captured, require_process_group
 from cs336sys.parallel.elementwise import require_elementwise_step
 from cs336sys.parallel.marks import hands_gradient_on
 
@@ -29,10 +22,10 @@ _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"
 
-# What clip_grad_norm_ of torch.nn.utils calls once it knows the norm, and users as clip_grads_with_norm_, without the
-# decorator; and clip_grad_value_ without it.
-_CLIPPING = inspect.getclosurevars(clip_grad._clip_grads_with_norm_).nonlocals["func"]
-_CLIPPING_VALUES = inspect.getclosurevars(clip_grad.clip_grad_value_).nonlocals["func"]
+# Two functions of torch.nn.utils without their decorators: the one that clip_grad_norm_ calls once it knows the norm,
+# and users as clip_grads_with_norm_; and clip_grad_value_.
+_CLIP_BY_NORM = inspect.getclosurevars(clip_grad._clip_grads_with_norm_).nonlocals["func"]
+_CLIP_VALUES = inspect.getclosurevars(clip_grad.clip_grad_value_).nonlocals["func"]
 
 
 def mark_slice(
@@ -49,6 +42,7 @@ def mark_slice(
     setattr(parameter, _WHOLE, whole)
     refuse_clipping_alone()
     refuse_selected_gradients()
+    refuse_other_scalers()
     _check_optimizers()
 
 
@@ -64,24 +58,16 @@ def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(_require_elementwise)
 
 
-# For each optimizer, the parameters and options with which it was accepted: most steps change none.
-_accepted: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]]" = weakref.WeakKeyDictionary()
-
-
 def _require_elementwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Refuse an optimizer of slices that does not update each element by itself."""
     # What is compiled or captured has been launched before, as warm-up.
     if torch.compiler.is_compiling() or is_stream_captured():
-        return
-    now = [value for group in optimizer.param_groups for value in group.values()]
-    before = _accepted.get(optimizer, ())
-    if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
     for group in optimizer.param_groups:
         device = next((parameter.device for parameter in group["params"] if is_slice(parameter)), None)
         if device is not None:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             require_elementwise_step(optimizer, options, device)
-    _accepted[optimizer] = now
 
 
 def is_slice(parameter: Tensor) -> bool:
@@ -94,15 +80,13 @@ def whole_of(parameter: Tensor) -> tuple[tuple[int, ...], int] | None:
     return getattr(parameter, _WHOLE)
 
 
-def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None = None) -> None:
+def require_whole(named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None = None) -> None:
     """Refuse parameters of which the ranks of ``group`` hold different slices: they cannot be made the same."""
-    members: set[int] | None = None
-    for name, parameter in named:
+    members = set(dist.get_process_group_ranks(group))
+    for name, parameter in named_parameters:
         if is_slice(parameter):
-            if members is None:
-                members = set(dist.get_process_group_ranks(group))
-            sharing = getattr(parameter, _MARK)
-            if sharing is None or len(members & sharing) > 1:
+            holders = getattr(parameter, _MARK)
+            if holders is None or len(members & holders) > 1:
                 raise UsageError(
                     f"{name} is a slice, and other ranks hold other slices of it: wrap a module whose parameters are "
                     "whole, or give a group of ranks that hold the same slice"
@@ -145,20 +129,20 @@ def clip_over_ranks(
     norm = norm.to(torch.float64 if not {torch.float64, torch.complex128}.isdisjoint(dtypes) else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
-    _CLIPPING([*slices, *whole], max_norm, norm)
+    _CLIP_BY_NORM([*slices, *whole], max_norm, norm)
     return norm
 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of the gradients in float64, (), whose sum of squares cannot overflow; 0 if there are none."""
-    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    """Return the norm of the gradients, (), in float64, where squares cannot overflow; 0 if there are none."""
+    gradients_of_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.grad is not None and tensor.grad.numel():
-            of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
+            gradients_of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
     norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
-    for dtype, gradients in of_dtype.items():
-        summed_in = torch.float32 if dtype.itemsize < 4 else None
-        tensor_norms = torch._foreach_norm(gradients, norm_type, summed_in)
+    for dtype, gradients in gradients_of_dtype.items():
+        sum_dtype = torch.float32 if dtype.itemsize < 4 else None
+        tensor_norms = torch._foreach_norm(gradients, norm_type, sum_dtype)
         norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in tensor_norms]))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
@@ -172,7 +156,7 @@ def refuse_clipping_alone() -> None:
     scripts have imported them by name before the first slice is made.
     """
 
-    @functools.wraps(_CLIPPING)
+    @functools.wraps(_CLIP_BY_NORM)
     def clip_by_norm(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
@@ -180,9 +164,9 @@ def refuse_clipping_alone() -> None:
                 "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
                 "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
             )
-        return _CLIPPING(parameters, *args, **settings)
+        return _CLIP_BY_NORM(parameters, *args, **settings)
 
-    @functools.wraps(_CLIPPING_VALUES)
+    @functools.wraps(_CLIP_VALUES)
     def clip_values(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(map(hands_gradient_on, parameters)):
@@ -192,7 +176,7 @@ def refuse_clipping_alone() -> None:
             )
         # Without any gradient torch's raises an assertion.
         if any(parameter.grad is not None for parameter in parameters):
-            _CLIPPING_VALUES(parameters, *args, **settings)
+            _CLIP_VALUES(parameters, *args, **settings)
 
     replacements = {clip_grad._clip_grads_with_norm_: clip_by_norm, clip_grad.clip_grad_value_: clip_values}
     for decorated, function in replacements.items():
@@ -207,20 +191,20 @@ def refuse_selected_gradients() -> None:
     Such a pass runs no hooks that reduce gradients, and does not reach slices that stand outside of the graph: it
     returned parts of gradients, or nothing. Both functions of torch call this one.
     """
-    run: Callable[..., Any] = torch.autograd._engine_run_backward
+    run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
-    @functools.wraps(run)
-    def checked(outputs: Any, *args: Any, **settings: Any) -> Any:
-        # Gradients of outputs, whether the graph is kept, whether one is created, and then:
+    @functools.wraps(run_backward)
+    def run_backward_checked(outputs: Any, *args: Any, **settings: Any) -> Any:
+        # After the gradients of outputs, whether the graph is kept, and whether one is created.
         inputs = args[3] if len(args) > 3 else ()
         if any(isinstance(leaf, Tensor) and (is_slice(leaf) or hasattr(leaf, _PARTIAL_MARK)) for leaf in inputs):
             raise UsageError(
                 "torch.autograd.grad() and backward(inputs=...) would leave out the other ranks' parts of a gradient: "
                 "call backward() without inputs and finish_gradient_synchronization(), and read grad"
             )
-        return run(outputs, *args, **settings)
+        return run_backward(outputs, *args, **settings)
 
-    torch.autograd._engine_run_backward = checked  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run_backward_checked  # type: ignore[assignment]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -251,21 +235,25 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if self.is_enabled():
             require_process_group(type(self).__name__)
 
-    # Called by unscale_() and, for fused optimizers, which unscale themselves, by step().
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        """Unscale gradients and return, by device, whether any overflowed on any rank.
+
+        ``unscale_()`` calls it and, for fused optimizers, which unscale themselves, ``step()``.
+        """
         if getattr(optimizer, "updates_slices", False):
             sliced: Any = optimizer
             sliced.finish_gradient_synchronization()
             optimizer = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": sliced.own_tensors}]))
         overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # A rank may have nothing of these parameters.
+        # This rank may hold nothing of these parameters.
         overflows = overflows or {found_inf.device: found_inf}
-        anywhere = torch.stack([overflow.to(group_device()) for overflow in overflows.values()]).amax().to(torch.uint8)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        overflows_here = torch.stack([overflow.to(group_device()) for overflow in overflows.values()])
+        overflows_anywhere = overflows_here.amax().to(torch.uint8)
+        dist.all_reduce(overflows_anywhere, dist.ReduceOp.MAX)
         for overflow in overflows.values():
-            overflow.copy_(anywhere)
+            overflow.copy_(overflows_anywhere)
         return overflows
 
 
@@ -273,8 +261,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def refuse_other_scalers() -> None:
     """Let scalers that decide on each rank alone refuse optimizers of slices, from now on and in this process.
 
-    Their methods are wrapped, because nobody else can tell: a scaler asks nothing of gradients or of the optimizer, and
-    does not call it on the rank that skips.
+    Their methods are wrapped, because a scaler asks nothing of gradients or of the optimizer, and does not call the
+    optimizer on the rank that skips.
     """
 
     def unscale_checked(scaler: torch.amp.GradScaler, method: Callable[..., Any], optimizer: Any) -> Any:

@@ -24,8 +24,8 @@ _BACKWARD_FUNCTIONS = frozenset(
     if hasattr(torch.autograd.function.BackwardCFunction, name)
 )
 
-# Those that have begun to launch and have buckets left, in the order of their first gradients.
-_begun: "list[weakref.ref[GradientSynchronizer]]" = []
+# Synchronizers that have begun to launch and have buckets left, in the order of their first gradients.
+_launching: "list[weakref.ref[GradientSynchronizer]]" = []
 
 # Hooks run on autograd's threads, of which there is one per device.
 _lock = threading.RLock()
@@ -35,8 +35,8 @@ class GradientSynchronizer(SynchronizationSwitch):
     """Averages the gradients of buckets over all ranks.
 
     Collectives are matched by the order of calls alone: the n-th all-reduce of one rank is summed with the n-th of
-    every other. Gradients may become ready in a different order on each rank. So bucket ``i`` is launched only after
-    bucket ``i - 1``, even if it was ready first, as in torch's DDP (Li et al. 2020, section 3.2.3).
+    every other. Gradients may become ready in a different order on each rank, so bucket ``i`` is launched only after
+    bucket ``i - 1``, as in torch's DDP (Li et al. 2020, section 3.2.3).
 
     A bucket that lacks a gradient on this rank alone holds up those after it. What is left is launched when the
     backward pass ends, before the program goes on: its own collectives then come after the same all-reduces on every
@@ -52,11 +52,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         buckets: in the order of launching.
         overlap: launch each bucket during the backward pass, as soon as its turn has come and its gradients are ready;
             otherwise all are launched in :meth:`finish`.
-
         group: the ranks; None is all of them.
-
-    Attributes:
-        buckets: those given, then those added.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], overlap: bool, group: dist.ProcessGroup | None = None):
@@ -64,7 +60,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
         self._launched = 0
-        # Of this step: whether the end of the backward pass will launch what is left.
+        # Whether the end of this step's backward pass will launch what is left.
         self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
@@ -81,7 +77,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             ]
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
-        """Called by autograd when ``parameter.grad`` is complete for this backward pass."""
+        """Launch what is ready now that ``parameter.grad`` is complete for this backward pass, as autograd tells."""
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass. A refusal names no
         # parameter: the first may be another on a rank that leaves out a layer.
         if torch.is_grad_enabled():
@@ -105,28 +101,27 @@ class GradientSynchronizer(SynchronizationSwitch):
             if not self._ends_with_pass:
                 self._begin()
             if not bucket.waiting:
-                _launch_ready()
+                _launch_ready_in_order()
 
     def finish(self) -> None:
         """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it."""
         if not self.buckets:
             return
         with _lock:
-            self._launch_left()
+            self._launch_remaining()
             present = [is_present for bucket in self.buckets for is_present in bucket.present]
             device = next(iter(self.buckets[0].parameters.values())).device
-            present_anywhere = AnyRank(present, device, self._group)
-            all_here, anywhere = all(present), iter(present)
-            if not all_here:
+            any_rank = AnyRank(present, device, self._group)
+            if not all(present):
                 # Then this rank must know before it goes on; all others wait for the answer after the last bucket.
                 for bucket in self.buckets:
                     bucket.wait()
-                anywhere = iter(present_anywhere.wait())
+                present = any_rank.wait()
+            present_anywhere = iter(present)
             for bucket in self.buckets:
-                if all_here:
-                    bucket.wait()
-                bucket.finish([next(anywhere) for _ in bucket.parameters])
-            present_anywhere.wait()
+                bucket.wait()
+                bucket.finish([next(present_anywhere) for _ in bucket.parameters])
+            any_rank.wait()
             self._launched = 0
             self._ends_with_pass = False
 
@@ -135,28 +130,28 @@ class GradientSynchronizer(SynchronizationSwitch):
         with _lock:
             for bucket in self.buckets[: self._launched]:
                 bucket.wait()
-            _begun[:] = [reference for reference in _begun if reference() is not self]
+            _launching[:] = [reference for reference in _launching if reference() is not self]
 
     def _begin(self) -> None:
         """Take a place among those that launch, and have the rest launched when this backward pass ends."""
         require_eager_backward()
-        if not self._has_begun:
-            _begun.append(weakref.ref(self))
+        if not self._is_launching:
+            _launching.append(weakref.ref(self))
         if not _is_in_nested_pass():
             self._ends_with_pass = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._launch_left)
+            torch.autograd.Variable._execution_engine.queue_callback(self._launch_remaining)
 
     @property
-    def _has_begun(self) -> bool:
-        return any(reference() is self for reference in _begun)
+    def _is_launching(self) -> bool:
+        return any(reference() is self for reference in _launching)
 
-    def _launch_left(self) -> None:
-        """Launch all that is left, after what is left of those that have begun before."""
+    def _launch_remaining(self) -> None:
+        """Launch all that is left, after what is left of synchronizers that have begun before."""
         with _lock:
-            while self._has_begun:
-                before = _begun.pop(0)()
-                if before is not None:
-                    before._launch(len(before.buckets))
+            while self._is_launching:
+                earlier = _launching.pop(0)()
+                if earlier is not None:
+                    earlier._launch(len(earlier.buckets))
             self._launch(len(self.buckets))
 
     def _launch_ready(self) -> bool:
@@ -173,13 +168,13 @@ class GradientSynchronizer(SynchronizationSwitch):
             self._launched += 1
 
 
-def _launch_ready() -> None:
-    """Launch what is ready, in the order of those that have begun."""
-    while _begun:
-        first = _begun[0]()
+def _launch_ready_in_order() -> None:
+    """Launch what is ready, in the order in which synchronizers have begun."""
+    while _launching:
+        first = _launching[0]()
         if first is not None and not first._launch_ready():
             return
-        del _begun[0]
+        del _launching[0]
 
 
 def _is_in_nested_pass() -> bool:

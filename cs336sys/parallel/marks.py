@@ -35,11 +35,11 @@ class SynchronizationSwitch:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this context, backward passes accumulate gradients on this rank only."""
-        before, self.synchronizes = self.synchronizes, False
+        was_synchronizing, self.synchronizes = self.synchronizes, False
         try:
             yield
         finally:
-            self.synchronizes = before
+            self.synchronizes = was_synchronizing
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -67,11 +67,11 @@ def require_unwrapped(module: nn.Module) -> None:
             )
 
 
-def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def require_unsynchronized(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         if is_synchronized(parameter):
-            # What nothing refers to any more may still exist as part of a cycle.
+            # A synchronizer to which nothing refers any more may still exist as part of a cycle.
             gc.collect()
             if is_synchronized(parameter):
                 raise UsageError(

@@ -1,7 +1,6 @@
 """Compares modules and settings between ranks before they communicate: ranks that disagree hang or sum garbage."""
 
 import contextlib
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SENDABLE, Broadcasts, all_gather_single, gather_objects, group_device
-
-# Tensors that are copied into a buffer before they are sent: one launch takes the CPU as long as many such copies.
-_PACKED_ELEMENTS = 2**16
+from cs336sys.parallel.collectives import Broadcasts, all_gather_single, gather_objects, group_device
 
 
 @contextlib.contextmanager
@@ -55,8 +51,8 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
     if (gathered.view(-1, len(digest_here)) == digest_here).all():
         return
     first, *others = gather_objects(lines, group)
-    for rank, lines in enumerate(others, start=1):
-        for expected, line in itertools.zip_longest(first, lines, fillvalue="nothing"):
+    for rank, lines_there in enumerate(others, start=1):
+        for expected, line in itertools.zip_longest(first, lines_there, fillvalue="nothing"):
             if expected != line:
                 raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {line} on rank {rank}")
 
@@ -76,14 +72,14 @@ def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = 
         except (OSError, UsageError) as raised:
             error = raised
         except Exception as raised:
-            # Others may not come back from pickle, and the other ranks would wait for ever.
+            # Errors of other types may not come back from pickle, and the other ranks would wait for ever.
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
     error = gather_objects(error, group)[0]
     if error is not None:
         raise error
 
 
-def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool = False) -> None:
+def require_sendable(named_tensors: Iterable[tuple[str, torch.Tensor]], *, moves: bool = False) -> None:
     """Refuse parameters and buffers that no parallel class can make the same on all ranks.
 
     Args:
@@ -93,7 +89,7 @@ def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool =
         UsageError: one is lazy, sparse, on the meta device, or on the CPU where NCCL sends it.
     """
     is_sent_by_gpu = not moves and group_device().type == "cuda"
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         if is_lazy(tensor):
             raise UsageError(f"{name} is lazy and has no shape yet: call the module once before wrapping it")
         if tensor.layout != torch.strided:
@@ -105,20 +101,26 @@ def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool =
 
 
 def describe_module(module: nn.Module, *, moves: bool = False) -> list[str]:
-    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to.
+    """Return a line for each parameter and buffer: name, dtype, shape, strides, whether trained, what it is tied to.
 
     Arguments and errors are those of :func:`require_sendable`.
     """
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers())
     require_sendable(itertools.chain(parameters, buffers), moves=moves)
-    first_name: dict[int, str] = {}
-    lines = []
-    for name, parameter in parameters:
-        first = first_name.setdefault(id(parameter), name)
-        tie = f" tied to {first}" if first != name else ""
-        lines.append(f"parameter {name} {describe_parameter(parameter)}{tie}")
+    ties = ties_of(parameters)
+    lines = [
+        f"parameter {name} {describe_parameter(parameter)}" + (f" tied to {ties[name]}" if name in ties else "")
+        for name, parameter in parameters
+    ]
     return lines + [f"buffer {name} {_describe_tensor(buffer)}" for name, buffer in buffers]
+
+
+def ties_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return the further names of tied parameters, and for each the first name of the same parameter."""
+    first_names: dict[int, str] = {}
+    pairs = ((name, first_names.setdefault(id(parameter), name)) for name, parameter in named_parameters)
+    return {name: first for name, first in pairs if name != first}
 
 
 def describe_parameter(parameter: nn.Parameter) -> str:
@@ -126,29 +128,14 @@ def describe_parameter(parameter: nn.Parameter) -> str:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
-    return _describe_layout(tensor.dtype, tensor.shape, tensor.stride())
-
-
-# Models have thousands of tensors of few shapes.
-@functools.lru_cache(1024)
-def _describe_layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} strides {strides}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"
 
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
-    packed, unpacked = list[torch.Tensor](), list[torch.Tensor]()
-    for tensor in tensors:
-        is_packed = tensor.dtype in SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
-        (packed if is_packed else unpacked).append(tensor)
-    if packed:
-        try:
-            dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            error.add_note("in the broadcast of start values")
-            raise
-    if unpacked:
-        broadcasts = Broadcasts(unpacked, [0] * len(unpacked), "start values", group)
+    not_empty = [tensor for tensor in tensors if tensor.numel()]
+    if not_empty:
+        broadcasts = Broadcasts(not_empty, [0] * len(not_empty), "start values", group)
         broadcasts.start()
         broadcasts.wait()

@@ -21,13 +21,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from cs336sys.errors import UsageError, a_value
 
-_SINGLE = (bool, int, float, complex, str, NoneType, Tensor, nn.Parameter)
-_SEQUENCES = (list, tuple)
-_MAPPINGS = (dict, OrderedDict, Counter)
+_LEAVES = (bool, int, float, complex, str, NoneType, Tensor, nn.Parameter)
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# What torch's lists are made of; and dtypes.
-_OF_METADATA = {
+# By module and name, the globals of which torch's lists are made, dtypes aside.
+_METADATA_GLOBALS = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata")),
     *((_METADATA, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
@@ -43,14 +41,14 @@ _OF_METADATA = {
 def require_plain(name: str, value: Any) -> None:
     """Refuse a value that could not be loaded without running code, or that would be loaded as another type."""
     kind = type(value)
-    if kind in _MAPPINGS:
+    if kind in (dict, OrderedDict, Counter):
         for key, part in value.items():
             require_plain(f"a key of {name}", key)
             require_plain(f"{name}[{key!r}]", part)
-    elif kind in _SEQUENCES:
+    elif kind in (list, tuple):
         for index, part in enumerate(value):
             require_plain(f"{name}[{index}]", part)
-    elif kind not in _SINGLE:
+    elif kind not in _LEAVES:
         raise UsageError(
             f"{name} is of type {kind.__module__}.{kind.__qualname__}: checkpoints hold tensors, numbers, strings, "
             "bools, None, and lists, tuples and dicts of these, because loading anything else may run code"
@@ -61,7 +59,7 @@ class PlainReader(dcp.FileSystemReader):
     """Reads a checkpoint's list of what is where, ``.metadata``, without running code from it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list.
+        """Return the list.
 
         Raises:
             UsageError: something is in it that is in no list of torch's.
@@ -95,7 +93,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _OF_METADATA:
+        if is_dtype or (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             # Pythons from 3.11.0 on, 3.11.2 of Debian 12 among them, pickle a member of an enumeration so.

@@ -9,7 +9,7 @@ from cs336sys.parallel import collectives
 def mean_of(tensors_of_rank, dtype):
     """Means of tensors that hold these numbers."""
     tensors = [torch.tensor(numbers, dtype=dtype) for numbers in tensors_of_rank[dist.get_rank()]]
-    reduction = collectives.MeanReduction(dtype, tensors[0].device)
+    reduction = collectives.MeanReduction(dtype, tensors[0].device, "tensors")
     reduction.start(tensors)
     reduction.wait()
     return [tensor.tolist() for tensor in tensors]

@@ -37,7 +37,8 @@ class AllToAllAttention:
         self.attention = attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """
+        """Return the attention of this rank's queries to the keys of all ranks.
+
         Args:
             query: (..., H, S_r, D), of this rank's tokens; any strides.
             key: (..., H_kv, S_r, D), H_kv a divisor of H where ``attention`` can do that.

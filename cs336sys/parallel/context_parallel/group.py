@@ -1,6 +1,7 @@
 """The ranks that share a sequence, and how tensors travel between them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,22 +14,22 @@ from cs336sys.parallel.collectives import SliceExchange, is_stream_captured, pro
 from cs336sys.parallel.rank_consistency import require_same_lines, same_on_every_rank
 
 
+@dataclass(frozen=True)
 class Arriving:
     """A tensor under way to this rank. What is sent and what is received must not be touched before :meth:`wait`."""
 
-    def __init__(self, received: Tensor, exchange: SliceExchange | None = None):
-        self._received = received
-        self._exchange = exchange
+    received: Tensor
+    exchange: SliceExchange | None = None
 
     def wait(self) -> Tensor:
-        """The tensor; on a GPU as soon as the current stream has been told to wait for it.
+        """Return the tensor; on a GPU as soon as the current stream has been told to wait for it.
 
         Raises:
             RuntimeError: another rank died or timed out; a note says what was communicated.
         """
-        if self._exchange is not None:
-            self._exchange.wait()
-        return self._received
+        if self.exchange is not None:
+            self.exchange.wait()
+        return self.received
 
 
 class ContextGroup:
@@ -67,12 +68,12 @@ class ContextGroup:
 
     @property
     def length(self) -> int:
-        """Tokens of this rank."""
+        """Return how many tokens of a sequence this rank holds."""
         return self.split.lengths[self.rank]
 
     @property
     def loss_weight(self) -> float:
-        """Weight the mean loss over this rank's tokens, so that the mean over ranks is that over all tokens.
+        """Return the weight of the mean loss over this rank's tokens with which the mean over ranks is that over all.
 
         Every token must have a target, see :meth:`mean_loss`.
         """
@@ -124,6 +125,7 @@ class ContextGroup:
         return query.to(dtype), key.to(dtype), value.to(dtype)
 
     def _require_local_tokens(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse tensors of other tokens than this rank's, or whose shapes do not fit each other."""
         for tensor in (query, key, value):
             if tensor.shape[-2] != self.length:
                 raise UsageError(
@@ -152,24 +154,23 @@ class ContextGroup:
             rows: for each rank; they add up to ``len(tensor)``.
             received_rows: from each rank.
         """
-        row = tensor[:1].nbytes
+        row_bytes = tensor[:1].nbytes
         received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
-        return self._exchange(
-            received, tensor, [count * row for count in received_rows], [n * row for n in rows], contents
-        )
+        received_sizes, sizes = ([count * row_bytes for count in counts] for counts in (received_rows, rows))
+        return self._exchange(received, tensor, received_sizes, sizes, contents)
 
     def _exchange(
         self, received: Tensor, tensor: Tensor, received_sizes: list[int], sizes: list[int], contents: str
     ) -> Arriving:
-        """An all-to-all of bytes, which NCCL runs as one group of sends and receives; to this rank itself it copies."""
+        """Start an all-to-all of bytes, which NCCL runs as one group of sends and receives; sizes are in bytes."""
         if not self._communicates:
-            # Without a copy where there are as many numbers.
+            # This rank's own numbers, without a copy where as many are received.
             numbers = tensor.view(-1)
             if numbers.numel() != received.numel():
                 numbers = numbers.repeat(-(-received.numel() // numbers.numel()))[: received.numel()]
             return Arriving(numbers.view(received.shape))
         exchange = SliceExchange(contents, self._group)
         # Gloo has no all-to-all of every dtype.
-        target, source = (each.view(-1).view(torch.uint8) for each in (received, tensor))
-        exchange.start(target, source, sizes, received_sizes)
+        received_bytes, sent_bytes = (each.view(-1).view(torch.uint8) for each in (received, tensor))
+        exchange.start(received_bytes, sent_bytes, sizes, received_sizes)
         return Arriving(received, exchange)

@@ -4,17 +4,10 @@ Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Ne
 order and the backward pass with the logsumexp over all keys: as in zhuzilin/ring-flash-attention and torch's own
 ``context_parallel``.
 
-Rank ``r`` of ``W`` holds chunks ``r`` and ``2 W - 1 - r`` of the ``2 W`` of a sequence. Its own two are plain causal
-attention. Of the block of a rank before it, all its queries see the first chunk and none sees the second; of the block
-of a rank behind it, the queries of its second chunk see everything and the others nothing. So every block but its own
-costs it half a square, whatever its rank, and no block needs a mask::
-
-    W = 2           keys of   rank 0     rank 1     rank 1     rank 0
-    queries                   chunk 0    chunk 1    chunk 2    chunk 3
-    rank 0  chunk 0           causal
-    rank 1  chunk 1           full       causal
-    rank 1  chunk 2           full       full       causal
-    rank 0  chunk 3           full       full       full       causal
+Rank ``r`` of ``W`` holds chunks ``r`` and ``2 W - 1 - r`` of the ``2 W`` of a sequence (``docs/parallelism.md`` draws
+them). Its own two are plain causal attention. Of the block of a rank before it, all its queries see the first chunk and
+none sees the second; of the block of a rank behind it, the queries of its second chunk see everything and the others
+nothing. So every block but its own costs it half a square, whatever its rank, and no block needs a mask.
 """
 
 import math
@@ -56,7 +49,7 @@ class BlockAttention(Protocol):
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        """The output over these keys alone, (..., H, S_q, D), and the logsumexp of their scores; no autograd."""
+        """Return the output over these keys alone, (..., H, S_q, D), and the logsumexp of their scores; no autograd."""
         ...
 
     def backward(
@@ -69,11 +62,14 @@ class BlockAttention(Protocol):
         delta: Tensor,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of dq, and its dk and dv, from the logsumexp over all keys and delta = rowsum(dO * O)."""
+        """Return this block's part of dq, and its dk and dv; logsumexp is over all keys, and delta = rowsum(dO * O)."""
         ...
 
 
 _BLOCKS, _GRADIENTS = "keys and values", "the gradients of keys and values"
+
+# Values of ``is_causal``.
+_IS_CAUSAL, _IS_FULL = True, False
 
 
 class RingAttention:
@@ -97,7 +93,8 @@ class RingAttention:
         self.attention = attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """
+        """Return the attention of this rank's queries to the keys of all ranks.
+
         Args:
             query: (..., H, S_r, D), of this rank's tokens in the order of ``context.positions()``; any strides.
             key: (..., H_kv, S_r, D), H_kv a divisor of H where ``attention`` can do that.
@@ -138,7 +135,7 @@ class _Ring:
 
     @property
     def own_chunks(self) -> tuple[slice, slice]:
-        """The two chunks of this rank in its slice."""
+        """Return the two chunks of this rank in its slice."""
         cut = len(self._split.chunks[self._rank][0])
         return slice(0, cut), slice(cut, None)
 
@@ -149,14 +146,14 @@ class _Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """``_RingAttention.apply(query, key, value, ring attention)``."""
+    """``_RingAttention.apply(query, key, value, ring attention)``, which computes on a block while the next travels."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: RingAttention) -> Tensor:
         ring, attention = _Ring(settings.context), settings.attention
         # Launched before the computation, which it needs no result of: the two run side by side.
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
-        out, logsumexp = attention.forward(query, key, value, True)
+        out, logsumexp = attention.forward(query, key, value, _IS_CAUSAL)
         if arriving is not None:
             whole = out.to(logsumexp.dtype)
             for step in range(1, ring.world_size):
@@ -164,11 +161,11 @@ class _RingAttention(torch.autograd.Function):
                 if step + 1 < ring.world_size:
                     arriving = ring.pass_on(block, step, _BLOCKS)
                 queries, keys = ring.seen(step)
-                if not query[..., queries, :].shape[-2]:
-                    continue
-                seen_query = query[..., queries, :]
-                partial = attention.forward(seen_query, block[0][..., keys, :], block[1][..., keys, :], False)
-                merge_block(whole[..., queries, :], logsumexp[..., queries], *partial)
+                seeing_query = query[..., queries, :]
+                if seeing_query.shape[-2]:
+                    block_key, block_value = block[..., keys, :]
+                    partial = attention.forward(seeing_query, block_key, block_value, _IS_FULL)
+                    merge_block(whole[..., queries, :], logsumexp[..., queries], *partial)
             out = whole.to(query.dtype)
         ctx.settings = settings
         ctx.save_for_backward(query, key, value, out, logsumexp)
@@ -176,6 +173,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the part of a block while the next travels, and gradients of keys and values on their way home."""
         # once_differentiable of torch lets a gradient pass that is in no graph, as that of a sum is.
         if torch.is_grad_enabled():
             raise UsageError(
@@ -187,15 +185,16 @@ class _RingAttention(torch.autograd.Function):
         wide = logsumexp.dtype
         delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
         if ring.world_size == 1:
-            return *attention.backward(query, key, value, grad_out, logsumexp, delta, True), None
+            return *attention.backward(query, key, value, grad_out, logsumexp, delta, _IS_CAUSAL), None
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
         # Of its own block, all queries and the keys of the first chunk now, and the rest alongside the last hop.
         first, second = ring.own_chunks
-        computed = attention.backward(query, key[..., first, :], value[..., first, :], grad_out, logsumexp, delta, True)
+        keys_and_values = key[..., first, :], value[..., first, :]
+        computed = attention.backward(query, *keys_and_values, grad_out, logsumexp, delta, _IS_CAUSAL)
         grad_query = computed[0].to(wide)
         own_gradients = torch.empty((2, *key.shape), dtype=wide, device=key.device)
         own_gradients[0][..., first, :], own_gradients[1][..., first, :] = computed[1:]
-        # Gradients of a block follow it around the ring a step later, from the rank behind its owner home to the owner.
+        # The gradients of a block follow it around the ring a step later, until they are back at its owner.
         following: Arriving | None = None
         for step in range(1, ring.world_size):
             block = arriving.wait()
@@ -206,12 +205,11 @@ class _RingAttention(torch.autograd.Function):
             if query[..., queries, :].shape[-2]:
                 seen_gradients = attention.backward(
                     query[..., queries, :],
-                    block[0][..., keys, :],
-                    block[1][..., keys, :],
+                    *block[..., keys, :],
                     grad_out[..., queries, :],
                     logsumexp[..., queries],
                     delta[..., queries],
-                    False,
+                    _IS_FULL,
                 )
             gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
             if seen_gradients is not None:
@@ -220,8 +218,8 @@ class _RingAttention(torch.autograd.Function):
                 gradients[1][..., keys, :] += seen_gradients[2]
             following = ring.pass_on(gradients, step, _GRADIENTS)
         if query[..., second, :].shape[-2]:
-            late = [tensor[..., second, :] for tensor in (query, key, value, grad_out)]
-            computed = attention.backward(*late, logsumexp[..., second], delta[..., second], True)
+            late = (tensor[..., second, :] for tensor in (query, key, value, grad_out))
+            computed = attention.backward(*late, logsumexp[..., second], delta[..., second], _IS_CAUSAL)
             grad_query[..., second, :] += computed[0]
             own_gradients[0][..., second, :], own_gradients[1][..., second, :] = computed[1:]
         assert following is not None

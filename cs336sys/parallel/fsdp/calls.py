@@ -42,9 +42,9 @@ class UnitCall:
 
     def install(self) -> None:
         """Wrap whatever the module calls at present. Repeat it in case the module has been compiled since."""
-        now = self.module.__dict__.get("_compiled_call_impl")
-        if now is not self:
-            self._function = now or self.module._call_impl
+        compiled_call = self.module.__dict__.get("_compiled_call_impl")
+        if compiled_call is not self:
+            self._function = compiled_call or self.module._call_impl
             self.module.__dict__["_compiled_call_impl"] = self
 
     def remove(self) -> None:
@@ -55,9 +55,9 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._begin is None:
             return self._call(args, kwargs)
-        with self._runner.forward_pass(self._begin) as end:
+        with self._runner.forward_pass(self._begin) as hook_output:
             output = self._call(args, kwargs)
-            end(output)
+            hook_output(output)
         return output
 
     def _call(self, args: tuple, kwargs: dict) -> Any:
@@ -71,22 +71,22 @@ class UnitCall:
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
         # With their parts, because the call may remove them, and another object could then have the same id.
         containers = [
-            (original, copied, list(zip(_output_parts(copied), _output_parts(original), strict=True)))
+            (original, copied, list(zip(_values_of(copied), _values_of(original), strict=True)))
             for original, copied in zip(originals, cast, strict=True)
             if copied is not original and isinstance(original, list | dict)
         ]
-        copies = list(_output_copies(originals, cast))
+        copies = list(_tensor_copies(originals, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
-        # The call was to change in place what it was given.
+        # The call may have changed copies in place: the caller expects that of its own tensors and containers.
         for original, copied, version in copies:
             if not copied.is_inference() and copied._version != version:
                 original.copy_(copied)
         for container, changed, parts in containers:
-            part_before = {id(part): before for part, before in parts}
+            original_of = {id(copied): original for copied, original in parts}
             if isinstance(container, list):
-                container[:] = [part_before.get(id(part), part) for part in changed]
+                container[:] = [original_of.get(id(part), part) for part in changed]
             else:
-                values = {key: part_before.get(id(part), part) for key, part in changed.items()}
+                values = {key: original_of.get(id(part), part) for key, part in changed.items()}
                 container.clear()
                 container.update(values)
         return output
@@ -108,9 +108,9 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The value with all floating-point tensors in it converted, including those in lists, tuples and dictionaries.
+    """Convert all floating-point tensors in a value, also in lists, tuples and dictionaries.
 
-    What needs no conversion is itself: a module may add to a list that it is given.
+    A part that needs no conversion is returned itself: a module may add to a list that it is given.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -125,16 +125,16 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _output_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """The tensors that were converted, each with its copy and the version of that."""
+def _tensor_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield the tensors that were converted, each with its copy and the version of the copy."""
     if uncast is cast:
         return
     if isinstance(uncast, Tensor):
         yield uncast, cast, 0 if cast.is_inference() else cast._version
     else:
-        for original, copied in zip(_output_parts(uncast), _output_parts(cast), strict=True):
-            yield from _output_copies(original, copied)
+        for original, copied in zip(_values_of(uncast), _values_of(cast), strict=True):
+            yield from _tensor_copies(original, copied)
 
 
-def _output_parts(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
+def _values_of(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value

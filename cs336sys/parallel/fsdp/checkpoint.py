@@ -136,7 +136,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
 def _load_objects(
     reader: PlainReader, saved: Metadata, path: Path, group: dist.ProcessGroup, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """Load what is no tensor, by key."""
+    """Load all entries that are no tensors, by key."""
     objects: dict[str, Any] = {
         key: None
         for key, entry in saved.state_dict_metadata.items()
@@ -149,7 +149,7 @@ def _load_objects(
         if refusals:
             raise UsageError(f"checkpoint {path}: {refusals[0]}") from error
         raise
-    # In a list, as torch would make something else of a value that is a tensor.
+    # It was saved in a list, because torch saves a tensor by itself as another kind of entry.
     extra = objects.get("extra")
     if not (isinstance(extra, list) and len(extra) == 1):
         raise UsageError(f"checkpoint {path} has no extra: choose one that save_checkpoint wrote")
@@ -157,15 +157,15 @@ def _load_objects(
 
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
-    """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
+    """Return the module's state dict by keys of the checkpoint, with slices as DTensors over this rank's memory."""
     pairs = sharded.held_parameters().values()
-    slices = {_shard_position(shard): (cut, shard.detach()) for shard, cut in pairs if cut is not None}
-    if any(parameter.is_part_of_more for parameter, _ in slices.values()):
+    slices = {_memory_of(shard): parameter for shard, parameter in pairs if parameter is not None}
+    if any(parameter.is_part_of_more for parameter in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
             "cs336sys.parallel.tensor_parallel.checkpoint"
         )
-    module_places = {_shard_position(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
+    module_memory = {_memory_of(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
         "versions": {name: entry.get("version") for name, entry in getattr(entries, "_metadata", {}).items()}
@@ -176,17 +176,15 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             require_plain(key, value)
             state[f"data/{key}"] = [value]
             continue
-        place = _shard_position(value)
-        if place not in slices:
-            if place not in module_places:
+        memory = _memory_of(value)
+        if memory not in slices:
+            if memory not in module_memory:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
-            continue
-        parameter, shard = slices[place]
-        if parameter not in seen:
+        elif (parameter := slices[memory]) not in seen:
             # A tied weight is saved under its first name.
             seen.add(parameter)
-            state[f"model/{key}"] = as_dtensor(shard, parameter.shape, 0, sharded.group)
+            state[f"model/{key}"] = as_dtensor(parameter.shard.detach(), parameter.shape, 0, sharded.group)
     return state
 
 
@@ -196,12 +194,13 @@ def _state_dict(sharded: FSDP) -> Any:
         return sharded.module.state_dict(keep_vars=True)
 
 
-def _shard_position(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Identify the memory of a tensor: the same for a parameter and what ``detach()`` makes of it, empty or not."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
+    """Refuse an entry of the state dict that a hook may have made of slices: its module holds some."""
     modules = dict(sharded.module.named_modules())
     owner = key
     while owner not in modules:
@@ -224,7 +223,7 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
         if f"data/{key}" in loaded:
             (state[key],) = loaded[f"data/{key}"]
         else:
-            first = first_keys.setdefault(_shard_position(value), key)
+            first = first_keys.setdefault(_memory_of(value), key)
             tensor = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
             state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     versions = loaded.get("versions", {})
@@ -248,6 +247,7 @@ def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[
 
 
 def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return groups and state of the optimizer by keys of the checkpoint; slices of state as DTensors."""
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
@@ -262,31 +262,28 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
 
 
 def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, with_optimizer: bool) -> dict[str, Any]:
-    """New tensors for those that are loaded, so that nothing is changed before all have been read."""
+    """Return new tensors, by key, into which those of the checkpoint are read before anything is changed."""
     room: dict[str, Any] = {}
     parameters = sharded.held_parameters()
     for saved_key, entry in saved.state_dict_metadata.items():
-        kind, _, key_and_name = saved_key.partition("/")
-        if not isinstance(entry, TensorStorageMetadata) or not (
-            kind == "model" or (kind == "optimizer" and with_optimizer)
-        ):
+        if not isinstance(entry, TensorStorageMetadata):
             continue
         dtype = entry.properties.dtype
-        if kind == "model":
-            if saved_key in current:
-                room[saved_key] = torch.empty_like(current[saved_key], dtype=dtype)
-            continue
-        key, _, name = key_and_name.partition("/")
-        shard, parameter = parameters[name]
-        if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
-            new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
-            room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
-        else:
-            room[saved_key] = torch.empty(entry.size, dtype=dtype)
+        if saved_key.startswith("model/") and saved_key in current:
+            room[saved_key] = torch.empty_like(current[saved_key], dtype=dtype)
+        elif with_optimizer and saved_key.startswith("optimizer/"):
+            _, key, name = saved_key.split("/", 2)
+            shard, parameter = parameters[name]
+            if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
+                new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
+                room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
+            else:
+                room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
+    """Refuse a checkpoint whose state dict has other names or shapes than ``state``."""
     shapes = {
         key.partition("/")[2]: _saved_shape(value)
         for key, value in state.items()
@@ -310,12 +307,12 @@ def _saved_shape(value: Any) -> Any:
 
 def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
     """Claim the path for this group, and make an empty partial folder."""
-    # Other groups of this run may have another state, or the same: one that came later would take its place unseen.
+    # Another group of this run, with another state, would otherwise replace this checkpoint, and nobody would notice.
     ranks = str(dist.get_process_group_ranks(group))
-    owner = _get_default_store().compare_set(f"cs336sys checkpoint {path.absolute()}", "", ranks).decode()
-    if owner != ranks:
+    holders = _get_default_store().compare_set(f"cs336sys checkpoint {path.absolute()}", "", ranks).decode()
+    if holders != ranks:
         raise UsageError(
-            f"checkpoint {path} belongs to ranks {owner}, and ranks {ranks} have slices of their own: save on one "
+            f"checkpoint {path} belongs to ranks {holders}, and ranks {ranks} have slices of their own: save on one "
             "group alone, or give each group a path of its own"
         )
     # A run that was killed while it saved may have left one.
@@ -335,6 +332,7 @@ def _previous(path: Path) -> Path:
 
 
 def _check_whole(path: Path) -> None:
+    """Refuse a folder that is no checkpoint, or of which files are missing or cut short."""
     instead = f"; the one before it is {_previous(path)}" if _previous(path).is_dir() else ""
     if not path.is_dir():
         raise UsageError(f"there is no checkpoint {path}{instead}")

@@ -1,18 +1,14 @@
 """The order in which a step uses its units, learned from the step before, and whether weights arrive in time."""
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 
-Unit = TypeVar("Unit", bound=Hashable)
 
-
-class GatherOrder(Generic[Unit]):
+class GatherOrder:
     """Predicts which units are used next, on the assumption that each step uses them in the order of the one before.
 
     The order in which modules are registered would not do: SwiGLU runs w1, w3, w2, and a backward pass goes backwards.
@@ -20,37 +16,31 @@ class GatherOrder(Generic[Unit]):
     """
 
     def __init__(self) -> None:
-        self._expected: list[Unit] = []
-        self._seen: list[Unit] = []
+        self._expected: list[ShardedUnit] = []
+        self._used: list[ShardedUnit] = []
         # Position of the next use in the expected order.
         self._next = 0
 
     def begin(self) -> None:
         """Begin a step: the uses of the last one are expected now."""
-        if self._seen:
-            self._expected, self._seen = self._seen, []
+        if self._used:
+            self._expected, self._used = self._used, []
         self._next = 0
 
-    def use(self, unit: Unit) -> None:
+    def use(self, unit: ShardedUnit) -> None:
         """Note that a unit is used now. Uses that were expected before it count as skipped."""
-        self._seen.append(unit)
+        self._used.append(unit)
         if unit in self._expected[self._next :]:
             self._next = self._expected.index(unit, self._next) + 1
 
-    def upcoming(self, count: int) -> list[Unit]:
-        """The ``count`` units expected next, each once, without the one in use."""
-        units: list[Unit] = []
-        position = self._next
-        while len(units) < count and position < len(self._expected):
-            unit = self._expected[position]
-            if unit != self._seen[-1] and unit not in units:
-                units.append(unit)
-            position += 1
-        return units
+    def upcoming(self, count: int) -> list[ShardedUnit]:
+        """Return the ``count`` units expected next, each once, without the one in use."""
+        others = (unit for unit in self._expected[self._next :] if unit != self._used[-1])
+        return list(dict.fromkeys(others))[:count]
 
     def repeats(self) -> bool:
         """Return whether the unit in use is expected to be used again before any other."""
-        return self._next < len(self._expected) and self._expected[self._next] == self._seen[-1]
+        return self._next < len(self._expected) and self._expected[self._next] == self._used[-1]
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,7 @@ class GatherTiming:
     """One gather of one unit.
 
     Attributes:
-        unit: the name of the unit.
-        is_backward: whether it was gathered for the backward pass.
+        unit: the name of the unit, gathered for the backward pass if ``is_backward``.
         late_ms: how long the unit waited for its weights when all else was ready: nothing was computed in this time.
             On a GPU it is negative if they arrived before they were needed.
     """
@@ -74,7 +63,7 @@ class GatherWatch:
 
     def __init__(self) -> None:
         # Unit, whether backward, and the delay: in ms, or on a GPU from the first event to the second.
-        self._notes: list[tuple[ShardedUnit, bool, float | tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        self._delays: list[tuple[ShardedUnit, bool, float | tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def use(self, unit: ShardedUnit, is_backward: bool) -> None:
@@ -85,17 +74,17 @@ class GatherWatch:
             needed.record()
             unit.record_arrival(arrived, self._stream)
             unit.use()
-            self._notes.append((unit, is_backward, (needed, arrived)))
+            self._delays.append((unit, is_backward, (needed, arrived)))
         else:
             start = time.perf_counter()
             unit.use()
-            self._notes.append((unit, is_backward, (time.perf_counter() - start) * 1e3))
+            self._delays.append((unit, is_backward, (time.perf_counter() - start) * 1e3))
 
     def timings(self) -> list[GatherTiming]:
-        """The timings of all gathers so far, in the order of use; waits until a GPU has finished them."""
+        """Return the timings of all gathers so far, in the order of use, once a GPU has finished them."""
         return [
             GatherTiming(unit.name, is_backward, delay if isinstance(delay, float) else _elapsed_ms(*delay))
-            for unit, is_backward, delay in self._notes
+            for unit, is_backward, delay in self._delays
         ]
 
 

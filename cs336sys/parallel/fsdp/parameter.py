@@ -1,10 +1,7 @@
-"""A parameter cut along its first dimension into one slice per rank, and how the parameters of a module are cut.
-
-A module is initialized and cut one layer at a time, so the whole module never has to exist in memory.
-"""
+"""A parameter cut along its first dimension into one slice per rank."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.accounting.sharding.partition import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SliceGather, group_device
-from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
+from cs336sys.parallel.collectives import SliceGather
+from cs336sys.parallel.fsdp.plan import PlannedParameter
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
-from cs336sys.parallel.gradient_slices import is_slice, mark_slice, refuse_other_scalers
-from cs336sys.parallel.rank_consistency import broadcast_from_first
+from cs336sys.parallel.gradient_slices import is_slice, mark_slice
 
-# What needs no values; the memory is asked for by those who count it. All else is done to the whole weight.
+# Operations that need no values (memory is asked for by code that counts it). All others get the whole weight.
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn is_cuda is_cpu is_meta "
     "is_sparse is_quantized"
@@ -34,7 +30,7 @@ _WITHOUT_VALUES = frozenset(
     + [getattr(Tensor, name) for name in _METHODS.split()]
     + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
 )
-_FREEZING = frozenset([Tensor.requires_grad_] + [getattr(Tensor, name).__set__ for name in ("requires_grad",)])
+_FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 
 
 class StandIn(nn.Parameter):
@@ -92,8 +88,7 @@ class ShardedParameter:
 
     Attributes:
         group: the ranks that hold it.
-        names: its names in the wrapped module; tied weights have several.
-        owners: the modules that hold it, each with the name of the attribute.
+        names, owners: those of the :class:`~cs336sys.parallel.fsdp.plan.PlannedParameter`.
         shape: the shape of the whole parameter.
         is_part_of_more: whether the whole parameter is itself this rank's part of one that another wrapper has cut.
         rows: which rows this rank holds.
@@ -130,10 +125,9 @@ class ShardedParameter:
         vars(self.shard).update(vars(whole))
         self._attributes = dict(vars(whole))
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
-        refuse_other_scalers()
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
-        # What the gradient of the shard was when the last one was kept, and whether it is a view of those kept.
+        # The gradient of the shard and its version when the last one was kept, and whether it is a view of those kept.
         self._seen_gradient: tuple[Tensor, int] | None = None
         self._shows_kept = False
         self._is_guarded = False
@@ -147,16 +141,16 @@ class ShardedParameter:
         row_count = rows_per_rank(self.shape[0], self.group.size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
-        self._rows_of_all = padded.data[: self.shape[0]]
-        self.full = full = nn.Parameter(self._rows_of_all, requires_grad=self.shard.requires_grad)
+        self._all_rows = padded.data[: self.shape[0]]
+        self.full = full = nn.Parameter(self._all_rows, requires_grad=self.shard.requires_grad)
         vars(full).update(self._attributes)
         self._version = full._version
 
-        def gathered() -> nn.Parameter:
+        def gathered_parameter() -> nn.Parameter:
             gather()
             return full
 
-        self.stand_in = StandIn.of(full, self.names[0], gathered)
+        self.stand_in = StandIn.of(full, self.names[0], gathered_parameter)
         return padded[self.group.rank() * row_count :][: len(self.rows)]
 
     @property
@@ -198,8 +192,8 @@ class ShardedParameter:
     def require_unchanged(self) -> None:
         """Refuse a whole parameter that was changed while it was gathered: no slice would have the change."""
         full = self.full
-        if full._version != self._version or full.data_ptr() != self._rows_of_all.data_ptr():
-            full.data = self._rows_of_all
+        if full._version != self._version or full.data_ptr() != self._all_rows.data_ptr():
+            full.data = self._all_rows
             self._version = full._version
             raise UsageError(
                 f"{self.names[0]} was changed in the forward pass, which is lost when its rows are freed: change the "
@@ -207,7 +201,7 @@ class ShardedParameter:
             )
 
     def gather_whole(self, rows_of_rank: Tensor | None = None) -> Tensor:
-        """All rows in new memory: of the shard, or of what is cut like it. Every rank must call it."""
+        """Return all rows in new memory: of the shard, or of a tensor cut like it. Every rank must call it."""
         rows_of_rank = self.shard.detach() if rows_of_rank is None else rows_of_rank
         row_count, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
         padded = rows_of_rank.new_zeros((self.group.size() * row_count, *self.shape[1:]))
@@ -273,76 +267,8 @@ class ShardedParameter:
 
 
 def hook_refusal(name: str) -> UsageError:
-    """The error of a sharded parameter with a hook."""
+    """Return the error for a sharded parameter with a hook."""
     return UsageError(
         f"{name} has a hook, which would not be called: backward passes go through whole weights, and it would be on a "
         "slice; remove it, and register hooks on modules or on what they return"
     )
-
-
-def distribute_parameters(
-    module: nn.Module,
-    plan: ShardingPlan,
-    compute_dtype: torch.dtype | None,
-    initialize: Callable[[nn.Module], None] | None,
-    device: torch.device | None,
-    group: dist.ProcessGroup,
-    already_distributed: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
-    known_modules: Collection[nn.Module],
-) -> dict[PlannedParameter, ShardedParameter]:
-    """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
-
-    Layers on the meta device get memory and values first. Replicated parameters may be new objects afterwards. For
-    other arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
-
-    Args:
-        already_distributed: parameters that were distributed before, as they are: cut or replicated.
-        known_modules: modules whose buffers were.
-    """
-    to_shard = set(plan.all_sharded)
-    entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
-    sharded: dict[PlannedParameter, ShardedParameter] = {}
-    replicated: dict[PlannedParameter, nn.Parameter] = {}
-    for entry, parameter in already_distributed.items():
-        if isinstance(parameter, ShardedParameter):
-            parameter.names, parameter.owners = entry.names, entry.owners
-            sharded[entry] = parameter
-        else:
-            replicated[entry] = parameter
-    for name, part in module.named_modules():
-        if part not in known_modules:
-            tensors = (*part._parameters.values(), *part._buffers.values())
-            if any(tensor is not None and tensor.is_meta for tensor in tensors):
-                _materialize(part, name or type(part).__name__, device or group_device(), initialize)
-            elif device is not None:
-                part._apply(lambda tensor: tensor.to(device), recurse=False)
-            broadcast_from_first(list(part.buffers(recurse=False)), group=group)
-        for attribute, parameter in part._parameters.items():
-            if parameter is None:
-                continue
-            entry = entries[part, attribute]
-            if entry in to_shard and entry not in sharded:
-                broadcast_from_first([parameter], group=group)
-                sharded[entry] = ShardedParameter(entry, parameter, compute_dtype, group)
-            elif entry not in to_shard and entry not in replicated:
-                broadcast_from_first([parameter], group=group)
-                replicated[entry] = parameter
-            # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
-            part._parameters[attribute] = sharded[entry].shard if entry in sharded else replicated[entry]
-    return sharded
-
-
-def _materialize(
-    module: nn.Module, name: str, device: torch.device, initialize: Callable[[nn.Module], None] | None
-) -> None:
-    """Give the module's own meta tensors memory and values."""
-    module.to_empty(device=device, recurse=False)
-    if initialize is not None:
-        initialize(module)
-    elif callable(reset := getattr(module, "reset_parameters", None)):
-        reset()
-    elif any(parameter is not None for parameter in module._parameters.values()):
-        raise UsageError(
-            f"{name} is on the meta device and its class {type(module).__name__} has no reset_parameters(): "
-            "give FSDP a function to initialize it"
-        )

@@ -27,7 +27,7 @@ class PlannedParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter that the modules hold: the whole one at first; once it is sharded, this rank's slice."""
+        """Return the parameter that the modules hold: the whole one at first; once it is sharded, this rank's slice."""
         owner, attribute = self.owners[0]
         parameter = owner._parameters[attribute]
         assert parameter is not None
@@ -81,6 +81,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     homes: dict[nn.Module, set[PlannedUnit | None]] = {}
 
     def visit(child: nn.Module, name: str, home: PlannedUnit | None, in_list: bool, in_block: bool) -> None:
+        """Note that a module is called in ``home``, or make it a unit of its own; then visit its children."""
         is_block = in_list and not in_block and not isinstance(child, _CONTAINERS)
         if unit_modules is not None:
             is_block = child in unit_modules

@@ -21,7 +21,7 @@ from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder, GatherWatch
 from cs336sys.parallel.fsdp.parameter import StandIn
-from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.parallel.fsdp.unit import ShardedUnit, SliceVersions
 from cs336sys.parallel.gradient_memory import require_eager_backward
 from cs336sys.parallel.marks import SynchronizationSwitch
 
@@ -32,29 +32,27 @@ _WITHOUT_TENSORS = frozenset((bool, int, float, str, NoneType, torch.dtype, torc
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples, dictionaries and dataclasses, however deep."""
-    if isinstance(value, Tensor):
-        return [value]
+    """Return the tensors in lists, tuples, dictionaries and dataclasses, however deep, or a tensor itself."""
     tensors: list[Tensor] = []
     seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
+    unvisited = [value]
+    while unvisited:
+        part = unvisited.pop()
         if isinstance(part, Tensor):
             tensors.append(part)
         elif type(part) not in _WITHOUT_TENSORS and id(part) not in seen:
             seen.add(id(part))
             if isinstance(part, Mapping):
-                waiting += part.values()
+                unvisited += part.values()
             elif isinstance(part, list | tuple):
-                waiting += part
+                unvisited += part
             elif dataclasses.is_dataclass(part) and not isinstance(part, type | nn.Module):
-                waiting += vars(part).values()
+                unvisited += vars(part).values()
     return tensors
 
 
 def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The tensors that are attributes or buffers of these modules, for example auxiliary losses; no parameters."""
+    """Return tensors that are attributes or buffers of these modules, for example auxiliary losses; no parameters."""
     tensors: list[Tensor] = []
     for module in modules:
         attributes = module.__dict__
@@ -82,13 +80,11 @@ class UnitRunner(SynchronizationSwitch):
     stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
 
     Args:
-        prefetch: how many units to gather ahead of use.
         keep_gathered: how many units besides the last are not freed between a forward pass with gradients and their
             part of the backward pass.
         group: the ranks that hold slices.
 
     Attributes:
-        units: all units of the module.
         replicated: gradients of parameters that every rank holds whole. They are averaged in :meth:`finish`, which
             every rank calls whatever its backward passes went through; they are small, and a launch per unit would
             take the CPU 0.2 ms.
@@ -99,18 +95,14 @@ class UnitRunner(SynchronizationSwitch):
         self._group = group
         self.replicated: Sequence[GradientBucket] = ()
         self.watch: GatherWatch | None = None
-        self.units: Sequence[ShardedUnit] = ()
         self._prefetch = prefetch
         self._keep_gathered = keep_gathered
-        self._staying: frozenset[ShardedUnit] = frozenset()
-        # One with gradients and one without, because only the former is followed by a backward pass.
-        self._orders: dict[bool, GatherOrder[ShardedUnit]] = {True: GatherOrder(), False: GatherOrder()}
-        self._order: GatherOrder[ShardedUnit] | None = None
+        self._order: GatherOrder | None = None
         # Units that have been gathered ahead of use.
         self._ahead: set[ShardedUnit] = set()
         # Units whose memory is used outside of their calls, with the versions of their slices. Hooks of each forward
         # pass have those of their own, for a second backward pass through it.
-        self._lent: dict[ShardedUnit, list[tuple[int, int]]] = {}
+        self._lent: dict[ShardedUnit, SliceVersions] = {}
         self._in_forward = self._in_backward = self._has_failed = False
         # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
         self._current: ShardedUnit | None = None
@@ -121,6 +113,8 @@ class UnitRunner(SynchronizationSwitch):
         # this rank had one, and those that had no gradient before. refresh() does not end what finish() is to tell.
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
+        self.units: Sequence[ShardedUnit] = ()
+        self.run(())
 
     def run(self, units: Sequence[ShardedUnit]) -> None:
         """Run these units from now on. Call it between two steps."""
@@ -129,12 +123,8 @@ class UnitRunner(SynchronizationSwitch):
         self.units = units
         # The backward pass begins with the last, which is still there.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
+        # One with gradients and one without, because only the former is followed by a backward pass.
         self._orders = {True: GatherOrder(), False: GatherOrder()}
-
-    @property
-    def has_kept(self) -> bool:
-        """Return whether backward passes under no_sync have left gradients to average that nobody has dropped since."""
-        return any(parameter.has_kept for unit in self.units for parameter in unit.parameters)
 
     @contextlib.contextmanager
     def forward_pass(self, begin: Callable[[], None]) -> Iterator[Callable[[Any], None]]:
@@ -152,7 +142,7 @@ class UnitRunner(SynchronizationSwitch):
             return
         self._recover()
         begin()
-        # What a failed pass has left behind is discarded.
+        # A failed pass may have left units gathered.
         self._free_all()
         for unit in self.units:
             unit.calls_ahead = unit.depth = 0
@@ -178,32 +168,31 @@ class UnitRunner(SynchronizationSwitch):
     def call(
         self, unit: ShardedUnit, parts: Sequence[nn.Module], function: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """Call one of the unit's modules, which consists of ``parts``, with its parameters gathered."""
+        """Call one of the unit's modules, which consists of ``parts``, with its parameters gathered; return its output.
+
+        Hooks on all tensors that the call has computed tell when the backward pass comes back to it.
+        """
         # Checkpointing computes a unit again while the backward pass is inside of it.
-        in_use = unit.depth > 0 or unit in self._inside
-        if not in_use:
+        is_in_use = unit.depth > 0 or unit in self._inside
+        if not is_in_use:
             if not (self._in_forward or self._in_backward):
-                # What a forward pass has left gathered may be older than the slices.
+                # Weights that a forward pass has left gathered may be older than the slices.
                 unit.free()
             self._use(unit)
         arguments = (*args, *kwargs.values())
-        inputs = [value for value in arguments if isinstance(value, Tensor)]
-        # They may hold tensors, and after the call others.
-        containers = [v for v in arguments if not isinstance(v, Tensor) and type(v) not in _WITHOUT_TENSORS]
-        if containers:
-            inputs = tensors_in(arguments)
+        inputs = tensors_in(arguments)
         versions = [_version(tensor) for tensor in inputs]
         unit.depth += 1
         try:
             with _uncached_casts(unit.device):
                 output = function(*args, **kwargs)
         except BaseException:
-            unit.depth -= 1
-            if not in_use:
+            if not is_in_use:
                 with contextlib.suppress(UsageError):
                     unit.hide()
             raise
-        unit.depth -= 1
+        finally:
+            unit.depth -= 1
         outputs = self._outputs(unit, output)
         if any(map(unit.lent, outputs)):
             # It returns a view of a weight, which is freed. (Lending would not do: only some ranks may have come here.)
@@ -212,17 +201,15 @@ class UnitRunner(SynchronizationSwitch):
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
         if torch.is_grad_enabled() and not _has_own(outputs, inputs, changed) and _takes_part(parts, inputs):
             # The backward pass must arrive here on every rank: on another, the call may have computed something.
-            output = tree_map_only(Tensor, _arrived_at, output)
+            output = tree_map_only(Tensor, _at_own_place, output)
             outputs = self._outputs(unit, output)
-        left = kept_tensors(parts)
-        if containers:
-            # They may have more in them now.
-            left += tensors_in(containers)
-        if any(unit.lent(tensor) and not unit.holds(tensor) for tensor in outputs + left):
+        # Modules and containers among the arguments may hold more tensors now.
+        kept = kept_tensors(parts) + tensors_in([value for value in arguments if not isinstance(value, Tensor)])
+        if any(unit.lent(tensor) and not unit.holds(tensor) for tensor in outputs + kept):
             self._lend(unit)
         if torch.is_grad_enabled():
-            self._hook(unit, outputs + changed + _left_since(left, unit, inputs))
-        if not in_use:
+            self._hook(unit, outputs + changed + _computed_now(kept, unit, inputs))
+        if not is_in_use:
             self._leave(unit)
         return output
 
@@ -238,13 +225,8 @@ class UnitRunner(SynchronizationSwitch):
             self._use(unit)
             self._lend(unit)
 
-    def arrive(
-        self,
-        unit: ShardedUnit | None,
-        versions: Sequence[tuple[int, int]],
-        lent: dict[ShardedUnit, list[tuple[int, int]]],
-    ) -> None:
-        """Called when the backward pass has the gradient of the unit's output and is about to use it.
+    def arrive(self, unit: ShardedUnit | None, versions: SliceVersions, lent: dict[ShardedUnit, SliceVersions]) -> None:
+        """Gather a unit for its backward pass, when autograd has the gradient of its output and is about to use it.
 
         Args:
             unit: None for the output of the whole module.
@@ -252,28 +234,29 @@ class UnitRunner(SynchronizationSwitch):
             lent: what the forward pass has lent.
         """
         self._begin_backward()
-        for other in lent:
-            if other not in self._unreduced:
-                other.require_versions(lent[other])
-                self._lent[other] = lent[other]
-                self._unreduced[other] = None
-                if not other.is_gathered:
-                    self._use(other)
-                other.use()
+        for lent_unit, lent_versions in lent.items():
+            if lent_unit not in self._unreduced:
+                lent_unit.require_versions(lent_versions)
+                self._lent[lent_unit] = lent_versions
+                self._unreduced[lent_unit] = None
+                if not lent_unit.is_gathered:
+                    self._use(lent_unit)
+                lent_unit.use()
         if unit is None:
             return
         unit.require_versions(versions)
         unit.calls_ahead -= 1
-        left, self._current = self._current, unit
+        previous, self._current = self._current, unit
         self._inside.add(unit)
         self._unreduced[unit] = None
-        if left is None or left is unit or left.contains_units or left in self._lent:
+        if previous is None or previous is unit or previous.contains_units or previous in self._lent:
             self._use(unit)
             return
-        self._inside.discard(left)
-        left.hide()
-        self._free(left)
-        self._use(unit, meanwhile=None if left.calls_ahead > 0 else left)
+        self._inside.discard(previous)
+        previous.hide()
+        self._free(previous)
+        # A unit with calls ahead of the backward pass does not have all of its gradients yet.
+        self._use(unit, meanwhile=None if previous.calls_ahead > 0 else previous)
 
     def finish(self) -> None:
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
@@ -312,6 +295,7 @@ class UnitRunner(SynchronizationSwitch):
             self._hook(None, tensors)
 
     def _begin_backward(self) -> None:
+        """Show stand-ins from now on, and have :meth:`end_backward` called, unless this has been done."""
         if self._in_backward:
             return
         require_eager_backward()
@@ -330,7 +314,7 @@ class UnitRunner(SynchronizationSwitch):
         for other in self._ahead.difference(upcoming, (unit,)):
             self._free(other)
         unit.gather()
-        # A wanted unit that is gathered, but was not ahead, is in use: it is around this one.
+        # An upcoming unit that is gathered, but was not ahead, is in use: it is around this one.
         self._ahead = {other for other in upcoming if other in self._ahead or not other.is_gathered}
         for other in upcoming:
             other.gather()
@@ -359,6 +343,7 @@ class UnitRunner(SynchronizationSwitch):
         self._lent[unit] = unit.versions()
 
     def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:
+        """Return the tensors in the output of a unit; refuse an output that has none where gradients are needed."""
         tensors = tensors_in(output)
         if not tensors and output is not None and torch.is_grad_enabled():
             raise UsageError(
@@ -382,9 +367,9 @@ class UnitRunner(SynchronizationSwitch):
                 hooks = tensor._backward_hooks or {}
                 handle = tensor.register_hook(arrival)
                 # The tensor may be an output of earlier calls, too, as of a unit that returns what one in it returns.
-                # The backward pass comes to the last call first.
-                for earlier in [number for number in hooks if number != handle.id]:
-                    hooks[earlier] = hooks.pop(earlier)
+                # The backward pass comes to the last call first: its hook goes before theirs.
+                for earlier_id in [hook_id for hook_id in hooks if hook_id != handle.id]:
+                    hooks[earlier_id] = hooks.pop(earlier_id)
 
     def _reduce(self, unit: ShardedUnit) -> None:
         del self._unreduced[unit]
@@ -416,7 +401,7 @@ class UnitRunner(SynchronizationSwitch):
             )
 
     def end_backward(self) -> None:
-        """Called by autograd when a backward pass has come to its end."""
+        """Free all units and finish their reductions: called by autograd when a backward pass has come to its end."""
         self._leave_backward()
         self._free_all()
         for unit in list(self._unreduced):
@@ -424,10 +409,10 @@ class UnitRunner(SynchronizationSwitch):
         self._finish_reduction()
 
     def fail_backward(self) -> None:
-        """Called when a backward pass has raised. Communication is left to whatever runs next."""
+        """Show slices after a backward pass has raised. Communication is left to whatever runs next."""
         self._in_backward = False
         self._has_failed = True
-        self._rest()
+        self._show_slices()
 
     def _recover(self) -> None:
         """Discard what a failed backward pass has left behind."""
@@ -446,9 +431,9 @@ class UnitRunner(SynchronizationSwitch):
         self._in_backward = False
         if not self._in_forward:
             self._order = None
-        self._rest()
+        self._show_slices()
 
-    def _rest(self) -> None:
+    def _show_slices(self) -> None:
         if not self._in_forward:
             for unit in self.units:
                 unit.end_pass()
@@ -484,7 +469,7 @@ class _BackwardEnd:
 class _Arrival:
     """Tensor hook that reports each backward pass once, on however many outputs of a call it is registered."""
 
-    def __init__(self, runner: UnitRunner, unit: ShardedUnit | None, lent: dict[ShardedUnit, list[tuple[int, int]]]):
+    def __init__(self, runner: UnitRunner, unit: ShardedUnit | None, lent: dict[ShardedUnit, SliceVersions]):
         self._runner = runner
         self.unit = unit
         self._versions = [] if unit is None else unit.versions()
@@ -492,6 +477,7 @@ class _Arrival:
         self._last_pass: int | None = None
 
     def __call__(self, gradient: Tensor) -> None:
+        """Report the first gradient of each backward pass; refuse a pass with ``create_graph=True``."""
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
             if self.unit is None:
@@ -506,12 +492,12 @@ class _Arrival:
             self._runner.arrive(self.unit, self._versions, self._lent)
 
 
-def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that this call computed: no inputs, and none that an earlier call of the unit has left."""
+def _computed_now(kept: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that this call computed: no inputs, and none that an earlier call of the unit has kept."""
     input_ids = {id(tensor) for tensor in inputs}
     return [
         tensor
-        for tensor in left
+        for tensor in kept
         if tensor.grad_fn is not None
         and id(tensor) not in input_ids
         and not any(
@@ -521,7 +507,7 @@ def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tens
 
 
 class _InGraph(torch.autograd.Function):
-    """A copy of a tensor without gradients through which the backward pass comes nevertheless."""
+    """Copies a tensor that has no gradient so that the backward pass comes through it nevertheless."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
@@ -532,8 +518,8 @@ class _InGraph(torch.autograd.Function):
         return None, None
 
 
-def _arrived_at(tensor: Tensor) -> Tensor:
-    """The same values, with a place of their own in the graph; they have a gradient, if any can."""
+def _at_own_place(tensor: Tensor) -> Tensor:
+    """Return the same values at a place of their own in the graph, where the backward pass arrives if it can."""
     if tensor.requires_grad:
         return tensor.view_as(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):

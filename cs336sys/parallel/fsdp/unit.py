@@ -14,6 +14,9 @@ from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plan import PlannedUnit
 from cs336sys.parallel.gradient_memory import in_own_memory
 
+# For each slice of a unit, how often it was changed, and its address.
+SliceVersions = list[tuple[int, int]]
+
 
 class GradientScatter:
     """Averages the gradients of some parameters: start, go on computing, finish.
@@ -23,77 +26,51 @@ class GradientScatter:
     the sum has the precision of the slices, and nothing is padded.
 
     Args:
-        contents: whose gradients they are, for errors.
         stream: on a GPU, the stream on which exchanged gradients are averaged while the next ones are computed.
     """
 
-    def __init__(self, contents: str, stream: torch.cuda.Stream | None):
-        self._contents = contents
+    def __init__(self, parameters: Sequence[ShardedParameter], contents: str, stream: torch.cuda.Stream | None):
         self._stream = stream
-        self._groups: list[tuple[_GradientGroup, list[int]]] = []
-
-    def choose(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Average the gradients of these parameters from now on; averages in progress are dropped."""
-        self.drop()
         indices_of_kind: dict[Any, list[int]] = {}
         for index, parameter in enumerate(parameters):
             kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
             indices_of_kind.setdefault(kind, []).append(index)
         self._groups = [
-            (_GradientGroup([parameters[index] for index in indices], self._contents), indices)
+            (_GradientGroup([parameters[index] for index in indices], contents), indices)
             for indices in indices_of_kind.values()
         ]
 
     def start(self, gradients: Sequence[Tensor]) -> None:
         """Launch. Gradients, one for each parameter, must be contiguous and have the same dtypes on every rank."""
         for group, indices in self._groups:
-            group.start([gradients[index] for index in indices])
-        if self._stream is not None and self._exchanges:
-            with on_side_stream(self._stream):
-                for group, _ in self._groups:
-                    group.average()
+            group.start([gradients[index] for index in indices], self._stream)
 
     def finish(self) -> None:
         """Add the means to the gradients of the slices; on a GPU, the current stream waits for them."""
-        self._wait()
         for group, _ in self._groups:
+            group.wait(self._stream)
             group.add_means()
 
     def drop(self) -> None:
         """Wait for the means, and discard them."""
-        self._wait()
         for group, _ in self._groups:
+            group.wait(self._stream)
             group.forget()
-
-    @property
-    def _exchanges(self) -> bool:
-        return any(group.averages for group, _ in self._groups)
-
-    def _wait(self) -> None:
-        for group, _ in self._groups:
-            group.wait()
-            if self._stream is None:
-                group.average()
-        if self._stream is not None and self._exchanges:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class _GradientGroup:
     """Parameters whose gradients have the same dtype and are averaged in one launch.
 
-    Whatever can be done for all parameters at once is not done for each: a GPU that computes a layer in less than a
-    millisecond waits for the CPU. Gradients to exchange are packed, and what arrives is averaged by one kernel. One
-    launch per parameter would save that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost
-    the CPU 0.06 ms for each parameter.
+    Gradients to exchange are packed, and what arrives is averaged by one kernel. One launch per parameter would save
+    that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost the CPU 0.06 ms for each.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
         self._parameters = parameters
-        self._shapes = [parameter.shard.shape for parameter in parameters]
         self._sizes = [parameter.shard.numel() for parameter in parameters]
         # How many elements each rank's slice has: of each parameter, and of all together.
         self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
-        self._rank_sizes = [sum(of_rank) for of_rank in zip(*self._slice_sizes, strict=True)]
+        self._rank_sizes = [sum(sizes) for sizes in zip(*self._slice_sizes, strict=True)]
         shard = parameters[0].shard
         # Asking the process group for its backend takes a CPU 2 us, and this is needed for every layer.
         self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
@@ -102,16 +79,13 @@ class _GradientGroup:
         self._exchange = SliceExchange(contents, group)
         # The means of all slices in one tensor, because they are made and dropped together.
         self._mean: Tensor | None = None
+        # While gradients are being exchanged: every rank's, from which the mean is computed here.
         self._received: Tensor | None = None
         # Held so that the memory is not reused while it is being sent, whichever stream has waited already.
         self._sent: Sequence[Tensor] = ()
 
-    @property
-    def averages(self) -> bool:
-        """Return whether gradients are being exchanged, and the mean is to be computed here."""
-        return self._received is not None
-
-    def start(self, gradients: list[Tensor]) -> None:
+    def start(self, gradients: list[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Launch the collective, and on a GPU the averaging of exchanged gradients on ``stream``."""
         shard = self._parameters[0].shard
         mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
         if self._can_scatter and gradients[0].dtype == shard.dtype:
@@ -124,23 +98,29 @@ class _GradientGroup:
             for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
         ]
         # In rank order, so that what goes to each rank is contiguous.
-        packed = torch.cat([piece for of_rank in zip(*slices, strict=True) for piece in of_rank])
+        packed = torch.cat([piece for slices_of_rank in zip(*slices, strict=True) for piece in slices_of_rank])
         self._sent = [packed]
         self._received = packed.new_empty(len(self._rank_sizes) * len(mean))
         self._exchange.start(self._received, packed, self._rank_sizes)
+        if stream is not None:
+            with on_side_stream(stream):
+                self._average(self._received, mean)
 
-    def wait(self) -> None:
-        """Wait for means that the collective computes."""
-        if not self.averages:
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Wait for the means: computed by the collective, on ``stream``, or here where there is none."""
+        if self._received is None or self._mean is None:
             self._scatter.wait()
+        elif stream is None:
+            self._average(self._received, self._mean)
+        else:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def average(self) -> None:
-        if self._received is not None and self._mean is not None:
-            self._exchange.wait()
-            of_ranks = self._received.view(len(self._rank_sizes), len(self._mean))
-            torch.mean(of_ranks, 0, dtype=self._mean.dtype, out=self._mean)
+    def _average(self, received: Tensor, mean: Tensor) -> None:
+        self._exchange.wait()
+        torch.mean(received.view(len(self._rank_sizes), len(mean)), 0, dtype=mean.dtype, out=mean)
 
     def add_means(self) -> None:
+        """Add the means to the gradients of the slices."""
         if self._mean is not None:
             for parameter, mean in zip(self._parameters, self._of_each(self._mean), strict=True):
                 shard = parameter.shard
@@ -152,9 +132,9 @@ class _GradientGroup:
         self._sent = ()
 
     def _of_each(self, mean: Tensor) -> list[Tensor]:
-        """The mean as one tensor for each parameter, in the shape of its slice."""
-        pieces = mean.split_with_sizes(self._sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        """Return the mean as one tensor for each parameter, in the shape of its slice."""
+        pieces = zip(mean.split_with_sizes(self._sizes), self._parameters, strict=True)
+        return [piece.view(parameter.shard.shape) for piece, parameter in pieces]
 
 
 @contextlib.contextmanager
@@ -169,18 +149,15 @@ def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class ShardedUnit:
-    """A unit planned by :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit`, with the parameters of this rank.
+    """A :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` with the parameters of this rank.
 
     All gathered parameters share one block of memory, which is allocated for gathering and released by freeing. Rows
     are gathered straight to where they are used: this rank's are cast to their position in the block, then those of the
     other ranks are gathered around them, for all parameters in one launch.
 
     Attributes:
-        name: the name of the unit.
-        modules: the modules whose calls use it.
-        contains_units: whether other units run their backward passes within its own.
-        parameters: all of its parameters.
-        trained: those of them that get gradients.
+        name, modules, contains_units, parameters: those of the plan.
+        trained: the parameters that get gradients.
         gathered_bytes: size of the block of memory.
         has_kept: whether backward passes under no_sync have left gradients to average.
         is_under_way: whether it is being gathered and has not been waited for yet.
@@ -195,9 +172,9 @@ class ShardedUnit:
         parameters: Sequence[ShardedParameter],
         gradient_dtype: torch.dtype | None,
         access: Callable[["ShardedUnit"], None],
-        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None),
+        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None],
     ):
-        """Make it from the plan.
+        """Make the unit from the plan.
 
         Args:
             gradient_dtype: dtype in which gradients are sent; None sends them as they were computed.
@@ -208,19 +185,18 @@ class ShardedUnit:
         self.modules = planned.modules
         self.contains_units = planned.contains_units
         self.parameters = parameters
-        self.trained: list[ShardedParameter] = []
         self.has_kept = False
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
         self._stream = streams[0]
         group = parameters[0].group
         world_size = group.size()
-        shapes_and_sizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
-        starts, self.gathered_bytes = gathered_layout(shapes_and_sizes, world_size)
+        shapes_and_itemsizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
+        starts, self.gathered_bytes = gathered_layout(shapes_and_itemsizes, world_size)
         memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
         regions = [
-            memory[start : start + padded_bytes(*shape_and_size, world_size)]
-            for start, shape_and_size in zip(starts, shapes_and_sizes, strict=True)
+            memory[start : start + padded_bytes(shape, itemsize, world_size)]
+            for start, (shape, itemsize) in zip(starts, shapes_and_itemsizes, strict=True)
         ]
         self._own = [
             parameter.gather_into(region, lambda: access(self))
@@ -230,41 +206,31 @@ class ShardedUnit:
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
         self.is_under_way = self._ready = False
-        # Wherever a module holds one: its dictionary, the attribute, and the module if it has a __setattr__ of its own.
+        self.device = memory.device
+        # Where modules hold the parameters: a dictionary, the attribute, and a module that has its own __setattr__.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Module | None]] = []
-        self._slices: list[nn.Parameter] = []
-        self._stand_ins: list[nn.Parameter] = []
-        self._whole: list[nn.Parameter] = []
-        for parameter in parameters:
-            for owner, attribute in parameter.owners:
-                is_plain = type(owner).__setattr__ is nn.Module.__setattr__
-                self._places.append((owner._parameters, attribute, None if is_plain else owner))
-                self._slices.append(parameter.shard)
-                self._stand_ins.append(parameter.stand_in)
-                self._whole.append(parameter.full)
-                if not is_plain:
-                    setattr(owner, attribute, parameter.shard)
-        # What the places hold, and what they hold while the unit is not in use.
+        uses = [(parameter, *use) for parameter in parameters for use in parameter.owners]
+        for parameter, owner, attribute in uses:
+            is_plain = type(owner).__setattr__ is nn.Module.__setattr__
+            self._places.append((owner._parameters, attribute, None if is_plain else owner))
+            if not is_plain:
+                setattr(owner, attribute, parameter.shard)
+        self._slices: list[nn.Parameter] = [parameter.shard for parameter, _, _ in uses]
+        self._stand_ins: list[nn.Parameter] = [parameter.stand_in for parameter, _, _ in uses]
+        self._whole: list[nn.Parameter] = [parameter.full for parameter, _, _ in uses]
+        # What these places hold now, and what they hold while the unit is not in use.
         self._shown = self._resting = self._slices
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
-        self.scatter = GradientScatter(f"gradients of {self.name}", streams[1])
-
-    @property
-    def device(self) -> torch.device:
-        return self._own[0].device
+        for parameter in parameters:
+            parameter.follow_freezing()
+            parameter.refuse_outside_gradients()
+        self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]
+        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}", streams[1])
 
     @property
     def is_gathered(self) -> bool:
         """Return whether it has memory for its gathered parameters, be they in use, arriving, or ahead of use."""
         return self.is_under_way or self._ready
-
-    def refresh(self) -> None:
-        """Find out anew which parameters are trained: those whose shards require gradients."""
-        for parameter in self.parameters:
-            parameter.follow_freezing()
-            parameter.refuse_outside_gradients()
-        self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
-        self.scatter.choose(self.trained)
 
     def gather(self) -> None:
         """Start to gather the parameters, unless they are gathered."""
@@ -310,12 +276,12 @@ class ShardedUnit:
         for parameter in self.parameters:
             parameter.require_unchanged()
 
-    def versions(self) -> list[tuple[int, int]]:
+    def versions(self) -> SliceVersions:
         """Count each slice's changes, with its address: ``.data =`` moves it and does not count."""
-        # One without rows has no address, but its rank must see the change, too.
+        # A slice without rows has no address, but its rank must see the change, too.
         return [(shard._version, shard.data_ptr() or shard.untyped_storage()._cdata) for shard in self._shards]
 
-    def require_versions(self, versions: Sequence[tuple[int, int]]) -> None:
+    def require_versions(self, versions: SliceVersions) -> None:
         """Refuse slices that were changed since :meth:`versions` returned this."""
         now = self.versions()
         if now != versions:

@@ -1,15 +1,12 @@
 """Fully sharded data parallel training: each rank holds a slice of the weights, gradients and optimizer state.
 
-Before a part of the model computes, its whole weights are gathered from all ranks; afterwards they are freed. Its
-gradients are averaged, and each rank keeps its slice. ``docs/fsdp.md`` follows the data through a step.
-
 Sources: CS336 assignment 2 (2026), section 7; Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
 (2023).
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,12 +18,12 @@ from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
 from cs336sys.machine.lazy_dynamo import importing_no_compiler
-from cs336sys.parallel.buckets import GradientBucket
-from cs336sys.parallel.checkpoint_state import StateDictOfSlices, mark_share
-from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
+from cs336sys.parallel.checkpoint_state import StateDictOfSlices, by_first_name, mark_share
+from cs336sys.parallel.collectives import group_device, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
-from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters, hook_refusal
+from cs336sys.parallel.fsdp.parameter import ShardedParameter, hook_refusal
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
@@ -34,7 +31,12 @@ from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.rank_consistency import describe_module, require_sendable, same_on_every_rank
+from cs336sys.parallel.rank_consistency import (
+    broadcast_from_first,
+    describe_module,
+    require_sendable,
+    same_on_every_rank,
+)
 
 
 class FSDP(StateDictOfSlices):
@@ -47,8 +49,7 @@ class FSDP(StateDictOfSlices):
         sharded.finish_gradient_synchronization()
         optimizer.step()
 
-    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process which trains
-    on the whole batch.
+    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process.
 
     - Build the optimizer after wrapping, over ``sharded.parameters()``. These are slices in the dtype that the module
       had (rank r of W holds rows ``r * n`` to ``(r + 1) * n``, ``n = ceil(rows / W)``, so possibly none) and the
@@ -56,25 +57,24 @@ class FSDP(StateDictOfSlices):
     - Every rank must run the same units in the same order. A unit may use different parameters on each rank: where
       only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
       lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
-    - In the forward pass a weight can be used anywhere in the module: outside of its layer's call, as in
-      ``x @ self.embedding.weight.T`` or a penalty on weights, the whole weight is gathered, and its unit keeps its
-      memory until the backward pass ends. Outside of forward and backward passes the module holds slices, and a
-      gradient of one is refused. So are changes of weights in the forward pass (``.data.copy_()`` is not seen).
-    - What is computed in a unit may be returned, kept as an attribute or buffer of a module in it, or put into an
-      argument (a tensor, also in place, or tensors in lists, tuples, dictionaries and dataclasses), as auxiliary losses
-      are: nothing else may be used in a loss.
+    - In the forward pass a weight can be used anywhere in the module. Outside of its layer's call, as in
+      ``x @ self.embedding.weight.T``, it is gathered, and its unit keeps its memory until the backward pass ends.
+      Outside of forward and backward passes the module holds slices, and a gradient of one is refused. So are changes
+      of weights in the forward pass (``.data.copy_()`` is not seen).
+    - A loss may use what a unit returns, keeps as an attribute or buffer of a module in it, or puts into an argument (a
+      tensor, also in place, or tensors in lists, tuples, dictionaries and dataclasses), and nothing else.
     - Parameters may be frozen and unfrozen again between steps, as GANs do. Parameters that were added, removed,
       replaced or tied, or were frozen when the module was wrapped and are trained now, are refused until
       :meth:`refresh`. Attributes of parameters are those of the slices; hooks on sharded parameters are refused.
     - A method of the module other than ``forward()`` may call its layers, but a weight that it uses itself is a slice:
       let ``forward()`` call the method, or compute with :meth:`gather_full_params`.
-    - Optimizer steps belong after the backward pass: slices that have changed since the forward pass are refused. Do
-      not change them there through ``.data``, which is not seen. Between two steps any change counts.
+    - Optimizer steps belong after the backward pass: slices that have changed since the forward pass are refused (a
+      change through ``.data`` is not seen). Between two steps any change counts.
     - Backward passes with ``create_graph=True`` (gradient penalties) are refused.
     - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
       wrapping: gathering stays outside the compiled code.
-    - Several backward passes may run before :meth:`finish_gradient_synchronization`: their gradients add up. Under
-      :meth:`no_sync` they add up without communication, but then every rank holds whole gradients.
+    - Several backward passes may run before :meth:`finish_gradient_synchronization`: their gradients add up; under
+      :meth:`no_sync` without communication, but then every rank holds whole gradients.
     - Scale the loss for fp16 by a :class:`~cs336sys.parallel.gradient_slices.ShardedGradScaler`; others are refused.
     - If a step raises on all ranks alike, the next forward pass discards it; drop the gradients that it has added.
 
@@ -129,10 +129,9 @@ class FSDP(StateDictOfSlices):
         for name, dtype in {"compute_dtype": compute_dtype, "gradient_dtype": gradient_dtype}.items():
             if dtype is not None and not dtype.is_floating_point:
                 raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
-        if prefetch < 0:
-            raise UsageError(f"prefetch {prefetch}: must be at least 0")
-        if keep_gathered < 0:
-            raise UsageError(f"keep_gathered {keep_gathered}: must be at least 0")
+        for name, count in {"prefetch": prefetch, "keep_gathered": keep_gathered}.items():
+            if count < 0:
+                raise UsageError(f"{name} {count}: must be at least 0")
         self.module = module
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
         self.group = process_group(group)
@@ -176,12 +175,12 @@ class FSDP(StateDictOfSlices):
 
     @property
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
-        """By their first names in the wrapped module."""
+        """Return the parameters that are cut, by their first names in the wrapped module."""
         return {parameter.names[0]: parameter for unit in self.units for parameter in unit.parameters}
 
     @property
     def replicated_parameters(self) -> dict[str, nn.Parameter]:
-        """By their first names in the wrapped module."""
+        """Return the parameters that every rank holds whole, by their first names in the wrapped module."""
         return {entry.names[0]: entry.held for entry in self._plan.replicated}
 
     def finish_gradient_synchronization(self) -> None:
@@ -197,10 +196,7 @@ class FSDP(StateDictOfSlices):
         self._runner.finish()
 
     def wait_for_gathers(self) -> None:
-        """Let the current stream wait for weights that are gathered ahead: after a forward pass, for the backward pass.
-
-        What is captured in CUDA graphs must not leave a gather to a later graph.
-        """
+        """Let the current stream wait for weights gathered ahead, which a CUDA graph must not leave to a later one."""
         for unit in self.units:
             unit.wait()
 
@@ -243,21 +239,17 @@ class FSDP(StateDictOfSlices):
         Raises:
             UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
         """
-        slices_of: dict[nn.Parameter | None, ShardedParameter | None] = {
-            owner._parameters.get(attribute): None
-            for entry in self._plan.replicated
-            for owner, attribute in entry.owners
-        }
-        slices_of |= {parameter.shard: parameter for unit in self.units for parameter in unit.parameters}
-        parameters: dict[str, tuple[nn.Parameter, ShardedParameter | None]] = {}
-        for name, parameter_here in self.module.named_parameters(remove_duplicate=False):
-            if parameter_here not in slices_of:
+        slices = {parameter.shard: parameter for parameter in self.sharded_parameters.values()}
+        uses = (use for entry in self._plan.replicated for use in entry.owners)
+        replicated = {owner._parameters.get(attribute) for owner, attribute in uses}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
+            if parameter not in slices and parameter not in replicated:
                 raise UsageError(
                     f"{name} is not what was wrapped: save and load between two steps, and call refresh() on every "
                     "rank after adding or replacing parameters"
                 )
-            parameters[name] = (parameter_here, slices_of[parameter_here])
-        return parameters
+        return {name: (parameter, slices.get(parameter)) for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -266,13 +258,10 @@ class FSDP(StateDictOfSlices):
         They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
         Errors are those of :meth:`held_parameters`.
         """
-        full: dict[str, Tensor] = {}
-        gathered: set[nn.Parameter] = set()
-        for name, (parameter, sharded) in self.held_parameters().items():
-            if parameter not in gathered:
-                full[name] = parameter.detach().clone() if sharded is None else sharded.gather_whole()
-                gathered.add(parameter)
-        return full
+        return {
+            name: parameter.detach().clone() if sharded is None else sharded.gather_whole()
+            for name, (parameter, sharded) in by_first_name(self.held_parameters()).items()
+        }
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
@@ -316,7 +305,7 @@ class FSDP(StateDictOfSlices):
         self.held_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
-        # As nn.Module.to() of what is there already: a script may move the module around this one.
+        # A script may move a module around this one to where it is already.
         if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
             return self
         raise UsageError("an FSDP module cannot be moved or converted: do it before it is wrapped")
@@ -325,6 +314,7 @@ class FSDP(StateDictOfSlices):
         raise UsageError("an FSDP module cannot be copied or pickled: gather its parameters, or save a checkpoint")
 
     def _begin_forward(self) -> None:
+        """Refuse a forward pass in another process group, of a changed module, or with weights of an earlier pass."""
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are useless in this one")
         self._require_as_wrapped()
@@ -346,15 +336,13 @@ class FSDP(StateDictOfSlices):
             for call in self._calls:
                 call.install()
             raise
-        module, device = self.module, self._device
+        module = self.module
         mark_share(module, type(self).__name__, self.group)
-        sharded = distribute_parameters(
-            module, plan, self._compute_dtype, self._initialize, device, self.group, distributed, self._known_modules
-        )
+        sharded = self._distribute(plan, distributed)
         shards = [parameter.shard for parameter in sharded.values()]
         if shards and shards[0].is_cuda and self._streams[0] is None:
-            on = shards[0].device
-            self._streams = torch.cuda.Stream(on, priority=-1), torch.cuda.Stream(on, priority=-1)
+            gpu = shards[0].device
+            self._streams = torch.cuda.Stream(gpu, priority=-1), torch.cuda.Stream(gpu, priority=-1)
         self._plan = plan
         self.units = tuple(
             ShardedUnit(
@@ -367,21 +355,21 @@ class FSDP(StateDictOfSlices):
             for unit in plan.units
         )
         self._runner.run(self.units)
-        self._runner.replicated = _buckets(plan.replicated, self._gradient_dtype, self.group)
-        for unit in self.units:
-            unit.refresh()
+        trained = [(entry.names[0], entry.held) for entry in plan.replicated if entry.held.requires_grad]
+        self._runner.replicated = [
+            GradientBucket(parameters, self._gradient_dtype, self.group)
+            # In the order of the module: a bucket reverses the order in which parameters are given.
+            for parameters in divide_into_buckets(trained[::-1], cap_bytes=None)
+        ]
+        unit_of: dict[nn.Module, ShardedUnit] = {part: unit for unit in self.units for part in unit.modules}
         self._calls = [
             UnitCall(self._runner, unit, part, self._compute_dtype, self._begin_forward if part is module else None)
-            for unit in self.units
-            for part in unit.modules
+            for part, unit in {module: None, **unit_of}.items()
         ]
-        called = {call.module for call in self._calls}
-        if module not in called:
-            self._calls.append(UnitCall(self._runner, None, module, None, self._begin_forward))
+        self._root_call = self._calls[0]
         self._around_units = [
-            part for part in module.modules() if part not in called and not called.isdisjoint(part.modules())
+            part for part in module.modules() if part not in unit_of and not unit_of.keys().isdisjoint(part.modules())
         ]
-        self._root_call = next(call for call in self._calls if call.module is module)
         if self._compute_dtype is not None:
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 if owner not in self._known_modules:
@@ -390,39 +378,94 @@ class FSDP(StateDictOfSlices):
         self._held = HeldParameters(module)
 
     def _plan_alike(self) -> tuple[ShardingPlan, dict[PlannedParameter, ShardedParameter | nn.Parameter]]:
-        """A plan for what the module holds now, and those of its parameters that are cut or replicated already."""
+        """Plan what the module holds now; return the plan, and the parameters that are cut or replicated already."""
         module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
-        replicated = {id(parameter) for parameter in self.replicated_parameters.values()}
+        replicated_ids = {id(parameter) for parameter in self.replicated_parameters.values()}
         distributed: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
         with same_on_every_rank(self.group) as lines:
             require_unwrapped(module)
-            if self._runner.has_kept:
+            if any(parameter.has_kept for unit in self.units for parameter in unit.parameters):
                 raise UsageError(
                     "backward passes under no_sync() have left gradients to average: call "
                     "finish_gradient_synchronization() before refresh()"
                 )
-            named = list(module.named_parameters())
-            require_sendable(named, moves=True)
-            require_unsynchronized((name, parameter) for name, parameter in named if id(parameter) not in cut)
-            require_own_gradient_dtype(named)
+            parameters = list(module.named_parameters())
+            require_sendable(parameters, moves=True)
+            require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in cut)
+            require_own_gradient_dtype(parameters)
             with _shown_whole(module, cut):
                 plan = plan_sharding(module, self._unit_modules)
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
                 lines += describe_module(module, moves=True)
             to_cut = set(plan.all_sharded)
             for entry in (*plan.all_sharded, *plan.replicated):
-                address = id(entry.held)
-                if address in (replicated if entry in to_cut else cut):
+                held_id = id(entry.held)
+                if held_id in (replicated_ids if entry in to_cut else cut):
                     before, after = ("replicated", "cut") if entry in to_cut else ("cut", "replicated")
                     raise UsageError(
                         f"{entry.names[0]} was {before} when it was wrapped, and would be {after} after what was "
                         "changed since, so that optimizers would have the wrong tensor: wrap the plain module anew"
                     )
-                if address in cut or address in replicated:
-                    distributed[entry] = cut.get(address, entry.held)
+                if held_id in cut or held_id in replicated_ids:
+                    distributed[entry] = cut.get(held_id, entry.held)
                 elif entry in to_cut:
                     self._require_whole(entry)
         return plan, distributed
+
+    def _distribute(
+        self, plan: ShardingPlan, distributed: dict[PlannedParameter, ShardedParameter | nn.Parameter]
+    ) -> dict[PlannedParameter, ShardedParameter]:
+        """Overwrite new parameters and buffers with rank 0's, and cut the parameters that the plan shards.
+
+        Layers on the meta device get memory and values one at a time: the module never has to fit into memory whole.
+
+        Args:
+            distributed: parameters that were distributed before: cut or replicated; the new ones are added.
+
+        Returns:
+            all parameters that are cut.
+        """
+        to_shard = set(plan.all_sharded)
+        entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
+        for entry, parameter in distributed.items():
+            if isinstance(parameter, ShardedParameter):
+                parameter.names, parameter.owners = entry.names, entry.owners
+        for name, part in self.module.named_modules():
+            if part not in self._known_modules:
+                self._initialize_part(part, name)
+                broadcast_from_first(list(part.buffers(recurse=False)), group=self.group)
+            for attribute, whole in part._parameters.items():
+                if whole is None:
+                    continue
+                entry = entries[part, attribute]
+                if entry not in distributed:
+                    broadcast_from_first([whole], group=self.group)
+                    is_cut = entry in to_shard
+                    distributed[entry] = (
+                        ShardedParameter(entry, whole, self._compute_dtype, self.group) if is_cut else whole
+                    )
+                # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
+                new = distributed[entry]
+                part._parameters[attribute] = new.shard if isinstance(new, ShardedParameter) else new
+        return {entry: cut for entry, cut in distributed.items() if isinstance(cut, ShardedParameter)}
+
+    def _initialize_part(self, part: nn.Module, name: str) -> None:
+        """Give the part's own meta tensors memory and values, or move its tensors to the device of the constructor."""
+        tensors = (*part._parameters.values(), *part._buffers.values())
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            if self._device is not None:
+                part._apply(lambda tensor: tensor.to(self._device), recurse=False)
+            return
+        part.to_empty(device=self._device or group_device(), recurse=False)
+        if self._initialize is not None:
+            self._initialize(part)
+        elif callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+        elif any(parameter is not None for parameter in part._parameters.values()):
+            raise UsageError(
+                f"{name or type(part).__name__} is on the meta device and its class {type(part).__name__} has no "
+                "reset_parameters(): give FSDP a function to initialize it"
+            )
 
     def _require_as_wrapped(self) -> None:
         self._held.require_unchanged()
@@ -435,8 +478,8 @@ class FSDP(StateDictOfSlices):
         parameter, name = entry.held, entry.names[0]
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise hook_refusal(name)
-        before = [cut for cut in self.sharded_parameters.values() if not set(cut.owners).isdisjoint(entry.owners)]
-        if any(parameter.shape == cut.shard.shape != cut.shape for cut in before):
+        replaced = [cut for cut in self.sharded_parameters.values() if not set(cut.owners).isdisjoint(entry.owners)]
+        if any(parameter.shape == cut.shard.shape != cut.shape for cut in replaced):
             raise UsageError(
                 f"{name} was replaced by a tensor of the shape of a slice: copy slices into those that are there, as "
                 "load_state_dict() without assign=True does, or assign a whole parameter"
@@ -462,14 +505,3 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
     finally:
         for parameters_of_part, attribute, parameter in places:
             parameters_of_part[attribute] = parameter.shard
-
-
-def _buckets(
-    replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None, group: dist.ProcessGroup
-) -> list[GradientBucket]:
-    """The replicated parameters that are trained, in one bucket for each dtype and device."""
-    by_kind: dict[Any, dict[str, nn.Parameter]] = {}
-    for entry in replicated:
-        if entry.held.requires_grad:
-            by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
-    return [GradientBucket(named, gradient_dtype, group) for named in by_kind.values()]

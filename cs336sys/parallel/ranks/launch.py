@@ -9,11 +9,11 @@ each other through ``MASTER_ADDR`` and ``MASTER_PORT``. Under Slurm, export thes
 """
 
 import datetime
-import functools
 import itertools
 import multiprocessing.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from cs336sys.processes.caches import use_private_caches
 
 BACKENDS = ("gloo", "nccl")
 
-# What the process of a rank takes at least, in bytes: with torch (2.13, on a CPU) each had 0.33e9, some of them shared.
+# The process of a rank takes at least so many: with torch (2.13, on a CPU) each had 0.33e9, some of them shared.
 _RANK_BYTES = 0.2e9
 
 
@@ -84,7 +84,7 @@ _kept: dict[tuple, "Ranks"] = {}
 def kept(
     world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
 ) -> "Ranks":
-    """The ranks of the last call if it had the same arguments, else new ones: starting ranks takes seconds.
+    """Return the ranks of the last call if it had the same arguments, else new ones: starting ranks takes seconds.
 
     They stay until this process asks for different ones or ends; so does what their functions store in modules, and the
     memory that torch caches. Arguments and errors are those of :func:`start`.
@@ -93,7 +93,6 @@ def kept(
     if key in _kept and _kept[key].alive:
         return _kept[key]
     end_kept()
-    _end_kept_at_exit()
     _kept[key] = start(world_size, backend=backend, timeout_s=timeout_s, high_priority=high_priority)
     return _kept[key]
 
@@ -106,10 +105,8 @@ def end_kept() -> None:
             ranks.__exit__(None, None, None)
 
 
-@functools.cache
-def _end_kept_at_exit() -> None:
-    # Not atexit: a process that multiprocessing has started waits for its children before it runs those functions.
-    multiprocessing.util.Finalize(None, end_kept, exitpriority=1)
+# Not atexit: a process that multiprocessing has started waits for its children before it runs those functions.
+multiprocessing.util.Finalize(None, end_kept, exitpriority=1)
 
 
 def _default_backend() -> str:
@@ -136,16 +133,16 @@ def _check_gpus(rank_count: int, backend: str) -> None:
 
 
 def _check_memory(rank_count: int) -> None:
-    """Refuse what would only end when the machine has no memory left for anybody."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if rank_count * _RANK_BYTES > memory:
+    """Refuse more ranks than memory has room for, which would leave no memory for anybody."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if rank_count * _RANK_BYTES > memory_bytes:
         raise CapabilityError(
             f"{rank_count} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
-            f"{memory / 1e9:.0f} GB; choose a smaller world size"
+            f"{memory_bytes / 1e9:.0f} GB; choose a smaller world size"
         )
 
 
-class JoinedRanks:
+class JoinedRanks(AbstractContextManager["JoinedRanks"]):
     """The ranks that torchrun or Slurm has started, seen from one of them; every rank must make the same calls.
 
     Attributes:
@@ -174,9 +171,6 @@ class JoinedRanks:
             error.add_note(f"on rank {self._identity.rank} of {self._identity.world_size}")
             raise
 
-    def __enter__(self) -> "JoinedRanks":
-        return self
-
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # After an error other ranks may never reach a collective again, and leaving the group can involve one.
         if error_type is None:
@@ -192,7 +186,7 @@ _outside_stores: list[dist.Store] = []
 
 
 def outside_store(timeout_s: float = 120.0) -> dist.Store:
-    """The store of ranks that torchrun or Slurm has started, which exists before and after any process group.
+    """Return the store of ranks that torchrun or Slurm has started, which exists before and after any process group.
 
     Args:
         timeout_s: of the first call: how long to wait until all ranks have come.
@@ -207,9 +201,9 @@ def outside_store(timeout_s: float = 120.0) -> dist.Store:
         except ValueError as error:
             raise UsageError(f"RANK and WORLD_SIZE are set, so ranks were started outside: {error}") from error
         except RuntimeError as error:
-            at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise CapabilityError(
-                f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} ranks met at {at} within "
+                f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} ranks met at {address} within "
                 f"{timeout_s:g} s ({str(error).splitlines()[0]})"
             ) from error
         _outside_stores.append(store)

@@ -17,7 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,9 @@ _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a rank.
+    """The failure of a rank, and why, in one line.
 
     Attributes:
-        reason: one line.
         details: the traceback, or where the rank was when a signal killed it; may be empty.
         time_s: when, on the system's monotonic clock, which all processes share.
         is_timeout: whether another rank did not reach a collective in time.
@@ -51,8 +50,8 @@ class Failure:
 
     rank: int
     reason: str
-    details: str
-    time_s: float
+    details: str = ""
+    time_s: float = field(default_factory=time.monotonic)
     is_timeout: bool = False
     exit_code: int | None = None
     pickled_errors: tuple[bytes, ...] = ()
@@ -114,7 +113,7 @@ def leave_process_group() -> None:
 
 
 def stacks_path(directory: Path, rank: int) -> Path:
-    """The file to which a rank writes its Python stacks when it crashes or gets SIGUSR1."""
+    """Return the file to which a rank writes its Python stacks when it crashes or gets SIGUSR1."""
     return directory / f"stacks-of-rank-{rank}"
 
 
@@ -153,23 +152,24 @@ def serve(
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
+    """Describe what a rank has raised, with the collective that it was in, for the parent."""
     # The first frame is serve().
     frames = error.__traceback__ and error.__traceback__.tb_next
     lines = str(error).strip().splitlines()
     reason = ": ".join([type(error).__name__, *lines[:1]])
     collectives = [frame.name for frame in traceback.extract_tb(frames) if "distributed_c10d" in frame.filename]
-    where = [f"in {name}" for name in collectives[-1:]] + list(getattr(error, "__notes__", []))
+    notes = [f"in {name}" for name in collectives[-1:]] + list(getattr(error, "__notes__", []))
     return Failure(
         rank,
-        reason=f"{reason} ({', '.join(where)})" if where else reason,
+        reason=f"{reason} ({', '.join(notes)})" if notes else reason,
         details="".join(traceback.format_exception(type(error), error, frames)),
-        time_s=time.monotonic(),
         is_timeout=_TIMEOUT_TEXT.search(str(error)) is not None,
         pickled_errors=tuple(_pickled_chain(error)),
     )
 
 
 def _pickled_chain(error: BaseException | None) -> list[bytes]:
+    """Pickle an exception and its causes, those aside that cannot be pickled."""
     chain = []
     while error is not None:
         # An exception with its own constructor may be pickled and fail to be unpickled.
@@ -233,12 +233,11 @@ class _Rank:
             self.process.join(_EXIT_TIMEOUT_S)
             code = self.process.exitcode
             reason = "closed its connection" if code is None else cause_of_death(code, self.out_of_memory_kills)
-            return Failure(self.number, reason, details="", time_s=time.monotonic(), exit_code=code)
+            return Failure(self.number, reason, exit_code=code)
         try:
             return pickle.loads(answer)
         except Exception as error:
-            reason = f"its result cannot be read here: {type(error).__name__}: {error}"
-            return Failure(self.number, reason, details="", time_s=time.monotonic())
+            return Failure(self.number, f"its result cannot be read here: {type(error).__name__}: {error}")
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
@@ -251,7 +250,7 @@ class _Rank:
         self.connection.close()
 
 
-class SpawnedRanks:
+class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
     """Processes that run one function after another, each as one rank; they find each other through a file."""
 
     def __init__(self, world_size: int, backend: str, timeout_s: float, high_priority: bool = False):
@@ -263,7 +262,7 @@ class SpawnedRanks:
         # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
         self._end = weakref.finalize(self, _kill_all, self._ranks, folder)
         remove_abandoned()
-        kills = out_of_memory_kills()
+        kills_before = out_of_memory_kills()
         try:
             with ctrl_c_ignored():
                 for number in range(world_size):
@@ -275,14 +274,14 @@ class SpawnedRanks:
                     )
                     start_for_good(process)
                     theirs.close()
-                    self._ranks.append(_Rank(number, process, ours, kills))
+                    self._ranks.append(_Rank(number, process, ours, kills_before))
         except BaseException:
             self._end()
             raise
 
     @property
     def alive(self) -> bool:
-        """False after :meth:`run` raised, and after the ``with`` block."""
+        """Return whether ranks can run something: not after :meth:`run` raised, nor after the ``with`` block."""
         return self._end.alive
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -306,9 +305,6 @@ class SpawnedRanks:
         except BaseException:
             self._end()
             raise
-
-    def __enter__(self) -> "SpawnedRanks":
-        return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         try:
@@ -342,7 +338,7 @@ class SpawnedRanks:
         return [results[number] for number in range(len(self._ranks))]
 
     def _error(self, first: Failure, others: list[_Rank]) -> Exception:
-        """The exception to raise for the first failure, or for another one that explains it."""
+        """Return the exception to raise for the first failure, or for another one that explains it."""
         failures = [first]
         deadline = time.monotonic() + _GRACE_S
         while ready := _wait(others, deadline):
@@ -409,7 +405,7 @@ def _exception_chain(failure: Failure) -> BaseException | None:
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
-    """The ranks that have answered or died; empty if the time is up or there are no ranks."""
+    """Return the ranks that have answered or died; none if the time is up or there are no ranks."""
     handles: dict[Any, _Rank] = {handle: rank for rank in ranks for handle in (rank.connection, rank.process.sentinel)}
     timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
     ready = multiprocessing.connection.wait(handles, timeout_s) if handles else []

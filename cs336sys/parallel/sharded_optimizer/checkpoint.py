@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import exchange_with, gather_objects, group_device, is_dense
+from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.sharded_optimizer.groups import Group, given_names, parameters_of
 
 # The key of a parameter's master copy in its state.
@@ -34,49 +34,28 @@ def gather_states(
     Returns:
         the whole state of each parameter, by its index; None on ranks other than 0.
     """
-    # A meta tensor says what to expect of a large one.
-    of_ranks = gather_objects(
-        {
-            index: (
-                elements,
-                {
-                    key: torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    if _is_large(value)
-                    else _on_cpu(value)
-                    for key, value in state.items()
-                },
-            )
-            for index, (elements, state) in states_of_rank.items()
-        }
-    )
-    device = group_device()
+    indices_of_ranks = gather_objects(list(states_of_rank))
+    # In a batch, or NCCL would make a communicator for each two ranks.
     if dist.get_rank() > 0:
-        for _, state in states_of_rank.values():
-            sent = [value.detach().to(device).contiguous() for value in state.values() if _is_large(value)]
-            exchange_with(0, dist.isend, sent)
+        for elements, state in states_of_rank.values():
+            dist.send_object_list([(elements, _on_cpu(state))], dst=0, use_batch=True)
         return None
-
     parts: dict[int, list[tuple[range, State]]] = {}
-    for rank, states in enumerate(of_ranks):
-        for index, (elements, state) in states.items():
+    for rank, indices in enumerate(indices_of_ranks):
+        for index in indices:
             if rank == 0:
-                state = {key: _on_cpu(value) for key, value in states_of_rank[index][1].items()}
+                elements, state = states_of_rank[index]
+                received: list[Any] = [(elements, _on_cpu(state))]
             else:
-                received = {
-                    key: torch.empty(value.shape, dtype=value.dtype, device=device)
-                    for key, value in state.items()
-                    if _is_large(value)
-                }
-                exchange_with(rank, dist.irecv, list(received.values()))
-                state = {key: received[key].cpu() if key in received else value for key, value in state.items()}
-            parts.setdefault(index, []).append((elements, state))
-    whole = {}
-    for index in sorted(parts):
-        (_, first), *_ = parts[index]
-        whole[index] = (
-            _join_states(parts[index], parameters[index]) if sliced else _with_strides(first, parameters[index])
-        )
-    return whole
+                received = [None]
+                dist.recv_object_list(received, src=rank, use_batch=True)
+            parts.setdefault(index, []).extend(received)
+    return {
+        index: _join_states(parts[index], parameters[index])
+        if sliced
+        else with_strides(parts[index][0][1], parameters[index])
+        for index in sorted(parts)
+    }
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -97,46 +76,6 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
             )
 
 
-def take_own_states(
-    state_dict: Mapping[str, Any],
-    share: Mapping[str, Any],
-    names: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-    owned: Sequence[range],
-    sliced: Container[nn.Parameter],
-    scalars: Container[str],
-) -> dict[int, State]:
-    """Copies of the states in a state dict that belong to this rank, by index of the parameter.
-
-    Args:
-        state_dict: a whole one, or one rank's, which has the key ``share``.
-        share: what this rank's own state dict has under ``share``.
-        owned: which elements of each parameter this rank owns.
-        sliced: the parameters that are cut into slices.
-        scalars: keys with one value for a whole parameter: of one without dimensions, shapes do not tell.
-    """
-    saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
-    states = {index: state_dict["state"][key] for index, key in enumerate(saved_as) if key in state_dict["state"]}
-    if "share" in state_dict:
-        saved = state_dict["share"]
-        if saved != share:
-            raise UsageError(
-                f"the state is the share of rank {saved['rank']} of {saved['world_size']} with flat={saved['flat']}, "
-                f"this is rank {share['rank']} of {share['world_size']} with flat={share['flat']}, or buckets differ: "
-                "choose a consolidated_state_dict()"
-            )
-        return {index: {key: _copy(value) for key, value in state.items()} for index, state in states.items()}
-    for index, state in states.items():
-        _check_saved_shapes(state, names[index], parameters[index].shape, sliced=share["flat"])
-    return {
-        index: cut_state(state, parameters[index], owned[index], scalars)
-        if parameters[index] in sliced
-        else {key: _copy(value) for key, value in _with_strides(state, parameters[index]).items()}
-        for index, state in states.items()
-        if owned[index]
-    }
-
-
 def cut_state(
     state: State, parameter: nn.Parameter, elements: range, scalars: Container[str], dtype: torch.dtype | None = None
 ) -> State:
@@ -149,9 +88,20 @@ def cut_state(
     }
 
 
-def _check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
-    # An optimizer may keep tensors of any shape, for example a row of means. So without slices a dimension may also be
-    # 1, and tensors with more or fewer dimensions than the parameter are accepted.
+def copy_state(state: State) -> State:
+    return {key: _copy(value) for key, value in state.items()}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
+    """Refuse a whole state with tensors of other shapes than the parameter's.
+
+    An optimizer may keep tensors of any shape, for example a row of means. So where ranks own no slices, a dimension
+    may also be 1, and tensors with more or fewer dimensions than the parameter are accepted.
+    """
     for key, value in state.items():
         if not isinstance(value, Tensor) or key == "step" or value.numel() == 1:
             continue
@@ -165,16 +115,8 @@ def _check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, 
             )
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 1
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _on_cpu(state: State) -> State:
+    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
@@ -183,7 +125,7 @@ def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def _join_states(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
-    """The whole state from the states of slices; entries that are not elementwise are the same in all of them."""
+    """Join the states of slices to a whole state; entries that are not elementwise are the same in all of them."""
     whole = dict(parts[0][1])
     for key, value in whole.items():
         if all(_is_elementwise(key, state[key], (len(elements),)) for elements, state in parts):
@@ -194,20 +136,23 @@ def _join_states(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) 
     return whole
 
 
-def _with_strides(state: State, parameter: nn.Parameter) -> State:
-    """The state with its elementwise tensors laid out as the parameter is, which fused optimizers take for granted."""
-    strides = torch.empty_like(parameter, device="meta").stride()
+def with_strides(state: State, parameter: nn.Parameter) -> State:
+    """Return the state with elementwise tensors laid out like the parameter, as fused optimizers assume."""
     return {
-        key: torch.empty_strided(parameter.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
-        if _is_elementwise(key, value, parameter.shape) and value.stride() != strides
-        else value
+        key: _laid_out_like(parameter, value) if _is_elementwise(key, value, parameter.shape) else value
         for key, value in state.items()
     }
 
 
+def _laid_out_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return the value, or a copy if its elements are in another order in memory than a dense parameter's."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(parameter.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def _in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The elements of a tensor, (numel,), in the memory order of the parameter, whose shape it has."""
-    if value.stride() != parameter.stride() or not is_dense(value):
-        laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
-        value = laid_out.copy_(value)
+    """Return the elements of a tensor, (numel,), in the memory order of the parameter, whose shape it has."""
+    value = _laid_out_like(parameter, value)
     return value.as_strided((value.numel(),), (1,), value.storage_offset())

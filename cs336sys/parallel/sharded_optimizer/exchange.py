@@ -22,7 +22,7 @@ class ExchangeBucket:
 
     parameters: Mapping[str, nn.Parameter]
     operation: Broadcasts | SliceGather
-    # While the operation is in progress, how often each parameter had been changed when it was launched.
+    # How often each parameter had been changed when the operation was launched; empty when it has been waited for.
     _versions: list[int] = field(default_factory=list)
 
     def start(self) -> None:
@@ -34,9 +34,9 @@ class ExchangeBucket:
         if not self._versions:
             return
         self.operation.wait()
-        then = self._versions[:]
+        launch_versions = self._versions[:]
         self._versions.clear()
-        for (name, parameter), version in zip(self.parameters.items(), then, strict=True):
+        for (name, parameter), version in zip(self.parameters.items(), launch_versions, strict=True):
             if parameter._version != version:
                 raise UsageError(
                     f"{name} was changed while the last step's updates arrived: call wait_for_parameters() of the "
@@ -55,7 +55,7 @@ class ParameterExchange:
     :meth:`overlap_with` tells which module needs which parameters; the others are waited for at once.
 
     Attributes:
-        is_deferred: whether :meth:`start` leaves launching to :meth:`start_deferred`, or to who waits.
+        is_deferred: whether :meth:`start` leaves launching to :meth:`start_deferred`, or to the first wait.
     """
 
     def __init__(self) -> None:
@@ -132,29 +132,21 @@ class ParameterExchange:
             module.register_forward_pre_hook(hook)
 
     def _assign(self) -> None:
-        """Find the buckets of the parameters that each module waits for."""
-        index_of = {
-            id(parameter): n for n, bucket in enumerate(self._buckets) for parameter in bucket.parameters.values()
-        }
-        awaited_later: set[int] = set()
+        """Find the buckets that each module waits for, in the order of launching, and those that none waits for."""
+        ids_of_buckets = [(set(map(id, bucket.parameters.values())), bucket) for bucket in self._buckets]
+        awaited_ids: set[int] = set()
         for part, buckets in self._awaited.items():
-            needed = set(map(id, part.parameters()))
-            awaited_later |= needed
-            buckets[:] = [self._buckets[n] for n in sorted({index_of[address] for address in needed & index_of.keys()})]
-        at_once = {index_of[address] for address in index_of.keys() - awaited_later}
-        self._awaited_at_once = [self._buckets[n] for n in sorted(at_once)]
+            part_ids = set(map(id, part.parameters()))
+            awaited_ids |= part_ids
+            buckets[:] = [bucket for ids, bucket in ids_of_buckets if not ids.isdisjoint(part_ids)]
+        self._awaited_at_once = [bucket for ids, bucket in ids_of_buckets if not ids <= awaited_ids]
 
 
 @torch.no_grad()
 def move_into(memory: Tensor, starts: Iterable[int], parameters: Iterable[nn.Parameter]) -> None:
     """Move dense parameters into ``memory``, (n,), from these elements on, each with its elements in the same order."""
-    moved: list[Tensor] = list(parameters)
-    views = [
-        memory.as_strided(tensor.shape, tensor.stride(), start) for start, tensor in zip(starts, moved, strict=True)
-    ]
-    torch._foreach_copy_(views, moved)
-    for tensor, view in zip(moved, views, strict=True):
-        tensor.data = view
+    for start, parameter in zip(starts, parameters, strict=True):
+        parameter.data = memory.as_strided(parameter.shape, parameter.stride(), start).copy_(parameter)
 
 
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
@@ -183,7 +175,7 @@ def _wait_unless_traced(module: nn.Module, *_: object) -> None:
 
 
 def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters in a part, those within compiled modules aside."""
+    """Yield the modules with parameters in a part, except those within compiled modules."""
     if part._compiled_call_impl is None and not hasattr(part, "_orig_mod"):
         for child in part.children():
             if next(child.parameters(), None) is not None:
@@ -192,6 +184,7 @@ def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _waiting_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module that wait for their parameters, see :meth:`ParameterExchange.overlap_with`."""
     if module._compiled_call_impl is not None:
         return [module]
     parts = []

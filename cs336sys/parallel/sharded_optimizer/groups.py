@@ -28,24 +28,25 @@ def parameters_of(groups: Sequence[Group]) -> list[nn.Parameter]:
 
 
 def given_names(groups: Sequence[Group]) -> list[str | None]:
-    """The names that parameters were given with; None for those without one."""
+    """Return the names that parameters were given with; None for parameters without one."""
     return [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """A unique name for every parameter: the given one, or one made from its number."""
+    """Return a unique name for every parameter: the given one, or one made from its number."""
     names = [f"parameter {index}" if name is None else name for index, name in enumerate(given_names(groups))]
     count = Counter(names)
     return [name if count[name] == 1 else f"{name} (parameter {index})" for index, name in enumerate(names)]
 
 
 def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[str, nn.Parameter]:
-    """All parameters by name, in the order in which the model most likely uses them.
+    """Return all parameters by name, in the order in which the model most likely uses them.
 
     This is the order of ``module``. Without one, and for parameters that are not in it, each group is assumed to be in
     order and spread evenly over the model: often one group holds the matrices of all layers and another their norms.
     """
     parameters = dict(zip(names_of(groups), parameters_of(groups), strict=True))
+    # Of a group: where in the model a parameter is, between 0 and 1. Of the module: its index, before all of these.
     positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
     position_of = dict(zip(parameters.values(), positions, strict=True))
     if module is not None:
@@ -64,13 +65,13 @@ def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
 
 
 def describe_options(options: Group) -> str:
-    """Options in words, without those that would read differently in another process."""
+    """Return options in words, without those that would read differently in another process."""
     shown = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
     return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
 
 
 def options_now(group: Group) -> Group:
-    """A copy of the options that read the same in every process, without what a GPU would have to be asked for."""
+    """Return the texts of options that read the same in every process, without tensors on a GPU, which need a wait."""
     return {
         key: repr(value.tolist() if isinstance(value, Tensor) else value)
         for key, value in options_of(group).items()
@@ -79,7 +80,7 @@ def options_now(group: Group) -> Group:
 
 
 def describe_groups(groups: Sequence[Group]) -> list[str]:
-    """Lines of text that are equal on two ranks if their groups are."""
+    """Return lines of text that are equal on two ranks if their groups are."""
     names = iter(names_of(groups))
     lines = []
     for number, group in enumerate(groups):
@@ -91,11 +92,11 @@ def describe_groups(groups: Sequence[Group]) -> list[str]:
 
 def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     """Refuse parameters that an ordinary optimizer takes and a sharded one cannot."""
-    named = list(zip(names_of(groups), parameters_of(groups), strict=True))
-    require_sendable(named)
-    count = Counter(id(parameter) for _, parameter in named)
+    named_parameters = list(zip(names_of(groups), parameters_of(groups), strict=True))
+    require_sendable(named_parameters)
+    count = Counter(id(parameter) for _, parameter in named_parameters)
     device = group_device().type
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         if count[id(parameter)] > 1:
             raise UsageError(f"{name} is given twice: give a tied weight once")
         refuse_slice(name, parameter)
@@ -125,7 +126,7 @@ class StepAgreement:
     """
 
     def __init__(self) -> None:
-        # On GPUs: what every rank said, on its way to the CPU, and when it is there.
+        # On GPUs: the digests of every rank, on their way to the CPU, and the events of their arrival.
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []
         self._has_asked_in_step = False
 
@@ -159,6 +160,7 @@ class StepAgreement:
         self._ask(lines)
 
     def _ask(self, lines: list[str]) -> None:
+        """Start to compare digests of lines between ranks."""
         sent = digest_of(lines).pin_memory().to(group_device(), non_blocking=True)
         gathered = sent.new_empty(dist.get_world_size() * len(sent))
         all_gather_single(gathered, sent)

@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import ALIGNMENT, greedy_partition
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.checkpoint_state import is_elementwise
 from cs336sys.parallel.collectives import Broadcasts, is_dense
-from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State, cut_state
+from cs336sys.parallel.sharded_optimizer.checkpoint import (
+    MASTER,
+    State,
+    check_saved_shapes,
+    copy_state,
+    cut_state,
+    with_strides,
+)
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
-from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
+from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, names_of, options_of, parameters_of
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 
 
@@ -25,11 +33,8 @@ class ParameterPartition:
     Gradients are not touched: a data parallel wrapper averages them. The other way to share out an optimizer's work is
     :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which has these methods, too.
 
-    Args:
-        cap_bytes: most bytes of parameters in one operation.
-
     Attributes:
-        exchange: sends every parameter from the rank that updates it.
+        exchange: sends every parameter from the rank that updates it, at most ``cap_bytes`` in one operation.
     """
 
     def __init__(self, cap_bytes: float | None):
@@ -52,12 +57,13 @@ class ParameterPartition:
         self._owners |= zip(adopted, owners, strict=True)
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
-        exchanged = []
+        buckets = []
+        # Gradients become ready in the opposite order of that in which the forward pass needs parameters.
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
             bucket = {names[index]: adopted[index] for index in reversed(indices)}
             tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)
-            exchanged.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
-        self.exchange.extend(exchanged)
+            buckets.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
+        self.exchange.extend(buckets)
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None).
@@ -85,11 +91,11 @@ class ParameterPartition:
         return nn.utils.clip_grad_norm_(self._owners, max_norm)
 
     def _lay_together(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
-        """Tensors that hold these parameters, each with the rank that sends it: one per rank and dtype if possible.
+        """Yield tensors that hold these parameters, each with its sender: one for each rank and dtype if possible.
 
-        Each broadcast costs the CPU time whatever its size, even within a group.
-        They do not count changes as the parameters do: what arrives is counted when it is launched.
-        A parameter stays where it is if it has gaps in memory, or if one placed after it would not be aligned.
+        Each broadcast costs the CPU time whatever its size, even within a group. A parameter stays where it is if it
+        has gaps in memory, or if one placed after it would not be aligned. Changes of the tensors are not counted as
+        the parameters' changes: those that arrive are, at their launch.
         """
         members_by_owner: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -114,9 +120,10 @@ class LocalOptimizer:
     """Updates what this rank owns; each of its groups holds the local tensors of one group of all parameters.
 
     Args:
-        optimizer_cls, options: the optimizer to build.
         groups: the groups of all parameters; options that the class adds are copied to them.
-        partition: knows the local tensor of each parameter.
+
+    Attributes:
+        optimizer: the optimizer of the local tensors, (n,) each.
     """
 
     def __init__(
@@ -127,87 +134,112 @@ class LocalOptimizer:
         partition: Partition,
     ):
         self._partition = partition
-        self._optimizer = optimizer_cls([self._local_group(group) for group in groups], **options)
-        copy_options(self._optimizer.param_groups, groups)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._optimizer.defaults
+        self.optimizer = optimizer_cls([self._local_group(group) for group in groups], **options)
+        copy_options(self.optimizer.param_groups, groups)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return parameters_of(self._optimizer.param_groups)
-
-    @property
-    def state(self) -> dict[Tensor, State]:
-        return self._optimizer.state
+        return parameters_of(self.optimizer.param_groups)
 
     def check_options(self, group: Group) -> None:
         """Let the class check the options of a group, and raise what it raises."""
-        groups = self._optimizer.param_groups
-        count = len(groups)
+        count = len(self.optimizer.param_groups)
         try:
-            self._optimizer.add_param_group({**options_of(group), "params": []})
+            self.optimizer.add_param_group({**options_of(group), "params": []})
         finally:
-            del groups[count:]
+            del self.optimizer.param_groups[count:]
 
     def add_group(self, group: Group) -> None:
         """Add the local tensors of a group."""
-        self._optimizer.add_param_group(self._local_group(group))
+        self.optimizer.add_param_group(self._local_group(group))
 
     def take_members(self, groups: Sequence[Group], scalars: Container[str]) -> None:
         """Let each local group hold the local tensors of its counterpart's parameters; cut the states of unfrozen ones.
 
         Keys in ``scalars`` have one value for a whole parameter.
         """
-        for group, local_group in zip(groups, self._optimizer.param_groups, strict=True):
+        for group, local_group in zip(groups, self.optimizer.param_groups, strict=True):
             local_group["params"] = self._local_group(group)["params"]
         for parameter in parameters_of(groups):
             tensor = self._partition.local(parameter)
-            if tensor is not parameter and parameter in self.state:
-                state = self.state.pop(parameter)
+            if tensor is not parameter and parameter in self.optimizer.state:
+                state = self.optimizer.state.pop(parameter)
                 if tensor is not None:
                     elements = self._partition.owned(parameter)
-                    self.state[tensor] = cut_state(state, parameter, elements, scalars, tensor.dtype)
+                    self.optimizer.state[tensor] = cut_state(state, parameter, elements, scalars, tensor.dtype)
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
-        """Replace the state by that of each parameter in ``state``; who has none there begins anew."""
-        new_state = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew."""
+        new_state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
             if tensor is None or not state.get(parameter):
                 continue
             for key, value in state[parameter].items():
-                is_slice = tensor is not parameter and isinstance(value, Tensor) and key != "step" and value.dim() > 0
+                is_slice = tensor is not parameter and is_elementwise(key, value)
                 if is_slice and value.shape != tensor.shape:
                     raise UsageError(
                         f"the state {key} of {name} is {tuple(value.shape)}, and this rank updates {len(tensor)} of "
                         "its elements: load a whole state by load_state_dict()"
                     )
             new_state[tensor] = state[parameter]
-        self._optimizer.state = defaultdict(dict, new_state)
+        self.optimizer.state = defaultdict(dict, new_state)
 
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""
-        copy_options(groups, self._optimizer.param_groups)
+        copy_options(groups, self.optimizer.param_groups)
         if self.tensors:
-            self._optimizer.step(**arguments)
-        copy_options(self._optimizer.param_groups, groups)
+            self.optimizer.step(**arguments)
+        copy_options(self.optimizer.param_groups, groups)
 
     def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[Tensor, State]:
-        """The state of each parameter that has any; these are the local optimizer's own dicts."""
-        local = ((parameter, self._partition.local(parameter)) for parameter in parameters)
-        return {parameter: self.state[tensor] for parameter, tensor in local if tensor in self.state}
+        """Return the state of each parameter that has any; these are the local optimizer's own dicts."""
+        pairs = ((parameter, self._partition.local(parameter)) for parameter in parameters)
+        state = self.optimizer.state
+        return {parameter: state[tensor] for parameter, tensor in pairs if tensor is not None and tensor in state}
 
     def own_states(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[range, State]]:
-        """By index of the parameter: the elements that this rank owns, and their state, including a master copy."""
+        """Return by index of the parameter: the elements that this rank owns, and their state with a master copy."""
         states = {}
         for index, parameter in enumerate(parameters):
             tensor = self._partition.local(parameter)
             if tensor is not None:
                 master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
-                states[index] = self._partition.owned(parameter), {**self.state.get(tensor, {}), **master}
+                states[index] = self._partition.owned(parameter), {**self.optimizer.state.get(tensor, {}), **master}
         return states
+
+    def own_states_in(
+        self, state_dict: Mapping[str, Any], share: Mapping[str, Any], groups: Sequence[Group], scalars: Container[str]
+    ) -> dict[int, State]:
+        """Return copies of the states in a state dict that belong to this rank, by index of the parameter.
+
+        Args:
+            state_dict: a whole one, or one rank's, which has the key ``share``.
+            share: what this rank's own state dict has under ``share``.
+            scalars: keys with one value for a parameter, which shapes do not show if it has no dimensions.
+        """
+        saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        states = {index: state_dict["state"][key] for index, key in enumerate(saved_keys) if key in state_dict["state"]}
+        if "share" in state_dict:
+            saved = state_dict["share"]
+            if saved != share:
+                raise UsageError(
+                    f"the state is the share of rank {saved['rank']} of {saved['world_size']} with "
+                    f"flat={saved['flat']}, this is rank {share['rank']} of {share['world_size']} with "
+                    f"flat={share['flat']}, or buckets differ: choose a consolidated_state_dict()"
+                )
+            return {index: copy_state(state) for index, state in states.items()}
+        names, parameters = names_of(groups), parameters_of(groups)
+        own_states = {}
+        for index, state in states.items():
+            parameter = parameters[index]
+            check_saved_shapes(state, names[index], parameter.shape, sliced=share["flat"])
+            elements = self._partition.owned(parameter)
+            if elements and self._partition.local(parameter) is parameter:
+                own_states[index] = copy_state(with_strides(state, parameter))
+            elif elements:
+                own_states[index] = cut_state(state, parameter, elements, scalars)
+        return own_states
 
     def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
         """Replace state and options, including the options of the groups of all parameters.
@@ -218,21 +250,22 @@ class LocalOptimizer:
         """
         parameters = parameters_of(groups)
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
-        kept = {
-            numbers[tensor]: {k: v for k, v in state.items() if k != MASTER}
-            for index, state in states.items()
-            if (tensor := self._partition.local(parameters[index])) is not None
-        }
+        state_of_number = {}
+        for index, state in states.items():
+            tensor = self._partition.local(parameters[index])
+            without_master = {key: value for key, value in state.items() if key != MASTER}
+            if tensor is not None and without_master:
+                state_of_number[numbers[tensor]] = without_master
         local_groups = [
             {**options_of(saved), "params": [numbers[tensor] for tensor in group["params"]]}
-            for saved, group in zip(saved_groups, self._optimizer.param_groups, strict=True)
+            for saved, group in zip(saved_groups, self.optimizer.param_groups, strict=True)
         ]
-        self._optimizer.load_state_dict({"state": {n: s for n, s in kept.items() if s}, "param_groups": local_groups})
-        copy_options(self._optimizer.param_groups, groups)
+        self.optimizer.load_state_dict({"state": state_of_number, "param_groups": local_groups})
+        copy_options(self.optimizer.param_groups, groups)
 
     def _local_group(self, group: Group) -> Group:
-        local = [self._partition.local(parameter) for parameter in group["params"]]
-        return {**options_of(group), "params": [tensor for tensor in local if tensor is not None]}
+        tensors = map(self._partition.local, group["params"])
+        return {**options_of(group), "params": [tensor for tensor in tensors if tensor is not None]}
 
 
 def require_optimizer(optimizer_cls: Any) -> None:

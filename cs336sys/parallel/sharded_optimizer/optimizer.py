@@ -4,9 +4,8 @@ Sources: CS336 assignment 2, section "Optimizer State Sharding"; Rajbhandari et 
 Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
 """
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -19,12 +18,11 @@ from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import group_device, require_process_group
-from cs336sys.parallel.elementwise import require_options
-from cs336sys.parallel.gradient_slices import refuse_clipping_alone, refuse_other_scalers
+from cs336sys.parallel.elementwise import options_kind, require_elementwise
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank
-from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
+from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,
     StepAgreement,
@@ -121,37 +119,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
-            self._require_options = functools.partial(
-                require_options, optimizer_cls, options, group_device(), {}, flat=flat
-            )
-            for group in self.param_groups:
-                self._require_options(options_of(group))
-            for name, parameter in () if module is None else module.named_parameters():
-                refuse_slice(name, parameter)
-            lines.append(
-                f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
-                f"master_dtype={master_dtype}, {describe_options(options)}"
-            )
-            lines += describe_groups(self.param_groups)
-            lines += [] if module is None else describe_module(module)
+            self._optimizer_cls, self._options, self._is_flat = optimizer_cls, options, flat
+            # By the kind of options that were checked before, the names of state with one value for a parameter.
+            self._scalars_of_kind: dict[Hashable, frozenset[str]] = {}
+            self._check_options(self.param_groups)
+            settings = f"{flat=}, {bucket_size_mb=}, {master_dtype=}, {describe_options(options)}"
+            lines.append(f"{optimizer_cls.__name__} with {settings}")
+            if module is not None:
+                for name, parameter in module.named_parameters():
+                    refuse_slice(name, parameter)
+            lines += self._describe()
         # With flat=True this is the partition: unlike the other one it also has gradients and master copies.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
-        if flat:
-            refuse_other_scalers()
-            refuse_clipping_alone()
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         self._agreement = StepAgreement()
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
-        # What is known of the module: its parameters and buffers, by id, and those that are in no group.
+        # Of the module: whether it changes, the tensors that have rank 0's values, by id, and parameters in no group.
         self._module_guard: HeldParameters | None = None
-        self._broadcast: dict[int, Tensor] = {}
+        self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
         self._take_up_module()
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
-        self.defaults = self._local.defaults
+        self.defaults = self._local.optimizer.defaults
         self._noted_members: list[list[int]] = []
         self._link_state()
         self._note_groups()
@@ -175,9 +167,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with same_on_every_rank() as lines:
                 self._require_between_steps()
                 super().add_param_group(param_group)
-                check_parameters(self.param_groups, flat=self._slices is not None)
+                check_parameters(self.param_groups, flat=self._is_flat)
                 self._local.check_options(self.param_groups[-1])
-                self._require_options(options_of(self.param_groups[-1]))
+                self._check_options(self.param_groups[-1:])
                 lines += self._describe()
                 self._take_state()
         except Exception:
@@ -199,14 +191,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with same_on_every_rank() as lines:
             self._require_between_steps()
-            check_parameters(self.param_groups, flat=self._slices is not None)
+            check_parameters(self.param_groups, flat=self._is_flat)
             self._refuse_moved()
             self._refuse_removed()
             lines += self._describe()
             self._take_state()
         self._take_up_module()
         self._shard(self.param_groups)
-        self._local.take_members(self.param_groups, self._scalar_state_names(self.param_groups))
+        self._local.take_members(self.param_groups, self._check_options(self.param_groups))
         # Entries may be others although they are as many: take_members() cuts the states of unfrozen parameters.
         self._link_state()
         self._note_groups()
@@ -245,12 +237,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
         averaged together with the last pass.
         """
-        return self._require_slices("no_sync").no_sync()
+        return self._require_slices("no_sync").synchronizer.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so."""
         slices = self._require_slices("finish_gradient_synchronization")
-        if slices.is_complete:
+        if slices.synchronizer.is_complete:
             with self._agreement.compared(is_step=False):
                 slices.require_none_late()
         slices.prepare_gradients()
@@ -268,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def updates_slices(self) -> bool:
         """Return whether it updates slices of parameters, as with ``flat=True``, and ranks have different gradients."""
-        return self._slices is not None
+        return self._is_flat
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that the norm of all of them together is at most ``max_norm``.
@@ -340,17 +332,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share of the state, without communication, to be loaded on the same rank of equally many ranks.
+        """Return this rank's share of the state, to be loaded on the same rank of equally many ranks.
 
-        It has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
+        Nothing is communicated. The state has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,).
+        ``share`` says whose it is.
         """
         self._take_state()
-        states = self._local.own_states(self._parameters)
-        kept = {index: state for index, (_, state) in states.items() if state}
-        return {**super().state_dict(), "state": kept, "share": self._share()}
+        own_states = self._local.own_states(self._parameters).items()
+        states = {index: state for index, (_, state) in own_states if state}
+        return {**super().state_dict(), "state": states, "share": self._share()}
 
     def consolidated_state_dict(self) -> dict[str, Any] | None:
-        """The whole state on rank 0, in CPU memory; None on other ranks. Every rank must call it.
+        """Return the whole state on rank 0, in CPU memory; None on other ranks. Every rank must call it.
 
         It is the state that ``optimizer_cls`` has in one process. It can be loaded by that class, and by sharded
         optimizers on any number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy is in
@@ -364,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for index, (elements, state) in self._local.own_states(parameters).items()
             if parameters[index] in self._addresses or (state and dist.get_rank() == 0)
         }
-        states = gather_states(states_of_rank, parameters, sliced=self._slices is not None)
+        states = gather_states(states_of_rank, parameters, sliced=self._is_flat)
         if states is None:
             return None
         named = zip(given_names(self.param_groups), parameters, strict=True)
@@ -388,22 +381,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
-            owned = [self._partition.owned(parameter) for parameter in self._parameters]
-            states = take_own_states(
-                state_dict,
-                self._share(),
-                names_of(self.param_groups),
-                self._parameters,
-                owned,
-                () if self._slices is None else self._addresses,
-                self._scalar_state_names(state_dict["param_groups"]),
-            )
+            scalars = self._check_options(state_dict["param_groups"])
+            states = self._local.own_states_in(state_dict, self._share(), self.param_groups, scalars)
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
-        parameters = self._parameters
         with torch.no_grad():
             self._local.load(states, state_dict["param_groups"], self.param_groups)
             if self._slices is not None:
-                self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
+                parameters = self._parameters
+                masters = {parameters[index]: state[MASTER] for index, state in states.items() if MASTER in state}
+                self._slices.load_masters(masters)
         self._link_state()
         self._note_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -418,14 +404,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[Group]) -> None:
         """Shard the parameters of these groups that are trained and have not been sharded before."""
-        added = {parameter for parameter in parameters_of(groups) if parameter not in self._addresses}
-        ordered = {
-            name: parameter
-            for name, parameter in in_model_order(self.param_groups, self._module).items()
-            if parameter in added
-        }
-        broadcast_from_first(list(ordered.values()))
-        trained = {name: parameter for name, parameter in ordered.items() if parameter.requires_grad}
+        added = set(parameters_of(groups)) - self._addresses.keys()
+        in_order = in_model_order(self.param_groups, self._module).items()
+        new = {name: parameter for name, parameter in in_order if parameter in added}
+        broadcast_from_first(list(new.values()))
+        trained = {name: parameter for name, parameter in new.items() if parameter.requires_grad}
         self._partition.adopt(trained)
         self._addresses |= {parameter: parameter.data_ptr() for parameter in trained.values()}
         self._frozen = [parameter for parameter in self._parameters if parameter not in self._addresses]
@@ -437,20 +420,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tensors = [*self._module.parameters(), *self._module.buffers()]
         in_groups = set(self._parameters)
         # _shard() sends those in groups.
-        broadcast_from_first([t for t in tensors if id(t) not in self._broadcast and t not in in_groups])
-        self._broadcast = {id(tensor): tensor for tensor in tensors}
+        broadcast_from_first([t for t in tensors if id(t) not in self._equal_tensors and t not in in_groups])
+        self._equal_tensors = {id(tensor): tensor for tensor in tensors}
         if self._module_guard is not None:
             self._partition.exchange.overlap_with(self._module)
         self._module_guard = HeldParameters(self._module)
         self._noted_module_parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        self._outside_groups = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
+        named_parameters = self._module.named_parameters()
+        self._outside_groups = [(name, parameter) for name, parameter in named_parameters if parameter not in in_groups]
 
     def _describe(self) -> list[str]:
+        """Return lines that are equal on two ranks if their groups and modules are."""
         lines = describe_groups(self.param_groups)
         return lines if self._module is None else lines + describe_module(self._module)
 
     def _check_parameters(self) -> None:
-        if list(map(_members, self.param_groups)) != self._noted_members:
+        """Refuse parameters that were moved, unfrozen, added, removed or replaced, or that nothing averages."""
+        if self._member_ids() != self._noted_members:
             self._refuse_removed()
             raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
         self._refuse_moved()
@@ -465,19 +451,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "over ranks: add it to a group, or shard its optimizer, too"
                     )
         for parameter in self._frozen:
+            name = self._noted_names[parameter]
             if parameter.requires_grad:
-                name = self._name(parameter)
                 raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
             if parameter.grad is not None:
                 raise UsageError(
-                    f"{self._name(parameter)} is frozen and has a gradient, which an optimizer of one process would "
-                    "use and nothing averages over ranks: set it to None"
+                    f"{name} is frozen and has a gradient, which an optimizer of one process would use and nothing "
+                    "averages over ranks: set it to None"
                 )
 
     def _refuse_moved(self) -> None:
         for parameter, address in self._addresses.items():
             if parameter.data_ptr() != address:
-                name = self._name(parameter)
+                name = self._noted_names[parameter]
                 raise UsageError(
                     f"{name} was moved or converted after it was sharded: build the optimizer after changing the model"
                 )
@@ -504,23 +490,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _changed_options(self) -> list[str]:
-        """List changes of the groups' options since the last step, a line for each group; checks them."""
+        """Check options of groups that were changed since the last step; return a line for each such group."""
         lines = []
-        for number, (group, before) in enumerate(zip(self.param_groups, self._noted_options, strict=True)):
+        for number, (group, noted) in enumerate(zip(self.param_groups, self._noted_options, strict=True)):
             now = options_now(group)
-            changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
-            changed |= {key: "gone" for key in before if key not in now}
+            changed = {key: now.get(key, "gone") for key in {*now, *noted} if now.get(key) != noted.get(key)}
             if changed:
-                self._require_options(options_of(group))
+                self._check_options([group])
                 lines.append(f"group {number} with {describe_options(changed)}")
         return lines
 
-    def _scalar_state_names(self, groups: list[Group]) -> frozenset[str]:
-        """Check options of groups, and name state that has one value for a whole parameter; none without ``flat``."""
-        return frozenset().union(*(self._require_options(options_of(group)) for group in groups))
+    def _check_options(self, groups: list[Group]) -> frozenset[str]:
+        """Refuse options with which the class cannot be sharded, once for each kind.
 
-    def _name(self, parameter: nn.Parameter) -> str:
-        return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
+        Returns:
+            with ``flat``, the names of state that has one value for a whole parameter.
+        """
+        scalars: frozenset[str] = frozenset()
+        for options in map(options_of, groups):
+            max_norm = {**self._options, **options}.get("max_grad_norm")
+            if max_norm is not None:
+                raise UsageError(
+                    f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
+                    "clip_grad_norm_() of the sharded optimizer before step()"
+                )
+            kind = options_kind(options)
+            if self._is_flat and kind not in self._scalars_of_kind:
+                self._scalars_of_kind[kind] = require_elementwise(
+                    self._optimizer_cls, self._options, group_device(), options
+                )
+            scalars |= self._scalars_of_kind.get(kind, frozenset())
+        return scalars
 
     def _require_between_steps(self) -> None:
         if self._slices is not None:
@@ -531,15 +531,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{method}() needs flat=True; otherwise call {method}() of the data parallel wrapper")
         return self._slices
 
+    def _member_ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
     def _note_groups(self) -> None:
         """Note what users may change: options, members and tensors outside of groups; link state that was added."""
-        if len(self._local.state) != len(self.state):
+        if len(self._local.optimizer.state) != len(self.state):
             self._link_state()
         self._noted_options = list(map(options_now, self.param_groups))
         self._versions = {name: parameter._version for name, parameter in self._outside_groups}
-        members = list(map(_members, self.param_groups))
-        if members != self._noted_members:
-            self._noted_members = members
+        if self._member_ids() != self._noted_members:
+            self._noted_members = self._member_ids()
             self._noted_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
 
     def _take_state(self) -> None:
@@ -554,18 +556,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._linked_state = _identities(self.state)
 
     def _share(self) -> dict[str, Any]:
-        # Of frozen parameters, every rank has the whole state.
+        """Describe what this rank updates: a state dict of the same share can be loaded without communication."""
+        # Every rank has the whole state of frozen parameters.
         ranges = [self._partition.owned(p) if p in self._addresses else range(0) for p in self._parameters]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
-            "flat": self._slices is not None,
+            "flat": self._is_flat,
             "owned": [(elements.start, elements.stop) for elements in ranges],
         }
-
-
-def _members(group: Group) -> list[int]:
-    return list(map(id, group["params"]))
 
 
 def _identities(state: Mapping[Any, Any]) -> list[int]:

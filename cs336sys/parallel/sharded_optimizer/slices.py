@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +20,9 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import flat_pieces
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
-from cs336sys.parallel.collectives import (
-    MeanScatter,
-    SliceGather,
-    is_dense,
-    is_stream_captured,
-    memory_view,
-)
+from cs336sys.parallel.collectives import MeanScatter, SliceGather, is_dense, is_stream_captured, memory_view
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
-from cs336sys.parallel.gradient_slices import clip_over_ranks
+from cs336sys.parallel.gradient_slices import clip_over_ranks, refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
@@ -38,20 +31,18 @@ _partitions: "weakref.WeakSet[SlicePartition]" = weakref.WeakSet()
 
 
 @functools.cache
-def _notice_zero_grad() -> None:
+def _drop_slices_in_zero_grad() -> None:
     """Let ``zero_grad()`` of modules drop slices of gradients, too: backward passes leave no gradients to be found."""
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
-    def noticed(module: nn.Module, set_to_none: bool = True) -> None:
-        partitions = list(_partitions)
-        if partitions:
-            parameters = frozenset(map(id, module.parameters()))
-            for partition in partitions:
-                partition.drop_gradients_of_module(parameters, set_to_none)
+    def zero_slices_too(module: nn.Module, set_to_none: bool = True) -> None:
+        ids = frozenset(map(id, module.parameters()))
+        for partition in list(_partitions):
+            partition.drop_gradients_of_module(ids, set_to_none)
         zero_grad(module, set_to_none)
 
-    nn.Module.zero_grad = noticed  # type: ignore[assignment]
+    nn.Module.zero_grad = zero_slices_too  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,13 @@ class ParameterSegment:
         elements: which elements of the parameter these are, in memory order.
         weights: the elements, (n,), as a view of the parameter's memory.
         updated: what the optimizer updates, (n,): the same memory, or a master copy in another dtype.
+        gradient_range: where in this rank's slices of a bucket, one after another, its gradient is.
     """
 
     elements: range
     weights: Tensor
     updated: nn.Parameter
+    gradient_range: slice
 
 
 class ScatteredBucket(GradientBucket):
@@ -80,30 +73,27 @@ class ScatteredBucket(GradientBucket):
         pieces: the memory of the parameters, (W * slice,) each; a packed piece holds several parameters.
         segments: this rank's segments, by parameter; a parameter that lies wholly in other ranks' slices has none.
         predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
-        given: ids of the parameters of which some rank has a gradient; those of which this rank updates nothing, too.
+        ids_with_gradient: ids of the parameters of which any rank has a gradient, those without a segment here, too.
         has_arrived: whether the last reduction brought a gradient of any rank.
     """
 
     hands_on = True
 
     def __init__(self, parameters: dict[str, nn.Parameter], master_dtype: torch.dtype | None):
+        """Cut parameters where they are in memory; move those that do not divide into slices into one packed piece."""
         super().__init__(parameters, gradient_dtype=None)
         self.pieces: list[Tensor] = []
         self.segments: dict[nn.Parameter, ParameterSegment] = {}
         self.predecessor: ScatteredBucket | None = None
-        self.given: set[int] = set()
+        self.ids_with_gradient: set[int] = set()
         self.has_arrived = False
         self._master_dtype = master_dtype
         members = list(parameters.values())
         sample = members[0]
-        sizes = [parameter.numel() for parameter in members]
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._layout = flat_pieces(sizes, world_size)
-        # The sizes of what this rank's slices of all pieces consist of: gap, segment, gap, segment, ..., gap.
-        self._split_sizes: list[int] = []
-        # For each segment between the gaps, the index of its parameter.
-        self._segment_indices: list[int] = []
-        before = end = 0
+        self._layout = flat_pieces([parameter.numel() for parameter in members], world_size)
+        # Where this rank's slice of a piece begins in its slices of all pieces.
+        slice_start = 0
         for piece in self._layout:
             if piece.is_packed:
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
@@ -113,17 +103,14 @@ class ScatteredBucket(GradientBucket):
                 memory = memory_view(members[next(iter(piece.starts))].data).view(-1)
             self.pieces.append(memory)
             for index, start in piece.starts.items():
-                elements = piece.owned(index, sizes[index], rank)
+                elements = piece.owned(index, members[index].numel(), rank)
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
-                    updated = weights if master_dtype is None else weights.to(master_dtype)
-                    self.segments[members[index]] = ParameterSegment(elements, weights, nn.Parameter(updated))
-                    own_start = before + start + elements.start - rank * piece.slice_size
-                    self._split_sizes += [own_start - end, len(elements)]
-                    self._segment_indices.append(index)
-                    end = own_start + len(elements)
-            before += piece.slice_size
-        self._split_sizes.append(before - end)
+                    updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
+                    first = slice_start + start + elements.start - rank * piece.slice_size
+                    gradient_range = slice(first, first + len(elements))
+                    self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
+            slice_start += piece.slice_size
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
         # This rank's slices of the mean gradients, between launch() and finish().
         self._own: Tensor | None = None
@@ -132,7 +119,7 @@ class ScatteredBucket(GradientBucket):
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
         gradients = [memory.view(-1) for memory in self._memory()]
         self._substitutes = {}
-        whole = []
+        sent = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
             if piece.is_packed:
                 # Zeroed, gaps included, so that NaN checks on the sent buffer pass.
@@ -141,12 +128,12 @@ class ScatteredBucket(GradientBucket):
                 starts = piece.starts.values()
                 targets = [packed[start : start + len(member)] for start, member in zip(starts, members, strict=True)]
                 torch._foreach_copy_(targets, members)
-                whole.append(packed)
+                sent.append(packed)
             else:
-                whole.append(gradients[next(iter(piece.starts))])
+                sent.append(gradients[next(iter(piece.starts))])
         sizes = [piece.slice_size for piece in self._layout]
         self._own = self.pieces[0].new_empty(sum(sizes))
-        self._scatter.start(self._own.split(sizes), whole)
+        self._scatter.start(self._own.split(sizes), sent)
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.predecessor is not None:
@@ -160,16 +147,16 @@ class ScatteredBucket(GradientBucket):
         """Give the optimizer its segments of the gradients that any rank had, and begin a new step."""
         assert self._own is not None, "launch() comes before"
         mean_slices = self._own.to(self._master_dtype or self._own.dtype)
-        parameters = list(self.parameters.values())
-        for index, gradient in zip(
-            self._segment_indices, mean_slices.split_with_sizes(self._split_sizes)[1::2], strict=True
-        ):
-            if present_anywhere[index]:
-                updated = self.segments[parameters[index]].updated
+        for parameter, is_present in zip(self.parameters.values(), present_anywhere, strict=True):
+            if not is_present:
+                continue
+            self.ids_with_gradient.add(id(parameter))
+            segment = self.segments.get(parameter)
+            if segment is not None:
+                gradient, updated = mean_slices[segment.gradient_range], segment.updated
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self.has_arrived = any(present_anywhere)
-        self.given.update(id(member) for member, present in zip(parameters, present_anywhere, strict=True) if present)
         self._own = None
         self.begin_step()
 
@@ -178,21 +165,16 @@ class ScatteredBucket(GradientBucket):
         """Return whether a backward pass has begun of which gradients have not reached the segments."""
         return len(self.waiting) < len(self.parameters)
 
-    def drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
-        """Drop or zero the slices of gradients of the parameters with these ids; None is all of them."""
-        dropped = [
-            segment.updated
-            for parameter, segment in self.segments.items()
-            if parameters is None or id(parameter) in parameters
-        ]
-        if not set_to_none:
-            gradients = [member.grad for member in dropped if member.grad is not None]
-            if gradients:
-                torch._foreach_zero_(gradients)
-            return
-        for member in dropped:
-            member.grad = None
-        self.given.difference_update(list(self.given) if parameters is None else parameters)
+    def drop(self, ids: AbstractSet[int], set_to_none: bool) -> None:
+        """Drop or zero the slices of gradients of the parameters with these ids."""
+        for parameter, segment in self.segments.items():
+            if id(parameter) in ids and segment.updated.grad is not None:
+                if set_to_none:
+                    segment.updated.grad = None
+                else:
+                    segment.updated.grad.zero_()
+        if set_to_none:
+            self.ids_with_gradient.difference_update(ids)
 
 
 class SliceSynchronizer(GradientSynchronizer):
@@ -233,12 +215,9 @@ class SlicePartition:
 
     It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.local.ParameterPartition`.
 
-    Args:
-        cap_bytes: most bytes of gradients, and of parameters, in one operation.
-        master_dtype: as in :class:`ScatteredBucket`.
-
     Attributes:
-        exchange: completes every parameter from all ranks' slices.
+        exchange: completes every parameter from all ranks' slices, at most ``cap_bytes`` in one operation.
+        synchronizer: averages the gradients, at most ``cap_bytes`` in one operation.
     """
 
     def __init__(self, cap_bytes: float | None, master_dtype: torch.dtype | None):
@@ -250,54 +229,51 @@ class SlicePartition:
         self._segments: dict[nn.Parameter, ParameterSegment] = {}
         # How often each parameter had been changed when its values were last those of its master.
         self._versions: dict[nn.Parameter, int] = {}
-        self._synchronizer = SliceSynchronizer([], overlap=True)
-        # By id, the names of parameters with gradients that the last step has used and nobody has dropped since.
+        self.synchronizer = SliceSynchronizer([], overlap=True)
+        # By id, the names of parameters whose gradients the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
-        # Whether a module has called zero_grad() while its gradients were being averaged.
+        # Whether zero_grad() of a module was called while its gradients were being averaged.
         self._is_undropped = False
-        _notice_zero_grad()
+        refuse_clipping_alone()
+        refuse_other_scalers()
+        _drop_slices_in_zero_grad()
         _partitions.add(self)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, given in the order in which the forward pass needs them."""
-        named = [(name, parameter) for name, parameter in parameters.items() if parameter.numel()]
-        require_unsynchronized(named)
-        require_own_gradient_dtype(named)
-        for _, parameter in named:
+        not_empty = [(name, parameter) for name, parameter in parameters.items() if parameter.numel()]
+        require_unsynchronized(not_empty)
+        require_own_gradient_dtype(not_empty)
+        for _, parameter in not_empty:
             if not is_dense(parameter):
                 parameter.data = parameter.detach().contiguous()
-        adopted = [
-            ScatteredBucket(members, self._master_dtype) for members in divide_into_buckets(named, self._cap_bytes)
-        ]
+        buckets = divide_into_buckets(not_empty, self._cap_bytes)
+        adopted = [ScatteredBucket(bucket, self._master_dtype) for bucket in buckets]
         self._buckets += adopted
-        self._names |= {id(parameter): name for name, parameter in named}
+        self._names |= {id(parameter): name for name, parameter in not_empty}
         for bucket in adopted:
             self._segments |= bucket.segments
             self._versions |= {parameter: parameter._version for parameter in bucket.segments}
         # One bucket fills while two are being reduced: with more, slow communication would keep all gradients alive.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
-        self._synchronizer.extend(adopted)
+        self.synchronizer.extend(adopted)
         self.exchange.extend(
             ExchangeBucket(bucket.parameters, SliceGather(bucket.pieces, ", ".join(bucket.parameters)))
             for bucket in reversed(adopted)
         )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        if id(parameter) not in self._names:
-            return parameter
         segment = self._segments.get(parameter)
-        return None if segment is None else segment.updated
+        if segment is None:
+            return None if id(parameter) in self._names else parameter
+        return segment.updated
 
     def owned(self, parameter: nn.Parameter) -> range:
-        if id(parameter) not in self._names:
-            return range(parameter.numel())
         segment = self._segments.get(parameter)
-        return range(0) if segment is None else segment.elements
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within this context, backward passes accumulate gradients on this rank only."""
-        return self._synchronizer.no_sync()
+        if segment is None:
+            return range(0 if id(parameter) in self._names else parameter.numel())
+        return segment.elements
 
     def require_between_steps(self) -> None:
         """Refuse a change while gradients are being averaged."""
@@ -313,15 +289,10 @@ class SlicePartition:
                 f"{name} still has the gradient of the last step, which is kept in slices: call zero_grad() of the "
                 "optimizer, or of the model, on every rank after each step()"
             )
-        if not self._synchronizer.is_complete:
-            self._synchronizer.finish()
+        if not self.synchronizer.is_complete:
+            self.synchronizer.finish()
             # Else there was no backward pass yet, on any rank.
-            self._synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the gradients of this step have been completed; the same on every rank."""
-        return self._synchronizer.is_complete
+            self.synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
 
     def require_none_late(self) -> None:
         """Refuse gradients that came after those of the step were complete, or that a module was to drop."""
@@ -330,7 +301,7 @@ class SlicePartition:
                 "zero_grad() of a module was called while gradients were being averaged over ranks, and has not "
                 "dropped them: call zero_grad() of the optimizer instead, on every rank"
             )
-        if self._synchronizer.late:
+        if self.synchronizer.late:
             raise UsageError(
                 "a parameter got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
                 "unscale_() and finish_gradient_synchronization() do: run all passes of a step before, all but the "
@@ -347,55 +318,49 @@ class SlicePartition:
             return
         for parameter, segment in self._segments.items():
             if parameter._version != self._versions[parameter]:
-                is_kept = segment.weights == segment.updated.to(segment.weights.dtype)
-                segment.updated.copy_(torch.where(is_kept, segment.updated, segment.weights))
+                is_unchanged = segment.weights == segment.updated.to(segment.weights.dtype)
+                segment.updated.copy_(torch.where(is_unchanged, segment.updated, segment.weights))
                 self._versions[parameter] = parameter._version
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Drop or zero all gradients, those being averaged, too. Every rank must call it."""
         # Where gradients are complete or held back, on all ranks, none are being averaged. Else another rank may be in
         # a backward pass, which waits for what this rank has not launched: it must not be asked before that.
-        is_open = not (self._synchronizer.is_complete or self._synchronizer.holds_back)
+        is_open = not (self.synchronizer.is_complete or self.synchronizer.holds_back)
         if is_open and (self._under_way or not is_stream_captured()):
-            self._synchronizer.finish()
-        self._drop(None, set_to_none)
+            self.synchronizer.finish()
+        self._is_undropped = False
+        self._drop(self._names.keys(), set_to_none)
 
-    def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
-        """Drop or zero the gradients of those with these ids."""
-        mine = parameters & self._names.keys()
-        if mine:
+    def drop_gradients_of_module(self, ids: AbstractSet[int], set_to_none: bool) -> None:
+        """Drop or zero the gradients of parameters with these ids, of which other optimizers may update some."""
+        ids_here = ids & self._names.keys()
+        if ids_here:
             # Refused by the next step: on another rank there may have been no pass.
             self._is_undropped |= any(
-                not mine.isdisjoint(map(id, bucket.parameters.values()))
+                not ids_here.isdisjoint(map(id, bucket.parameters.values()))
                 for bucket in self._buckets
                 if bucket.is_under_way
             )
-            self._drop(mine, set_to_none)
+            self._drop(ids_here, set_to_none)
 
-    def _drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
-        self._is_undropped &= parameters is not None
-        if parameters is None or all(bucket.given <= parameters for bucket in self._buckets):
-            self._synchronizer.is_complete = False
+    def _drop(self, ids: AbstractSet[int], set_to_none: bool) -> None:
+        if all(bucket.ids_with_gradient <= ids for bucket in self._buckets):
+            self.synchronizer.is_complete = False
         for bucket in self._buckets:
-            bucket.drop(parameters, set_to_none)
-        late = self._synchronizer.late
-        late.difference_update(list(late) if parameters is None else parameters)
-        self._used = {} if parameters is None else {i: name for i, name in self._used.items() if i not in parameters}
-        self._synchronizer.holds_back = bool(self._used)
+            bucket.drop(ids, set_to_none)
+        self.synchronizer.late.difference_update(ids)
+        self._used = {id_: name for id_, name in self._used.items() if id_ not in ids}
+        self.synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""
-        with_gradient = set().union(*(bucket.given for bucket in self._buckets))
-        self._used = {parameter: name for parameter, name in self._names.items() if parameter in with_gradient}
-        self._synchronizer.is_complete = False
-        self._synchronizer.holds_back = bool(self._used)
-        updated = [
-            parameter
-            for bucket in self._buckets
-            for parameter in bucket.parameters.values()
-            if id(parameter) in with_gradient
-        ]
-        self._send(updated)
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters.values()]
+        ids_with_gradient = set().union(*(bucket.ids_with_gradient for bucket in self._buckets))
+        self._used = {id_: name for id_, name in self._names.items() if id_ in ids_with_gradient}
+        self.synchronizer.is_complete = False
+        self.synchronizer.holds_back = bool(self._used)
+        self._send([parameter for parameter in parameters if id(parameter) in ids_with_gradient])
 
     def _send(self, updated: Collection[nn.Parameter]) -> None:
         if self._master_dtype is not None and self._segments:

@@ -30,7 +30,7 @@ from cs336sys.parallel.checkpoint_state import (
 )
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
-from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
+from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank, ties_of
 from cs336sys.parallel.safe_unpickle import require_plain
 from cs336sys.parallel.tensor_parallel.weights import part_of, shape_of_part, whole_tensor
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
@@ -85,7 +85,8 @@ def save_checkpoint(
             state = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
             saved["optimizer"] |= {name: state} if state else {}
     if is_first:
-        saved["model"] |= {name: saved["model"][first] for name, first in _ties(shared.module).items()}
+        ties = ties_of(shared.module.named_parameters(remove_duplicate=False))
+        saved["model"] |= {name: saved["model"][first] for name, first in ties.items()}
         saved["model"] |= {name: buffer.detach().cpu() for name, buffer in _saved_buffers(shared.module).items()}
     on_first_rank(lambda: _write(Path(path), saved | {"extra_states": extra_states}))
 
@@ -110,8 +111,8 @@ def load_checkpoint(
         saved = _read_parts(Path(path))
         updated = _updated_tensors(shared, sharded)
         buffers = _saved_buffers(shared.module)
-        tied = _ties(shared.module)
-        saved_shapes: Any = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
+        ties = ties_of(shared.module.named_parameters(remove_duplicate=False))
+        saved_shapes: Any = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in ties}
         shapes: Any = {name: tuple(shared.shapes[name]) for name in updated}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         extra_states = _with_extra_state(shared.module)
@@ -163,17 +164,8 @@ def _groups_by_name(optimizer: torch.optim.Optimizer, updated: Entries) -> list[
     return named_groups(optimizer, updated, slices)
 
 
-def _ties(module: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, and the first name of each."""
-    first: dict[nn.Parameter, str] = {}
-    names = {
-        name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-    return {name: first_name for name, first_name in names.items() if name != first_name}
-
-
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict has."""
+    """Return the buffers that a state dict has."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, part in module.named_modules()
@@ -193,7 +185,7 @@ def _whole_tensor(tensor: Tensor, name: str, slices: ShardedParameter | None, sh
 
 
 def _part(whole: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
-    """This rank's part of what is in the file, in memory of its own."""
+    """Return this rank's part of a tensor of the file, in memory of its own."""
     part = part_of(whole, name, shared.group.rank(), shared.group.size())
     return (part if slices is None else part[slices.rows.start : slices.rows.stop]).clone()
 

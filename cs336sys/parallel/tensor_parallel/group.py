@@ -1,14 +1,5 @@
 """Communication of tensor parallel ranks inside a model: two autograd functions, each its own transpose.
 
-=========================  ===============================  ===============================
-function                   forward                          backward
-=========================  ===============================  ===============================
-`_Sum`                     nothing                          all-reduce
-`_Sum`, output             all-reduce                       nothing
-`_SequenceSlices`, gather  all-gather along the sequence    reduce-scatter along it
-`_SequenceSlices`          reduce-scatter along it          all-gather along it
-=========================  ===============================  ===============================
-
 They launch torch's functional collectives, which ``torch.compile`` puts into its graphs.
 
 Sources: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3, the functions f and g; sequence parallelism
@@ -59,13 +50,15 @@ class TensorGroup:
         return _Sum.apply(x, self.name, False)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of what every rank's part of a layer returned: (..., S, d), or this rank's (..., S / size, d)."""
+        """Return the sum of all ranks' partial outputs of a layer: (..., S, d), or this rank's (..., S / size, d)."""
         if self.sequence_parallel:
             return _SequenceSlices.apply(x, self.name, self.size, self.rank, False)
         return _Sum.apply(x, self.name, True)
 
 
 class _Sum(torch.autograd.Function):
+    """All-reduces the output and hands the gradient on, or the other way round."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, sums_output: bool) -> Tensor:
         ctx.group, ctx.sums_output = group, sums_output
@@ -78,6 +71,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SequenceSlices(torch.autograd.Function):
+    """All-gathers along the sequence and reduce-scatters the gradient along it, or the other way round."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, gathers: bool) -> Tensor:
         ctx.group, ctx.size, ctx.rank, ctx.gathers = group, size, rank, gathers
@@ -104,7 +99,7 @@ def refuse_graph(grad: Tensor) -> None:
 
 
 def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:
-    """``x`` reduced over the group by ``sum`` or ``max``, in new memory; itself in a group without a name."""
+    """Return ``x`` reduced over the group by ``sum`` or ``max``, in new memory; without a name, a view of ``x``."""
     if not group:
         # A function of autograd may not return its input.
         return x.view_as(x)
@@ -113,7 +108,7 @@ def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:
 
 
 def _gathered(x: Tensor, group: str, size: int) -> Tensor:
-    """(..., S / size, d) -> (..., S, d): every rank's slice of the sequence, in rank order."""
+    """Join every rank's slice of the sequence, in rank order: (..., S / size, d) -> (..., S, d)."""
     if not group:
         return torch.cat([x] * size, -2)
     functional = torch.ops._c10d_functional
@@ -123,7 +118,7 @@ def _gathered(x: Tensor, group: str, size: int) -> Tensor:
 
 
 def _scattered(x: Tensor, group: str, size: int, rank: int) -> Tensor:
-    """(..., S, d) -> (..., S / size, d): this rank's slice of the sequence, summed over ranks."""
+    """Return this rank's slice of the sequence, summed over ranks: (..., S, d) -> (..., S / size, d)."""
     slices = x.unflatten(-2, (size, -1))
     if not group:
         return slices.select(-3, rank).contiguous()

@@ -84,7 +84,7 @@ def as_int64(token_ids: Tensor, kind: str) -> Tensor:
 
 @functools.cache
 def _block_part(original: type[nn.Module]) -> type[nn.Module]:
-    """Attention or a feed-forward network: every rank computes a part of the sum."""
+    """Make the class of attention or a feed-forward network: every rank computes a term of the sum."""
 
     class TensorParallelPart(original, _Shared):  # type: ignore[valid-type, misc]  # a class that is known when it runs
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,25 +95,25 @@ def _block_part(original: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _embedding(original: type[nn.Module]) -> type[nn.Module]:
-    """The embedding: a rank has the rows of its part of the vocabulary, and adds zeros for all other tokens."""
+    """Make the class of the embedding: a rank has the rows of some tokens, and adds zeros for all others."""
 
     class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, token_ids: Tensor) -> Tensor:
             token_ids = as_int64(token_ids, "tokens")
             self.first_calls.compare("tokens", token_ids, self.training)
             row = token_ids - self.first_row
-            is_other = (row < 0) | (row >= self.weight.size(0))
-            # What is no token at all has a row on no rank, and is refused by the original as where one has all rows.
-            is_none = (token_ids < 0) | (token_ids >= self.vocabulary)
-            row = row.masked_fill(is_other, 0).masked_fill(is_none, self.weight.size(0))
-            return self.tensor_group.leave(super().forward(row).masked_fill(is_other.unsqueeze(-1), 0))
+            is_elsewhere = (row < 0) | (row >= self.weight.size(0))
+            # An id outside of the vocabulary gets a row that does not exist, so that the original refuses it.
+            is_invalid = (token_ids < 0) | (token_ids >= self.vocabulary)
+            row = row.masked_fill(is_elsewhere, 0).masked_fill(is_invalid, self.weight.size(0))
+            return self.tensor_group.leave(super().forward(row).masked_fill(is_elsewhere.unsqueeze(-1), 0))
 
     return TensorParallelEmbedding
 
 
 @functools.cache
 def _head(original: type[nn.Module]) -> type[nn.Module]:
-    """The LM head: a rank returns the logits of its part of the vocabulary."""
+    """Make the class of the LM head: a rank returns the logits of its part of the vocabulary."""
 
     class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, x: Tensor) -> Tensor:
@@ -129,17 +129,17 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The model: its head knows which of its methods was called, as ``generate()`` or ``forward()``."""
+    """Make the class of the model: its head knows which method was called, ``generate()`` or ``forward()``."""
 
     def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            head, outer = self.lm_head, self.lm_head.caller
-            head.caller = outer or name
+            head, outermost_caller = self.lm_head, self.lm_head.caller
+            head.caller = outermost_caller or name
             try:
                 return method(self, *args, **kwargs)
             finally:
-                head.caller = outer
+                head.caller = outermost_caller
 
         return call
 
@@ -152,7 +152,7 @@ def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def shared_layers(model: Any) -> dict[str, Any]:
-    """The layers that ranks share, by their names, in the order of calls."""
+    """Return the layers that ranks share, by their names, in the order of calls."""
     layers = {"token_embeddings": model.token_embeddings}
     for number, block in enumerate(model.layers):
         layers |= {f"layers.{number}.attn": block.attn, f"layers.{number}.ffn": block.ffn}
@@ -187,7 +187,7 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, first_token: int, vocabulary: int, group: TensorGroup, *, compiles: bool = False
 ) -> Tensor:
-    """Mean over all positions of ``-log softmax(logits)[target]``, in nats; no rank ever has logits of all tokens.
+    """Return the mean of ``-log softmax(logits)[target]``, in nats, without logits of all tokens on any rank.
 
     With ``m`` the maximum and ``s`` the sum of ``exp(logits - m)`` over the vocabulary, the loss of a position is
     ``log(s) - (logit of the target - m)``. Ranks all-reduce the maximum, then the sum and the target's logit, which one
@@ -212,7 +212,7 @@ def vocabulary_parallel_cross_entropy(
     """
     targets = as_int64(targets, "targets")
     column = targets - first_token
-    # What is no token would be nobody's, and count as one of the largest logit: it gets a column that does not exist.
+    # No rank has an id outside of the vocabulary, and its loss would be wrong: it gets a column that does not exist.
     column = column.masked_fill((targets < 0) | (targets >= vocabulary), _NO_TOKEN)
     return _CrossEntropy.apply(logits, column, group.name, compiles)
 
@@ -228,7 +228,7 @@ class _CrossEntropy(torch.autograd.Function):
         column = column.unsqueeze(-1)
         largest = logits.amax(-1, keepdim=True).to(torch.promote_types(logits.dtype, torch.float32))
         m = all_reduced(largest, "max", group)
-        sums = (_compiled_product(_sum_and_target) if compiles else _sum_and_target)(logits, column, m)
+        sums = _compiled_if(compiles, _sum_and_target)(logits, column, m)
         s, target = all_reduced(sums, "sum", group).unbind()
         ctx.save_for_backward(logits, column, m, s)
         ctx.compiles = compiles
@@ -238,25 +238,23 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad_loss)
         logits, column, m, s = ctx.saved_tensors
-        gradient = (_compiled_product(_input_gradient) if ctx.compiles else _input_gradient)(
-            logits, column, m, s, grad_loss
-        )
-        return gradient, None, None, None
+        return _compiled_if(ctx.compiles, _input_gradient)(logits, column, m, s, grad_loss), None, None, None
 
 
 def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
-    """(2, ..., 1): the sum of ``exp(logits - m)``, and the target's logit less ``m``, 0 where another rank has it."""
+    """Return the sum of ``exp(logits - m)``, and the target's logit less ``m``, 0 on other ranks: (2, ..., 1)."""
     is_own = (column >= 0) & (column < logits.size(-1))
     target = logits.gather(-1, torch.where(is_own | (column == _NO_TOKEN), column, 0)) - m
     return torch.stack(((logits - m).exp().sum(-1, keepdim=True), torch.where(is_own, target, 0)))
 
 
 def _input_gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
-    share = grad_loss / column.numel()
+    grad_each = grad_loss / column.numel()
     columns = torch.arange(logits.size(-1), device=logits.device)
-    return ((logits - m).exp() * (share / s) - torch.where(columns == column, share, 0)).to(logits.dtype)
+    # A mask with a name would be alive at the peak of memory.
+    return ((logits - m).exp() * (grad_each / s) - torch.where(columns == column, grad_each, 0)).to(logits.dtype)
 
 
 @functools.cache
-def _compiled_product(function: Any) -> Any:
-    return torch.compile(function, dynamic=False)
+def _compiled_if(compiles: bool, function: Any) -> Any:
+    return torch.compile(function, dynamic=False) if compiles else function

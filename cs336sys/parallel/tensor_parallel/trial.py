@@ -76,9 +76,9 @@ def _trial_refusal(
         trial, block_numbers = _trial_of(model, initialize, device)
         vocabulary = len(trial.get_parameter("token_embeddings.weight"))
         tokens = _trial_tokens(vocabulary, tensor_group.size).to(device)
-        gradient = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
+        grad_logits = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
         versions = {name: parameter._version for name, parameter in trial.named_parameters()}
-        expected = _run_trial(trial, tokens, gradient, tensor_group, None)
+        expected = _run_trial(trial, tokens, grad_logits, tensor_group, group=None)
         # nn.Embedding(max_norm=) changes rows in the forward pass, those that stand in for other tokens, too.
         changed = [name for name, parameter in trial.named_parameters() if parameter._version != versions[name]]
     except Exception as error:
@@ -87,8 +87,8 @@ def _trial_refusal(
             f"{type(error).__name__}: {error}"
         )
     try:
-        share_layers(trial, tensor_group, cut_weights(trial, group, None, None))
-        results = _run_trial(trial, tokens, gradient, tensor_group, group)
+        share_layers(trial, tensor_group, cut_weights(trial, group, initialize=None, device=None))
+        results = _run_trial(trial, tokens, grad_logits, tensor_group, group)
         different = [
             name
             for (name, whole), (_, part) in zip(expected, results, strict=True)
@@ -99,9 +99,10 @@ def _trial_refusal(
         name = f"the model ({type(error).__name__}: {error})"
     if name is None:
         return None
-    parts = name.split(".")
-    if parts[0] == "layers":
-        name = ".".join(("layers", str(block_numbers[int(parts[1])]), *parts[2:]))
+    if name.startswith("layers."):
+        # The trial has fewer blocks: name the block of the model that its block stands for.
+        _, number, *layer = name.split(".")
+        name = ".".join(("layers", str(block_numbers[int(number)]), *layer))
     return (
         f"{name} computes something else where {tensor_group.size} tensor parallel ranks share its layers, in a trial "
         "with random weights: let it compute each head, inner feature and token by itself, or choose FSDP"
@@ -125,7 +126,7 @@ def _trial_of(
     for number, block in enumerate(model.layers):
         kinds.setdefault(_block_kind(block), number)
     layers = copy.copy(model.layers)
-    layers._modules = {str(number): model.layers[kept] for number, kept in enumerate(kinds.values())}
+    layers._modules = {str(number): model.layers[original] for number, original in enumerate(kinds.values())}
     memo: dict[int, Any] = {}
     for parameter in {*model.parameters()} - ({*model.layers.parameters()} - {*layers.parameters()}):
         empty = torch.empty_like(parameter, device=device)
@@ -147,7 +148,7 @@ def _trial_of(
 
 
 def _block_kind(block: nn.Module) -> Any:
-    """Equal for blocks that compute the same of different weights."""
+    """Return a key that is equal for blocks that compute the same with different weights."""
     return tuple(
         (
             name,
@@ -160,46 +161,46 @@ def _block_kind(block: nn.Module) -> Any:
 
 
 def _run_trial(
-    trial: Any, tokens: Tensor, gradient: Tensor, tensor_group: TensorGroup, group: dist.ProcessGroup | None
+    trial: Any, tokens: Tensor, grad_logits: Tensor, tensor_group: TensorGroup, group: dist.ProcessGroup | None
 ) -> _Results:
-    """Run the trial forward and backward, and then its embedding on all tokens.
+    """Run the trial forward and backward, then its embedding on all tokens; return outputs and gradients by layer.
 
     Args:
-        gradient: of the logits of all tokens.
+        grad_logits: the gradient of the logits of all tokens.
         group: the ranks that share the trial's layers; None if these are whole.
     """
     rank, size = tensor_group.rank, tensor_group.size
-    columns = own_part(gradient.size(-1), rank, size)
+    columns = own_part(grad_logits.size(-1), rank, size)
     results: _Results = []
 
-    def keep(name: str, tensor: Tensor, has_columns: bool = False) -> None:
-        if group is None and has_columns:
+    def record(name: str, tensor: Tensor, *, is_logits: bool = False) -> None:
+        if group is None and is_logits:
             tensor = tensor[..., columns.start : columns.stop]
         elif group is None and tensor_group.sequence_parallel:
             tensor = tensor.chunk(size, -2)[rank]
         results.append((name, tensor.detach().clone()))
 
-    def keep_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in named:
-            local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+    def record_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in named_parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             if group is None:
-                local = part_of(local, name, rank, size)
+                gradient = part_of(gradient, name, rank, size)
             elif tensor_group.sequence_parallel and cut_dimension(name) is None:
-                dist.all_reduce(local, group=group)
-            results.append((name.removesuffix(".weight"), local))
+                dist.all_reduce(gradient, group=group)
+            results.append((name.removesuffix(".weight"), gradient))
 
     def watch(name: str, layer: nn.Module) -> Any:
-        return layer.register_forward_hook(lambda _, inputs, output: keep(name, output, name == "lm_head"))
+        return layer.register_forward_hook(lambda _, inputs, output: record(name, output, is_logits=name == "lm_head"))
 
     blocks = {f"layers.{number}": block for number, block in enumerate(trial.layers)}
     hooks = [watch(name, layer) for name, layer in (shared_layers(trial) | blocks).items()]
     output = trial(tokens)
     logits = output if isinstance(output, Tensor) else output[0]
-    keep("the model", logits, has_columns=True)
-    (logits * (gradient if group is None else gradient[..., columns.start : columns.stop])).sum().backward()
+    record("the model", logits, is_logits=True)
+    (logits * (grad_logits if group is None else grad_logits[..., columns.start : columns.stop])).sum().backward()
     for hook in hooks:
         hook.remove()
-    keep_gradients(trial.named_parameters())
+    record_gradients(trial.named_parameters())
     trial.zero_grad()
     embedding = trial.token_embeddings
     rows = own_part(len(embedding.weight), rank, size)
@@ -210,5 +211,5 @@ def _run_trial(
     vectors = embedding(torch.arange(vocabulary, device=tokens.device))
     vectors.sum().backward()
     results.append(("token_embeddings", vectors.detach()[rows.start : rows.stop]))
-    keep_gradients([("token_embeddings.weight", embedding.weight)])
+    record_gradients([("token_embeddings.weight", embedding.weight)])
     return results

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part, own_rows
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single
-from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
+from cs336sys.parallel.gradient_slices import mark_slice
 from cs336sys.parallel.rank_consistency import broadcast_from_first
 
 
@@ -77,15 +77,13 @@ def cut_weights(
     """Replace every parameter by this rank's part of the first rank's, layer by layer; tied weights stay tied.
 
     Layers on the meta device get memory on ``device`` and values by ``initialize`` first, whole, so that never more
-    than one layer is whole. Buffers become those of the first rank.
-
-    Attributes of parameters stay with them.
+    than one layer is whole. Buffers become those of the first rank. Attributes of parameters stay with them.
 
     Returns:
         the shapes of the whole parameters by their names, tied ones under each of theirs.
     """
     shapes: dict[str, torch.Size] = {}
-    # By the whole parameter and by the part: modules may come twice, and tied layers after each other.
+    # By the whole parameter and by its part: a module may come twice, and a tied parameter in several layers.
     parts: dict[nn.Parameter, tuple[nn.Parameter, torch.Size]] = {}
     for module_name, layer in model.named_modules(remove_duplicate=False):
         tensors = [*layer._parameters.values(), *layer._buffers.values()]
@@ -100,8 +98,8 @@ def cut_weights(
             name = f"{module_name}.{attribute}"
             if whole not in parts:
                 broadcast_from_first([whole], group)
-                part_of_rank = part_of(whole.detach(), name, group.rank(), group.size())
-                part = nn.Parameter(part_of_rank, requires_grad=whole.requires_grad)
+                part_tensor = part_of(whole.detach(), name, group.rank(), group.size())
+                part = nn.Parameter(part_tensor, requires_grad=whole.requires_grad)
                 vars(part).update(attributes[attribute])
                 parts[whole] = parts[part] = part, whole.shape
             layer._parameters[attribute], shapes[name] = parts[whole]
@@ -119,7 +117,6 @@ def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, 
             length = shape[dimension]
             is_chunked = own_part(length, size - 1, size) == own_rows(length, size - 1, size)
             mark_slice(parameter, dist.get_process_group_ranks(group), (shape, dimension) if is_chunked else None)
-            refuse_other_scalers()
 
 
 def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int, world_size: int) -> None:
@@ -139,7 +136,7 @@ def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int,
 
 
 def shape_of_part(shape: torch.Size, name: str, rank: int, world_size: int) -> list[int]:
-    """The shape of a rank's part of the parameter of this name, which has ``shape`` as a whole."""
+    """Return the shape of a rank's part of the parameter of this name, which has ``shape`` as a whole."""
     part_shape, dimension = list(shape), cut_dimension(name)
     if dimension is not None:
         part_shape[dimension] = len(own_part(part_shape[dimension], rank, world_size))
@@ -147,7 +144,7 @@ def shape_of_part(shape: torch.Size, name: str, rank: int, world_size: int) -> l
 
 
 def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
-    """A rank's part of a tensor that is cut as the parameter of this name; itself if every rank has the whole."""
+    """Return a rank's part of a tensor that is cut as the parameter of this name; itself if every rank has it whole."""
     dimension = cut_dimension(name)
     if dimension is None:
         return whole
@@ -157,7 +154,7 @@ def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
 
 @torch.no_grad()
 def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
-    """A whole copy of what is cut as the parameter of this name. Every rank of the group calls it."""
+    """Return a whole copy of a tensor cut as the parameter of this name. Every rank of the group calls it."""
     dimension = cut_dimension(name)
     if dimension is None:
         return part.clone()
@@ -167,5 +164,5 @@ def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.Process
     padded[: part.size(dimension)] = part.movedim(dimension, 0)
     gathered = padded.new_empty(len(sizes), *padded.shape)
     all_gather_single(gathered.flatten(0, 1), padded, group=group)
-    rows = [of_rank[:size] for of_rank, size in zip(gathered, sizes, strict=True)]
-    return torch.cat(rows).movedim(0, dimension).contiguous()
+    parts = [padded_part[:size] for padded_part, size in zip(gathered, sizes, strict=True)]
+    return torch.cat(parts).movedim(0, dimension).contiguous()

@@ -26,7 +26,7 @@ from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
-from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
+from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank, ties_of
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers, vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
@@ -70,10 +70,9 @@ class PartialGradients:
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
-        # A layer that was frozen and is trained now is known after its first sum.
-        summed = {
-            parameter for parameter, state in self._gradients.items() if state.is_summed and not state.is_captured
-        }
+        # A layer that was frozen and is trained now is watched from its first sum on.
+        states = self._gradients.items()
+        summed = {parameter for parameter, state in states if state.is_summed and not state.is_captured}
         partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
         gradients = [parameter.grad for parameter in partial if parameter.grad is not None]
         if not gradients:
@@ -89,11 +88,11 @@ class PartialGradients:
 
 
 class _PartialGradient:
-    """Knowledge about one parameter's gradient.
+    """Whether the gradient of one parameter is summed, told by hooks on the parameter.
 
     Attributes:
         is_summed: whether no pass has added to it since it was summed.
-        is_captured: whether passes may have added to it that nobody saw.
+        is_captured: whether passes of a CUDA graph, which call no hooks, may have added to it.
     """
 
     def __init__(self, ranks: int):
@@ -102,7 +101,7 @@ class _PartialGradient:
         self.is_summed = self.is_captured = False
 
     def before_pass(self, parameter: Tensor, added: Tensor) -> None:
-        # Of passes that leave it alone, as those of torch.autograd.grad, nobody is told afterwards.
+        # Passes that leave it alone, as torch.autograd.grad does, are not followed by after_pass().
         self._before = parameter.grad.clone() if self.is_summed and parameter.grad is not None else None
 
     def after_pass(self, parameter: Tensor) -> None:
@@ -199,7 +198,7 @@ class TensorParallel(StateDictOfSlices):
         mark_share(module, type(self).__name__, self.group)
 
     def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Token ids of any integer dtype, (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
+        """Return logits of this rank's tokens, (batch, S, own tokens), of token ids of any integer dtype, (batch, S).
 
         Raises:
             UsageError: the module has other parameters than those that were cut, or one was unfrozen; under sequence
@@ -216,10 +215,9 @@ class TensorParallel(StateDictOfSlices):
         return self.module(token_ids, *args, **kwargs)
 
     def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
-        """Mean cross-entropy of what :meth:`forward` returned, see :func:`.layers.vocabulary_parallel_cross_entropy`.
+        """Return the mean cross-entropy of what :meth:`forward` returned, the same scalar on every rank.
 
-        Returns:
-            The same scalar on every rank.
+        See :func:`.layers.vocabulary_parallel_cross_entropy`.
 
         Raises:
             UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
@@ -270,8 +268,7 @@ class TensorParallel(StateDictOfSlices):
                 raise UsageError("FSDP holds slices of the parts: call refresh() of the FSDP module instead")
             require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
             lines += [f"{name} trained={value.requires_grad}" for name, value in self.module.named_parameters()]
-        for parameter in self._whole_parameters().values():
-            dist.broadcast(parameter.detach(), group=self.group, group_src=0)
+        broadcast_from_first(list(self._whole_parameters().values()), self.group)
         self._take_up()
 
     @property
@@ -280,7 +277,7 @@ class TensorParallel(StateDictOfSlices):
         return self._tensor_group.sequence_parallel and bool(self._tensor_group.name)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For gradient accumulation, as of the other wrappers: layers communicate nevertheless, as they must."""
+        """Do nothing, for gradient accumulation as with the other wrappers: layers must communicate in every pass."""
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, sharded: Any = None) -> Tensor:
@@ -309,23 +306,21 @@ class TensorParallel(StateDictOfSlices):
         return clip_over_ranks(parts, whole, max_norm, norm_type, groups, dtypes)
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Whole copies of all parameters by their names, as one process has them. Every rank of the group calls it.
+        """Return whole copies of all parameters by their names, as in one process. Every rank of the group calls it.
 
         Args:
             parts: this rank's parts by name, where ``module`` has only slices of them
                 (``FSDP.gather_full_params()``), or gradients, which frozen parameters lack; a tied one under its first
                 name. None takes the module's own.
         """
-        first_names: dict[int, str] = {}
-        whole: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            first = first_names.setdefault(id(parameter), name)
-            if first in whole:
-                whole[name] = whole[first]
-            elif parts is None or first in parts:
-                part = parameter if parts is None else parts[first]
-                whole[name] = whole_tensor(part.detach(), name, self.shapes[name], self.group)
-        return whole
+        parts = dict(self.module.named_parameters()) if parts is None else parts
+        whole = {
+            name: whole_tensor(parts[name].detach(), name, self.shapes[name], self.group)
+            for name, _ in self.module.named_parameters()
+            if name in parts
+        }
+        ties = ties_of(self.module.named_parameters(remove_duplicate=False))
+        return whole | {name: whole[first] for name, first in ties.items() if first in whole}
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:

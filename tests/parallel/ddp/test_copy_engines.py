@@ -83,7 +83,7 @@ def two_ranks(monkeypatch):
 
     class InThreads(CopyEngines):
         def _make_boxes(self, box_bytes, device):
-            self._own_boxes, self._other_boxes = boxes[self._group.rank()], boxes[self._other]
+            self._own_boxes, self._other_boxes = boxes[self._group.rank()], boxes[1 - self._group.rank()]
             self._handles = [self] * copy_engines._BOXES
 
         def barrier(self, channel):
@@ -105,7 +105,8 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
     def run(rank):
         for _ in range(2):
             for number, bucket in enumerate(given[rank]):
-                reduction = CopiedMean(two_ranks[rank], number, torch.float32, torch.device("cuda"), group=Group(rank))
+                device, group = torch.device("cuda"), Group(rank)
+                reduction = CopiedMean(two_ranks[rank], number, torch.float32, device, "tensors", group)
                 reduction.start(bucket)
                 reduction.wait()
 
@@ -122,8 +123,8 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
     # What tells the other rank to fill a box again waits for the mean of what was in it: buckets 0 to 6 of ten, in the
     # barriers of buckets 3 to 9.
     for engines in two_ranks:
-        assert engines._copying.awaited[-7:] == engines._averaged[:7]
-        assert len(engines._copying.awaited) == 14
+        assert engines._copy_stream.awaited[-7:] == engines._averaged_events[:7]
+        assert len(engines._copy_stream.awaited) == 14
 
 
 def test_groups_and_dtypes_that_copy_engines_cannot_serve_are_refused(monkeypatch):

@@ -67,7 +67,7 @@ def _local_without_the_last(partition: Any, parameter: Any) -> Any:
 
 
 def _gradients_scaled_by_ranks(partition: Any) -> None:
-    is_complete = partition.is_complete
+    is_complete = partition.synchronizer.is_complete
     _prepare_gradients(partition)
     for segment in () if is_complete else partition._segments.values():
         if segment.updated.grad is not None:

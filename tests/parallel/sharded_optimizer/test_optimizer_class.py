@@ -13,7 +13,7 @@ from cs336sys.parallel.gradient_slices import mark_slice
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Adafactor"])
 def test_element_wise_class_is_found_to_be_one(name):
     optimizer_cls, options = CLASSES[name]
-    require_elementwise(optimizer_cls, options, torch.device("cpu"))
+    require_elementwise(optimizer_cls, options, torch.device("cpu"), {})
 
 
 class NormalizedSteps(torch.optim.SGD):
@@ -47,7 +47,7 @@ class NoisySteps(torch.optim.SGD):
 def test_class_that_is_not_element_wise_is_found_out(optimizer_cls, reason):
     before = torch.random.get_rng_state()
     with pytest.raises(UsageError) as caught:
-        require_elementwise(optimizer_cls, {"lr": 0.1}, torch.device("cpu"))
+        require_elementwise(optimizer_cls, {"lr": 0.1}, torch.device("cpu"), {})
     assert torch.equal(torch.random.get_rng_state(), before)
     assert str(caught.value).startswith(reason)
     assert str(caught.value).endswith("choose flat=False")

@@ -183,14 +183,14 @@ class Lockstep:
         self._function, self._results, self._store = function, [None] * self.size, dist.HashStore()
         # For what each rank waits: those that have ended have no condition.
         self._conditions: list[Callable[[], bool] | None] = [lambda: True] * self.size
-        self._begun: list[list] = [[] for _ in range(self.size)]
+        self._launching: list[list] = [[] for _ in range(self.size)]
 
     def __enter__(self) -> "Lockstep":
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(c10d, "_world", multi_threaded_pg.ThreadLocalWorld()))
             # One rank runs at a time, and may wait for others while it holds the lock.
             stack.enter_context(mock.patch.object(gradient_synchronizer, "_lock", contextlib.nullcontext()))
-            stack.enter_context(mock.patch.object(gradient_synchronizer, "_begun", []))
+            stack.enter_context(mock.patch.object(gradient_synchronizer, "_launching", []))
             self._patches = stack.pop_all()
         for rank in range(self.size):
             threading.Thread(target=self._live, args=(rank,), daemon=True).start()
@@ -227,14 +227,14 @@ class Lockstep:
                 return
             self._turns[me].acquire()
         if me < self.size:
-            gradient_synchronizer._begun = self._begun[me]
+            gradient_synchronizer._launching = self._launching[me]
 
     def _live(self, rank: int) -> None:
         while True:
             self._turns[rank].acquire()
             function = self._function
             if function is not None:
-                gradient_synchronizer._begun = self._begun[rank]
+                gradient_synchronizer._launching = self._launching[rank]
                 self._join(rank)
                 self._results[rank] = function(rank)
             self._conditions[rank] = None
