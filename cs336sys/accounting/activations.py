@@ -13,7 +13,6 @@ import operator
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.flops import Components
-from cs336sys.errors import require_known
 from cs336sys.settings.choices import ATTENTION
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
@@ -65,18 +64,16 @@ class SavedActivations(Components):
 
 
 def saved_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
-    """Bytes that autograd saves in the forward pass of one training step, logits and loss included.
+    """Return the bytes that autograd saves in the forward pass of one training step, logits and loss included.
 
     Args:
+        attention: one of :data:`ATTENTION`.
         autocast: half precision is autocast's; False: the model itself is in it, and nothing is copied to be cast.
-
-    Raises:
-        UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
-    block = block_activations(size, precision, attention, autocast=autocast)
     e = ELEMENT_BYTES[precision]
     casts = autocast and e == 2
-    outside = SavedActivations(
+    block = block_activations(size, precision, attention, autocast=autocast)
+    outside_of_blocks = SavedActivations(
         tokens=16 * size.tokens,
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
@@ -84,17 +81,12 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
         logits=size.tokens * (e * size.vocab_size + 8),
         weight_copies=2 * size.vocab_size * size.d_model if casts else 0,
     )
-    totals = (size.num_layers * part + once for part, once in zip(astuple(block), astuple(outside), strict=True))
-    return SavedActivations(*totals)
+    parts = zip(astuple(block), astuple(outside_of_blocks), strict=True)
+    return SavedActivations(*(size.num_layers * of_block + outside for of_block, outside in parts))
 
 
 def block_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
-    """Return what one Transformer block adds to :func:`saved_activations`; the size's numbers may be symbols.
-
-    Raises:
-        UsageError: ``attention`` is not in :data:`ATTENTION`.
-    """
-    require_known("attention", attention, ATTENTION)
+    """Return what one Transformer block adds to :func:`saved_activations`; the size's numbers may be symbols."""
     of_attention = attention_activations(size, precision, attention, autocast=autocast)
     of_feed_forward = feed_forward_activations(size, precision, autocast=autocast)
     return SavedActivations(*map(operator.add, astuple(of_attention), astuple(of_feed_forward)))
@@ -103,13 +95,14 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
 def attention_activations(
     size: ModelSize, precision: str, attention: str, *, autocast: bool = True
 ) -> SavedActivations:
-    """Return what a block's attention and its norm add; the residual stream is the block's input."""
+    """Return what a block's attention and its norm save; the residual stream is the block's input."""
     e, stream = ELEMENT_BYTES[precision], size.stream
-    keeps_scores, casts = ATTENTION[attention].keeps_scores, autocast and e == 2
+    casts, keeps_scores = autocast and e == 2, ATTENTION[attention].keeps_scores
     scores = size.scores if keeps_scores else 0
     return SavedActivations(
         residual_stream=4 * stream,
         norms=4 * (stream + size.tokens),
+        # Of q, k and v, each a cast of its own; and of the output projection.
         linear_inputs=(2 * 3 if casts else e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
         mask=size.context**2 if keeps_scores else 0,
@@ -122,7 +115,7 @@ def attention_activations(
 
 
 def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
-    """Return what a block's feed-forward layer and its norm add; the residual stream follows attention."""
+    """Return what a block's feed-forward layer and its norm save; the residual stream is attention's sum."""
     e = ELEMENT_BYTES[precision]
     casts = autocast and e == 2
     return SavedActivations(
@@ -159,39 +152,32 @@ class AttentionMemory:
 
     @property
     def held(self) -> int:
-        """Memory held before the backward pass."""
+        """Return the bytes held before the backward pass."""
         return sum(astuple(self)) - self.backward
 
     @property
     def peak(self) -> int:
-        """The most memory of forward and backward pass."""
+        """Return the most bytes of forward and backward pass."""
         return self.held + self.backward
 
 
 def attention_memory(
     batch: int, context: int, head_dim: int, dtype: str, *, causal: bool, implementation: str
 ) -> AttentionMemory:
-    """Memory of attention alone, query, key and value (batch, context, head_dim) in ``dtype``: quadratic or linear.
+    """Return the memory of attention alone, of query, key and value (batch, context, head_dim) in ``dtype``.
 
-    With ``n`` bytes in query (key, value and output are as large) and ``s`` bytes in the ``batch * context^2`` scores:
-
-    - ``eager`` is plain PyTorch, ``kernels.attention.reference.plain_attention``. It holds ``5 n + s`` and, if causal,
-      the mask. Its backward pass is widest in the softmax: probabilities, their gradient, on a GPU the product of the
-      two as a tensor of its own, and the scores' gradient, next to the gradients of output and value: ``2 n + 3 s``
-      more. Doubling the context quadruples ``s``.
-    - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): ``4 n`` and the logsumexp are
-      held, and the backward pass adds the four gradients and one fp32 a query (the row sums of dO * O): all linear in
-      the context. Kernels that accumulate a gradient in fp32 need room for it besides that.
+    - ``eager`` is plain PyTorch, ``kernels.attention.reference.plain_attention``. Its backward pass is widest in the
+      softmax: probabilities, their gradient, on a GPU the product of the two as a tensor of its own, and the scores'
+      gradient, next to the gradients of output and value.
+    - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): the backward pass adds four
+      gradients and one fp32 a query (the row sums of dO * O). Kernels that accumulate a gradient in fp32 need room for
+      it besides that.
 
     Args:
         batch: sequences times heads.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
         implementation: ``eager`` or ``flash``.
-
-    Raises:
-        UsageError: ``implementation`` is neither.
     """
-    require_known("implementation", implementation, ("eager", "flash"))
     tensor = ELEMENT_BYTES[dtype] * batch * context * head_dim
     scores = ELEMENT_BYTES[dtype] * batch * context**2
     statistics = 4 * batch * context

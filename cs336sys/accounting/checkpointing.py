@@ -1,17 +1,8 @@
 """Activation checkpointing on paper: what it holds, what it computes again, and which strategy needs the least memory.
 
-Of a stretch of blocks only the input is kept, ``s = 4 T d`` bytes; when the backward pass reaches the stretch, its
-forward pass runs again and saves its activations, ``b`` bytes a block (Chen et al. 2016,
-https://arxiv.org/abs/1604.06174, section 3; the 2026 handout, section 3.2). Strategies are written
-
-- ``none``: the activations of all ``N`` blocks are saved.
-- ``every=K``: stretches of ``K`` blocks, each with one checkpoint: about ``N s / K + K b`` bytes, least at
-  ``K = sqrt(N s / b)``, and each block computed twice. ``block`` is ``every=1``.
-- ``sublayer``: each block's attention and its feed-forward layer, with the norm before each, have a checkpoint of their
-  own: two inputs a block, ``2 N s``, and the larger of ``a`` and ``f``, the parts of ``b = a + f`` that they save.
-- ``attention``, ``ffn``: only the one has; what the other saves stays: ``N s + N f + a``, ``N s + N a + f``.
-- ``nested``: halves, each a checkpoint, with halves of their own inside and so on down to single blocks: the least
-  memory, at most ``b + s log2 N``, for about ``N/2 log2 N + N/2`` further block computations.
+Of a group of blocks only the input is kept, ``s = 4 T d`` bytes; when the backward pass reaches the group, its forward
+pass runs again and saves its activations, ``b`` bytes a block (Chen et al. 2016, https://arxiv.org/abs/1604.06174,
+section 3; the 2026 handout, section 3.2). docs/memprof.md lists the strategies, what they hold and compute again.
 """
 
 from dataclasses import dataclass
@@ -30,11 +21,7 @@ SUBLAYERS = {"sublayer": ("attn", "ffn"), "attention": ("attn",), "ffn": ("ffn",
 
 
 def parse_checkpointing(text: str) -> str:
-    """The strategy in its one spelling: ``every=1`` becomes ``block``.
-
-    Raises:
-        UsageError: there is no such strategy.
-    """
+    """Return the strategy in its one spelling, ``every=1`` as ``block``; refuse one that does not exist."""
     name, equals, count = text.partition("=")
     if name == "every" and equals:
         if not count.isdecimal() or int(count) < 1:
@@ -46,12 +33,7 @@ def parse_checkpointing(text: str) -> str:
 
 
 def kept_blocks(checkpointing: str) -> int | None:
-    """The ``N`` of ``keep=N``, by which blocks keep only what is expensive to compute again: see
-    :mod:`~cs336sys.accounting.sharding.selective_checkpointing`; None for any other strategy.
-
-    Raises:
-        UsageError: N is no whole number.
-    """
+    """Return the ``N`` of ``keep=N`` (:mod:`~cs336sys.accounting.sharding.selective_checkpointing`), else None."""
     name, equals, count = checkpointing.partition("=")
     if name != "keep":
         return None
@@ -70,7 +52,7 @@ def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
 def checkpointed_moments(
     size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str
 ) -> list[PeakMemory]:
-    """:func:`~cs336sys.accounting.memory.widest_moments` of a step with checkpoints; ``mode`` forward makes none."""
+    """Return :func:`~cs336sys.accounting.memory.widest_moments` of a step with checkpoints; mode forward has none."""
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
     return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
 
@@ -78,7 +60,7 @@ def checkpointed_moments(
 def predicted_peak(
     size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str = "none"
 ) -> PeakMemory:
-    """The most memory alive at once in a step: the widest of :func:`checkpointed_moments` (same arguments)."""
+    """Return the widest of :func:`checkpointed_moments` (same arguments)."""
     moments = checkpointed_moments(size, precision, mode, attention, checkpointing)
     return max(moments, key=lambda moment: moment.total)
 
@@ -95,33 +77,36 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     if checkpointing == "nested":
         pending = _pending_halves(num_layers)
         at_blocks = [
-            SavedBlocks(block, 1, inputs, f"block {block} of {num_layers}") for block, inputs in enumerate(pending, 1)
+            SavedBlocks(block, saved=1, inputs=inputs, name=f"block {block} of {num_layers}")
+            for block, inputs in enumerate(pending, 1)
         ]
-        return SavedBlocks(num_layers, 0, min(2, num_layers)), at_blocks
+        # The forward pass keeps the inputs of the two outer halves.
+        return SavedBlocks(num_layers, saved=0, inputs=min(2, num_layers)), at_blocks
     at_blocks, first = [], 1
     sizes = group_sizes(checkpointing, num_layers)
-    for earlier, group in enumerate(sizes):
-        last = first + group - 1
+    for earlier_groups, size in enumerate(sizes):
+        last = first + size - 1
         for block in {last, first}:
             name = f"block {block} of {num_layers}"
-            at_blocks.append(SavedBlocks(block, block - first + 1, earlier, name))
+            at_blocks.append(SavedBlocks(block, saved=block - first + 1, inputs=earlier_groups, name=name))
         first = last + 1
-    return SavedBlocks(num_layers, 0, len(sizes)), at_blocks
+    return SavedBlocks(num_layers, saved=0, inputs=len(sizes)), at_blocks
 
 
 def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
-    """As without checkpoints, memory changes by a constant amount from block to block."""
+    """Return the schedule of checkpoints around these layers of each block; memory changes evenly over the blocks."""
 
-    def at(block: int, saved: int, name: str = "") -> SavedBlocks:
+    def schedule(block: int, saved: int, name: str = "") -> SavedBlocks:
         earlier = block - saved
         attentions, feed_forwards = (0 if layer in layers else earlier for layer in ("attn", "ffn"))
         return SavedBlocks(block, saved, len(layers) * earlier, name, attentions, feed_forwards, "attn" in layers)
 
-    return at(num_layers, 0), [at(block.block, 1, block.name) for block in everything_saved(num_layers)]
+    at_blocks = [schedule(blocks.block, 1, blocks.name) for blocks in everything_saved(num_layers)]
+    return schedule(num_layers, 0), at_blocks
 
 
 def _pending_halves(num_layers: int) -> list[int]:
-    """For each block, how many halves before it wait for their turn, each kept as its input."""
+    """Return, for each block, how many halves before it wait for their turn, each kept as its input."""
     if num_layers == 1:
         return [0]
     left = (num_layers + 1) // 2
@@ -129,7 +114,7 @@ def _pending_halves(num_layers: int) -> list[int]:
 
 
 def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True) -> int:
-    """FLOPs that a training step spends on computing activations again, counted as in ``accounting.flops``.
+    """Count the FLOPs that a training step spends on computing activations again, as in ``accounting.flops``.
 
     torch ends a recomputation at the last tensor that it must save: before its last block's product with w2, and that
     of attention alone before the output projection.
@@ -155,13 +140,9 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
     """Return how many times a block is computed again in a step, and how many of these end before their last product.
 
-    Raises:
-        ValueError: the strategy computes parts of blocks again.
+    Args:
+        checkpointing: a strategy that computes whole blocks again.
     """
-    if checkpointing in SUBLAYERS:
-        raise ValueError(f"'{checkpointing}' computes no whole block again")
-    if checkpointing == "none":
-        return 0, 0
     if checkpointing == "nested":
         # The two outer halves are recomputed from inputs that the forward pass itself has kept.
         left = (num_layers + 1) // 2
@@ -194,9 +175,9 @@ class GroupSize:
 
 
 def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
-    """Try every ``K``, and the formula (the 2026 handout, problem gradient_checkpointing (b))."""
-    layers = range(1, size.num_layers + 1)
-    peaks = {k: predicted_peak(size, precision, mode, attention, f"every={k}").total for k in layers}
+    """Find it by trying every ``K``, and by the formula (the 2026 handout, problem gradient_checkpointing (b))."""
+    settings = size, precision, mode, attention
+    peaks = {k: predicted_peak(*settings, f"every={k}").total for k in range(1, size.num_layers + 1)}
     block_input = 4 * size.stream
     block = block_activations(size, precision, attention).total
     rule = (size.num_layers * block_input / block) ** 0.5

@@ -10,44 +10,33 @@ from functools import partial
 from typing import Any, Self
 
 from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.settings.operations import COLLECTIVES
 
-# Collective operations: one call, the memory and bandwidth it needs, and a line through measured times.
-#
-# The size of a message, ``S``, is that of the whole array: what one rank contributes to an all-reduce or broadcasts,
-# what an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
-# NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``.
-
-# Those of which nccl-tests define a bus bandwidth.
+# Collectives of which NVIDIA/nccl-tests (``doc/PERFORMANCE.md``) define a bus bandwidth. The size of a message, ``S``,
+# counts the whole array: what one rank contributes to an all-reduce or broadcasts, what an all-gather delivers to each
+# rank, what each rank brings to a reduce-scatter.
 WITH_BUS_BANDWIDTH = (*COLLECTIVES, "all_to_all", "reduce")
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: what part of ``S`` the busiest link must carry, whatever the algorithm.
+    """Return bus over algorithm bandwidth: the part of ``S`` that the busiest link must carry, whatever the algorithm.
 
     With ``n`` ranks each element of an all-reduce takes ``n - 1`` additions and ``n - 1`` deliveries, which ``n`` links
     share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``, as all-to-all is. A
     broadcast sends all through the root's link, which a reduction receives: 1. One rank alone communicates nothing: 0.
 
-    Raises:
-        UsageError: the collective is none of :data:`WITH_BUS_BANDWIDTH`, or there is no rank.
+    Args:
+        collective: one of :data:`WITH_BUS_BANDWIDTH`.
     """
-    if ranks < 1:
-        raise UsageError(f"{ranks} ranks: must be at least 1")
-    if collective not in WITH_BUS_BANDWIDTH:
-        raise UsageError(f"unknown collective '{collective}': {choose_from(collective, COLLECTIVES)}")
-    share = (ranks - 1) / ranks
-    if collective == "all_reduce":
-        return 2 * share
     if collective in ("broadcast", "reduce"):
         return 1.0 if ranks > 1 else 0.0
-    return share
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def buffer_bytes(collective: str, message_bytes: int, ranks: int) -> int:
-    """Bytes that one rank's tensors take: all-reduce and broadcast work in place, the others need a part besides."""
+    """Return the bytes of a rank's tensors: all-reduce and broadcast work in place, the others need a part besides."""
     if collective in ("all_gather", "reduce_scatter"):
         return message_bytes + message_bytes // ranks
     return message_bytes
@@ -69,22 +58,22 @@ class AlphaBeta:
 
     @property
     def has_bandwidth(self) -> bool:
-        """Return whether larger messages took longer; noise can hide it."""
+        """Return whether larger messages took longer, which noise can hide."""
         return math.isfinite(self.bytes_per_s)
 
     @property
     def half_bandwidth_bytes(self) -> float:
-        """The message that takes as long to start as to transfer, so that it reaches half of the bandwidth."""
+        """Return the size that takes as long to start as to transfer, so that it reaches half of the bandwidth."""
         return self.latency_s * self.bytes_per_s
 
     def largest_deviation(self, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> float:
-        """The largest relative difference of the line from a measured time."""
+        """Return the largest relative difference of the line from a measured time."""
         points = zip(sizes_bytes, times_s, strict=True)
         return max(abs(self.time_s(size) / time_s - 1) for size, time_s in points)
 
 
 def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
-    """The line of the least sum of relative deviations: small messages count as large ones do, outliers hardly.
+    """Fit the line of the least sum of relative deviations: small messages count as large ones do, outliers hardly.
 
     It minimizes ``sum(|a + b S - t| / t)``. Such a line goes through two of the points (Bloomfield and Steiger 1983),
     so all pairs are tried. Latency and slope are not negative: lines through one point that are level, or go through
@@ -111,146 +100,94 @@ def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Al
     return AlphaBeta(latency_s, 1 / slope if slope else math.inf)
 
 
-# How long collectives on a ring of devices take, bandwidth alone.
-#
-# Source: CS336 assignment 2 (2026), section 8.1. ``N`` devices each send ``W`` bytes/s to their neighbour and receive
-# as much at the same time; ``S`` bytes is the whole tensor, one device's share ``S / N``. Latency is left out.
-#
-# Arguments may be numbers or symbols (:mod:`cs336sys.accounting.derivation`).
+# Seconds of collectives on a ring of devices, by bandwidth alone: CS336 assignment 2 (2026), section 8.1. ``N`` devices
+# each send ``W`` bytes/s to their neighbour and receive as much at the same time; ``S`` bytes is the whole tensor, one
+# device's share ``S / N``. Arguments may be numbers or symbols (:mod:`cs336sys.accounting.derivation`).
 
 
 def ring_all_gather_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
-    """Every device starts with a share and ends with all: ``N - 1`` steps, each passing on ``S / N`` bytes.
-
-    A reduce-scatter is the same backwards, at its cost.
-    """
+    """Return the seconds of an all-gather, or of a reduce-scatter: ``N - 1`` steps, each passing on ``S / N`` bytes."""
     return (devices - 1) / devices * size_bytes / bytes_per_s
 
 
 def ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
-    """Every device starts with a tensor and ends with the sum: a reduce-scatter, then an all-gather."""
+    """Return the seconds of an all-reduce: a reduce-scatter, then an all-gather."""
     return 2 * (devices - 1) / devices * size_bytes / bytes_per_s
 
 
 def alternate_ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
-    """Whole tensors passed round, each device adding up what comes by: ``N - 1`` steps of ``S`` bytes each.
-
-    Source: problem ``alternate_ring_all_reduce``. It takes ``N / 2`` times as long as :func:`ring_all_reduce_s`.
-    """
+    """Return the seconds of passing whole tensors round, each device adding them up: ``N - 1`` steps of ``S`` bytes."""
     return (devices - 1) * size_bytes / bytes_per_s
 
 
-# What bucket size data parallel training should use, on paper: the handout's model of bucketed communication.
-#
-# Source: CS336 assignment 2 (2025), problem ``ddp_bucketed_benchmarking`` (b). Gradients of ``s`` bytes in ``n_b``
-# equal buckets are all-reduced during the backward pass at ``w`` bytes/s, and every call costs ``o`` seconds besides.
-# The model assumes that a bucket's gradients take as long to compute as to communicate. Then bucket ``i`` travels while
-# bucket ``i + 1`` is computed, and only the last bucket's transfer, ``s / (n_b w)``, and the cost of the calls,
-# ``n_b o``, remain after the backward pass::
-#
-#     overhead = s / (n_b w) + n_b o
-#
-# Its derivative by ``n_b``, ``o - s / (n_b^2 w)``, is zero at ``n_b = sqrt(s / (w o))``, that is at buckets of
-# ``b = s / n_b = sqrt(s w o)`` bytes, where both terms are equal: ``overhead = 2 sqrt(s o / w)``.
-
-
 def bucketing_overhead_s(gradient_bytes: Number, buckets: Number, bytes_per_s: Number, call_s: Number) -> Number:
-    """Seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``; arguments may be symbols.
+    """Return the seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``; arguments may be symbols.
+
+    The handout (2025, problem ``ddp_bucketed_benchmarking`` (b)) assumes that a bucket's gradients take as long to
+    compute as to communicate. Then bucket ``i`` travels while ``i + 1`` is computed, and only the last bucket's
+    transfer and the cost of the calls remain.
 
     Args:
         gradient_bytes: all gradients of one rank, ``s``.
         buckets: their number, ``n_b``; the model holds for fractions too.
         bytes_per_s: algorithm bandwidth of the all-reduce, ``w``: one rank's bytes over the time of the call.
         call_s: cost of one call besides the transfer, ``o``.
-
-    Raises:
-        UsageError: a value is not positive (``call_s`` may be zero).
     """
-    _check_positive(gradient_bytes=gradient_bytes, buckets=buckets, bytes_per_s=bytes_per_s)
-    if not call_s >= 0:
-        raise UsageError(f"call_s {call_s}: must be at least 0")
     return gradient_bytes / (buckets * bytes_per_s) + buckets * call_s
 
 
 def optimal_bucket_bytes(gradient_bytes: Number, bytes_per_s: Number, call_s: Number) -> Number:
-    """The bucket size with the least overhead, ``sqrt(s w o)`` bytes.
+    """Return the bucket size with the least :func:`bucketing_overhead_s`, ``sqrt(s w o)`` bytes, at most all gradients.
 
-    It is never more than all gradients (one bucket) and approaches 0 as calls become free. Arguments as in
-    :func:`bucketing_overhead_s`.
-
-    Raises:
-        UsageError: a value is not positive.
+    The overhead's derivative by ``n_b``, ``o - s / (n_b^2 w)``, is zero at ``n_b = sqrt(s / (w o))`` buckets.
     """
-    _check_positive(gradient_bytes=gradient_bytes, bytes_per_s=bytes_per_s, call_s=call_s)
     return minimum(gradient_bytes, (gradient_bytes * bytes_per_s * call_s) ** 0.5)
 
 
 def overhead_on_link_s(gradient_bytes: float, bucket_bytes: float, link: AlphaBeta) -> float:
-    """:func:`bucketing_overhead_s` with a measured link: a call costs its latency, the transfer its bandwidth.
+    """Return :func:`bucketing_overhead_s` with a measured link: a call costs its latency, the transfer its bandwidth.
 
     Args:
         bucket_bytes: the size of a bucket; one larger than all gradients holds them all.
-
-    Raises:
-        UsageError: a size is not positive.
     """
-    _check_positive(bucket_bytes=bucket_bytes)
     buckets = max(1.0, gradient_bytes / bucket_bytes)
     return number_of(bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s))
 
 
 def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> float:
-    """:func:`optimal_bucket_bytes` with a measured link; 0 where calls are free: the smaller the better.
-
-    Raises:
-        UsageError: ``gradient_bytes`` is not positive.
-    """
+    """Return :func:`optimal_bucket_bytes` with a measured link; 0 where calls are free: the smaller the better."""
     if link.latency_s == 0:
-        _check_positive(gradient_bytes=gradient_bytes)
+        # Not 0 times an infinite bandwidth.
         return 0.0
     return number_of(optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s))
 
 
-def _check_positive(**values: Number) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise UsageError(f"{name} {value}: must be positive")
-
-
 def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | None = None) -> dict[str, float | None]:
-    """Return how much longer the step is than without communication, and how much of that it hides.
+    """Return how much longer a step is than without communication, and how much of its communication it hides.
 
     Args:
         medians_ms: of ``step``, and where they were measured of ``unsynchronized``, the step without communication,
             and of ``communication``, alone.
         running_ms: how long communication ran in a profiled step. Alone, launches may hold it up: 436 all-reduces of xl
-            took 61 ms launched one after another, and 35 in a CUDA graph. The shorter of both is what there is to hide.
+            took 61 ms launched one after another, and 35 in a CUDA graph. The shorter of both could be hidden.
 
     Returns:
         ``exposed_ms`` = step - unsynchronized; ``exposed_percent`` of the step; ``hidden_percent``, the part of the
         communication that is not exposed, 0 to 100; each None where it is not known.
     """
-    exposed_ms = hidden_percent = None
+    exposed_ms = exposed_percent = hidden_percent = None
     step_ms, alone_ms = medians_ms["step"], medians_ms.get("communication")
     if "unsynchronized" in medians_ms:
         exposed_ms = step_ms - medians_ms["unsynchronized"]
+        exposed_percent = 100 * exposed_ms / step_ms
         if alone_ms is not None:
             to_hide_ms = min(alone_ms, running_ms or alone_ms)
             hidden_percent = 100 * (1 - min(max(exposed_ms, 0), to_hide_ms) / to_hide_ms)
-    return {
-        "exposed_ms": exposed_ms,
-        "exposed_percent": None if exposed_ms is None else 100 * exposed_ms / step_ms,
-        "hidden_percent": hidden_percent,
-    }
-
-
-# What the handouts ask about collectives and gradient buckets, with numbers.
-#
-# Problems ``alternate_ring_all_reduce`` (2026, 8.1) and ``ddp_bucketed_benchmarking`` (b) (2025, 2.3.3).
+    return {"exposed_ms": exposed_ms, "exposed_percent": exposed_percent, "hidden_percent": hidden_percent}
 
 
 def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:
-    """Return how long the ring collectives take, and the alternate all-reduce next to the usual one."""
+    """Answer ``alternate_ring_all_reduce`` (2026): seconds of ring collectives, and of the alternate all-reduce."""
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
     row = partial(Derived, source="2026 handout, 8.1")
     gather_s = ring_all_gather_s(*setting)
@@ -274,7 +211,7 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
 
 
 def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call_s: float) -> list[Derived]:
-    """The overhead of so many buckets, and the size and number with the least."""
+    """Answer ``ddp_bucketed_benchmarking`` (b), 2025: the overhead of so many buckets, the best size and number."""
     s, w, o = symbol("s", gradient_bytes), symbol("w", bytes_per_s), symbol("o", call_s)
     row = partial(Derived, source="2025 handout, 2.3.3")
     problem = "ddp_bucketed_benchmarking (b)"
@@ -303,7 +240,7 @@ class BusBandwidths:
 
     @classmethod
     def of_cells(cls, cells: Iterable[Cell], backend: str) -> Self:
-        """Read them from measured cells of ``allreduce``: of one size the fastest."""
+        """Read them from measured cells of ``allreduce``, of one size the fastest."""
         rates_by_size: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         for cell in cells:
             rate = cell.derived.get("back_to_back_busbw_gbps")
@@ -322,15 +259,14 @@ class BusBandwidths:
         Beyond the largest size it is that size's; None below the smallest, and where none was measured.
         """
         points = self.points.get((kind, ranks), ())
-        at = bisect_left(points, (size, 0.0))
-        if at == len(points):
-            return points[-1][1] if points else None
-        if points[at][0] == size:
-            return points[at][1]
-        if at == 0:
+        if not points or size < points[0][0]:
             return None
-        (low, slow), (high, fast) = points[at - 1], points[at]
-        share = math.log(size / low) / math.log(high / low)
+        upper = bisect_left(points, (size, 0.0))
+        if upper == len(points):
+            return points[-1][1]
+        # The first size itself has no smaller one.
+        (low, slow), (high, fast) = points[max(0, upper - 1)], points[upper]
+        share = 1.0 if size == high else math.log(size / low) / math.log(high / low)
         return slow ** (1 - share) * fast**share
 
     def to_json(self) -> list[Any]:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Union
 
 Number = Union[int, float, "Expression"]
@@ -24,10 +25,8 @@ _TIMES = " x "
 
 
 def divide(a: float, b: float) -> float:
-    """``a / b``, an integer where it is one: bytes stay whole."""
-    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
-        return a // b
-    return a / b
+    """Return ``a / b``, as an integer where both are and it is one: bytes stay whole."""
+    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
 
 
 def _operator(
@@ -39,7 +38,14 @@ def _operator(
     neutral: int | None = None,
     is_reflected: bool = False,
 ) -> Callable[["Expression", Number], "Expression"]:
-    """Return a method of :class:`Expression`; the neutral operand leaves no trace."""
+    """Return a method of :class:`Expression`.
+
+    Args:
+        binding: how tightly the result, and so its left operand, must hold together.
+        right: the same for the right operand, where it differs: ``a - (b - c)``.
+        neutral: the operand that leaves no trace.
+        is_reflected: whether the method is that of the right operand.
+    """
 
     def join(expression: "Expression", operand: Number) -> "Expression":
         if not isinstance(operand, Expression) and operand == neutral:
@@ -53,6 +59,7 @@ def _operator(
 
 
 def _comparison(compare: Callable[[float, float], bool]) -> Callable[["Expression", Number], bool]:
+    """Return a method of :class:`Expression` that compares values."""
     return lambda expression, operand: compare(expression.value, number_of(operand))
 
 
@@ -74,17 +81,18 @@ class Expression:
 
     @property
     def formula(self) -> str:
-        """The formula with names: ``2 (N - 1) / N x S / W``. A product is a space where that cannot be misread."""
+        """Write the formula with names: ``2 (N - 1) / N x S / W``, a product as a space where that is clear."""
         text = ""
-        after_division = [False]  # One for each open parenthesis.
+        # Whether the term follows a division: outside, and in each open parenthesis.
+        after_division = [False]
         for position, part in enumerate(self._parts):
             if isinstance(part, _Symbol):
                 text += part.name
                 continue
             if part == _TIMES:
                 following = self._parts[position + 1]
-                tight = (isinstance(following, _Symbol) or following == "(") and not after_division[-1]
-                part = " " if tight else _TIMES
+                is_clear = (isinstance(following, _Symbol) or following == "(") and not after_division[-1]
+                part = " " if is_clear else _TIMES
             if part.endswith("("):
                 after_division.append(False)
             elif part == ")":
@@ -95,7 +103,7 @@ class Expression:
         return text
 
     def substituted(self, format_number: Callable[[float], str]) -> str:
-        """The formula with each symbol's number in its place."""
+        """Write the formula with each symbol's number in its place."""
         return "".join(format_number(part.value) if isinstance(part, _Symbol) else part for part in self._parts)
 
     @property
@@ -124,16 +132,10 @@ class Expression:
     def __floor__(self) -> "Expression":
         return _function_call("floor", math.floor, self)
 
-    def __float__(self) -> float:
-        return float(self.value)
-
     __lt__ = _comparison(operator.lt)
     __le__ = _comparison(operator.le)
     __gt__ = _comparison(operator.gt)
     __ge__ = _comparison(operator.ge)
-
-    def __repr__(self) -> str:
-        return f"<{self.formula} = {self.value}>"
 
     def _within(self, binding: int) -> tuple["str | _Symbol", ...]:
         return self._parts if self._binding >= binding else ("(", *self._parts, ")")
@@ -171,7 +173,7 @@ class Derived:
 
     @property
     def expression(self) -> Expression:
-        """Its value and formula."""
+        """Return its value and formula."""
         return expression_of(self.result)
 
     @property
@@ -179,11 +181,11 @@ class Derived:
         return number_of(self.result)
 
     def as_symbol(self) -> Expression:
-        """This value under its name, for the formulas that build on it."""
+        """Return this value under its name, for the formulas that build on it."""
         return symbol(self.symbol, self.value)
 
     def derivation(self, format_number: Callable[[float], str]) -> str:
-        """Formula and numbers in one line, without the result: ``P = 2 D F L = 2 x 16 x 64 x 3``."""
+        """Write formula and numbers in one line, without the result: ``P = 2 D F L = 2 x 16 x 64 x 3``."""
         formula, numbers = self.expression.formula, self.expression.substituted(format_number)
         steps = [formula] if self.expression.is_symbol or formula == numbers else [formula, numbers]
         start = f"{self.symbol} {self.relation} " if self.symbol else ""
@@ -191,39 +193,30 @@ class Derived:
 
 
 def symbol(name: str, value: Number) -> Expression:
-    """A named number: what formulas are written in."""
+    """Return a named number: what formulas are written in."""
     number = number_of(value)
     return Expression(number, (_Symbol(name, number),), _ATOM)
 
 
 def number_of(value: Number) -> float:
-    """The plain number of a number or an expression."""
+    """Return the plain number of a number or an expression."""
     return value.value if isinstance(value, Expression) else value
 
 
 def expression_of(value: Number) -> Expression:
-    """An expression as it is, a plain number as a constant that is written out."""
+    """Return an expression as it is, a plain number as a constant that is written out."""
     if isinstance(value, Expression):
         return value
     short = f"{value:g}".replace("e+0", "e").replace("e+", "e")
     return Expression(value, (short if float(short) == value else str(value),), _ATOM)
 
 
-def maximum(*terms: Number) -> Number:
-    """The largest term; as an expression it names all of them."""
-    return _choose("max", max, terms)
-
-
-def minimum(*terms: Number) -> Number:
-    """The smallest term; as an expression it names all of them."""
-    return _choose("min", min, terms)
-
-
 def log2(value: Expression) -> Expression:
     return _function_call("log2", math.log2, value)
 
 
-def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) -> Number:
+def _choose(name: str, choose: Callable[..., float], *terms: Number) -> Number:
+    """Return the chosen term; as an expression it names all of them."""
     if len(terms) == 1:
         return terms[0]
     if not any(isinstance(term, Expression) for term in terms):
@@ -231,7 +224,12 @@ def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) 
     return _function_call(name, choose, *terms)
 
 
+maximum = partial(_choose, "max", max)
+minimum = partial(_choose, "min", min)
+
+
 def _function_call(name: str, function: Callable[..., float], *terms: Number) -> Expression:
+    """Return a function of terms, written ``name(a, b)``."""
     parts: list[str | _Symbol] = [f"{name}("]
     for position, term in enumerate(map(expression_of, terms)):
         parts += [", "] * bool(position)

@@ -29,7 +29,7 @@ class Components:
 
 
 def count_parameters(size: ModelSize) -> int:
-    """Parameters of a pre-norm Transformer with SwiGLU, rotary embeddings and no biases, all layers together.
+    """Count the parameters of a pre-norm Transformer with SwiGLU, rotary embeddings and no biases, all layers together.
 
     A layer has four square attention projections (q, k, v, output: ``4 d^2``), the three SwiGLU matrices
     (``3 d d_ff``) and two RMSNorm gains (``2 d``); a last RMSNorm follows the layers. The token embedding and the LM
@@ -40,7 +40,7 @@ def count_parameters(size: ModelSize) -> int:
 
 
 def parameter_shapes(size: ModelSize) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order in which the model registers and uses them."""
+    """Return the shape of every parameter by name, in the order in which the model registers and uses them."""
     d_model, d_ff, vocab_size = size.d_model, size.d_ff, size.vocab_size
     layer = {
         **{f"attn.{name}_proj.weight": (d_model, d_model) for name in ("q", "k", "v", "output")},
@@ -88,7 +88,7 @@ class FlopCounts(Components):
 
 
 def linear_flops(tokens: int, d_in: int, d_out: int, *, backward: bool) -> int:
-    """FLOPs of a linear layer without bias on ``tokens`` rows: ``2 * tokens * d_in * d_out`` forward.
+    """Count FLOPs of a linear layer without bias on ``tokens`` rows: ``2 * tokens * d_in * d_out`` forward.
 
     Args:
         backward: add the backward pass, the gradients of input and weight: twice the forward, three times in all.
@@ -107,10 +107,9 @@ def attention_flops(
     backward: bool,
     window: int | None = None,
 ) -> int:
-    """FLOPs of attention as the FlashAttention papers count them (FlashAttention-2, section 4.1).
+    """Count FLOPs of attention as the FlashAttention papers do (FlashAttention-2, section 4.1).
 
-    The forward pass is ``Q K^T`` and ``P V``: ``4 * batch * heads * queries * keys * head_dim``, half if causal. With a
-    window, that without the half square of ``queries - window`` by ``keys - window`` that it hides.
+    A window hides a half square of ``queries - window`` by ``keys - window``, which is not counted.
 
     Args:
         heads: of queries; how many of keys and values there are changes nothing.
@@ -126,7 +125,7 @@ def attention_flops(
 
 
 def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool = True) -> FlopCounts:
-    """Model FLOPs of one step on ``size.batch_size`` sequences of ``size.context`` tokens, by component.
+    """Count model FLOPs of one step on ``size.batch_size`` sequences of ``size.context`` tokens, by component.
 
     The embedding is a look-up, which has no FLOPs. The first layer's input gradient counts: the embedding needs it.
 
@@ -135,8 +134,8 @@ def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool =
         causal: count the half of the attention square that the mathematics needs; False counts all of it.
     """
     tokens, d_model, layers = size.tokens, size.d_model, size.num_layers
-    square = 4 * size.scores * size.head_dim
-    attention = square // 2 if causal else square
+    square = size.context, size.context
+    attention = _attention_forward_flops(size.batch_size, size.num_heads, *square, size.head_dim, causal=causal)
     return FlopCounts(
         projections=layers * 4 * linear_flops(tokens, d_model, d_model, backward=backward),
         attention=layers * attention * (3 if backward else 1),
@@ -146,12 +145,12 @@ def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool =
 
 
 def model_flops(size: ModelSize, *, backward: bool = True, causal: bool = True) -> int:
-    """Model FLOPs of one step, the sum of :func:`flops_by_component` (same arguments)."""
+    """Count all model FLOPs of one step, the sum of :func:`flops_by_component` (same arguments)."""
     return flops_by_component(size, backward=backward, causal=causal).total
 
 
 def attention_matmuls(size: ModelSize, precision: str) -> Work:
-    """``Q K^T`` and ``P V`` of all layers, the masked half too, because plain attention computes it.
+    """Count ``Q K^T`` and ``P V`` of all layers, the masked half too, because plain attention computes it.
 
     FLOPs: ``4 B H S^2 D`` a layer. Bytes: Q, K, V and the output, ``4 B H S D`` elements; the scores that the first
     product writes and the probabilities that the second reads, ``2 B H S^2`` elements.
@@ -162,7 +161,7 @@ def attention_matmuls(size: ModelSize, precision: str) -> Work:
 
 
 def attention_softmax(size: ModelSize, precision: str) -> Work:
-    """The softmax of all layers: ``5 B H S^2`` FLOPs a layer; the scores read once and the probabilities written once.
+    """Count the softmax of all layers: ``5 B H S^2`` FLOPs a layer; scores read once, probabilities written once.
 
     An eager softmax moves several times as much, because each of its operations reads and writes the whole matrix.
     """
@@ -171,5 +170,6 @@ def attention_softmax(size: ModelSize, precision: str) -> Work:
 
 
 def _attention_forward_flops(batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool) -> int:
+    """Count ``Q K^T`` and ``P V``: 2 FLOPs for each query, key and number of a head; half of it if causal."""
     square = 4 * batch * heads * queries * keys * head_dim
     return square // 2 if causal else square

@@ -44,6 +44,7 @@ class FusedStep(StepChoices):
 
     @property
     def reads_copies(self) -> bool:
+        """Return whether blocks compute with copies of their matrices in half precision."""
         return self.is_half and (self.optimizer_record.is_ours or not self.updates_parameters)
 
     @property
@@ -52,17 +53,17 @@ class FusedStep(StepChoices):
 
     @property
     def block_matrices(self) -> int:
-        """Parameters of a block's matrices."""
+        """Count the parameters of a block's matrices."""
         return 4 * self.size.d_model**2 + 3 * self.size.d_model * self.size.d_ff
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a number in the gradients of a block's matrices."""
+        """Return the bytes of a number in the gradients of a block's matrices."""
         return 2 if PRECISION_RECORDS[self.precision].leaves_half_gradients and self.reads_copies else 4
 
     @property
     def head(self) -> int:
-        """Parameters of the LM head."""
+        """Count the parameters of the LM head."""
         return self.size.vocab_size * self.size.d_model
 
     @property
@@ -71,11 +72,12 @@ class FusedStep(StepChoices):
 
     @property
     def head_gradient(self) -> int:
+        """Return the bytes of the LM head's gradient."""
         return (self.gradient_bytes if self.copies_head else 4) * self.head
 
     @property
     def parameters(self) -> int:
-        """All of them, and the copies."""
+        """Return the bytes of all parameters and of the copies."""
         matrices = self.size.num_layers * self.block_matrices
         copies = 2 * (matrices + self.head) if self.copies_head else 0
         matrix_bytes = 2 if self.splits_weights else 4
@@ -83,11 +85,12 @@ class FusedStep(StepChoices):
 
     @property
     def optimizer_state(self) -> int:
+        """Return the bytes of the moments, and of the weights' lower bits."""
         low_bits = 2 * self.size.num_layers * self.block_matrices if self.splits_weights else 0
         return self.moment_bytes * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
-        """Those of the last ``blocks`` blocks, as far as updates leave them, of the last norm, and of the LM head."""
+        """Return the bytes of gradients of the last ``blocks`` blocks, unless updated, last norm and LM head."""
         if self.update == "backward":
             blocks = min(blocks, BLOCKS_BESIDE)
         block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
@@ -95,12 +98,12 @@ class FusedStep(StepChoices):
 
     @property
     def kept_inner(self) -> int:
-        """Count tensors of size ``T f``: gate and up; and their product, where it is not computed again."""
+        """Count the tensors of ``T f`` that a block saves: gate and up; and their product, unless computed again."""
         return 2 if self.reads_copies else 3
 
     @property
     def block(self) -> int:
-        """Return what a block saves for its backward pass.
+        """Return the bytes that a block saves for its backward pass.
 
         The inputs of its two norms, fp32, with a number a row each (``8 T d + 8 T``); their outputs, which three and
         two projections share (``2 e T d``); rotated q and k, and v (``3 e T d``); attention's output as the projection
@@ -123,20 +126,22 @@ class FusedStep(StepChoices):
 
 
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
-    """As :func:`~cs336sys.accounting.checkpointing.checkpointed_moments`, with fused kernels."""
+    """Return :func:`~cs336sys.accounting.checkpointing.checkpointed_moments` with fused kernels."""
     if not step.has_backward:
         moments = _fused_forward_moments(step)
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _fused_backward_moments(step, at_loss, at_blocks)
-        whole = step.gradients(step.size.num_layers) + 4 * step.head
-        moments.append(("end of backward", whole, 4 * step.size.stream))
+        # Those of the embedding and the LM head, two matrices alike, among them.
+        gradients = step.gradients(step.size.num_layers) + 4 * step.head
+        moments.append(("end of backward", gradients, 4 * step.size.stream))
         if step.updates_parameters:
             if step.update == "backward":
-                whole -= step.gradients(step.size.num_layers) - step.gradients(0)
+                # Blocks are updated by then.
+                gradients -= step.gradients(step.size.num_layers) - step.gradients(0)
             # Only the course's AdamW makes a temporary of each parameter.
             temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer_record.is_plain else 0
-            moments.append(("optimizer", whole, temporary_bytes))
+            moments.append(("optimizer", gradients, temporary_bytes))
     state = step.optimizer_state if step.updates_parameters else 0
     always = always_held_bytes(step.size)
     return [
@@ -154,14 +159,14 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
       the result exists before gate and up are gone.
     - Loss: its input, a chunk of logits, and the cast of the weight.
     """
-    e, half = step.e, step.reads_copies
-    feed_forward = (8 + 2 * e + (e if half else 0)) * step.size.stream + 3 * e * step.size.inner
+    e, has_copies = step.e, step.reads_copies
+    feed_forward = (8 + (3 if has_copies else 2) * e) * step.size.stream + 3 * e * step.size.inner
     loss = step.around_loss - e * step.size.stream - step.head_gradient
     moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context
-        softmax = (4 + (7 if half else 4) * e) * step.size.stream + mask + 12 * step.scores
-        moments.append(("softmax", 0, softmax + (0 if half else 4 * step.size.queries)))
+        softmax = (4 + (7 if has_copies else 4) * e) * step.size.stream + mask + 12 * step.scores
+        moments.append(("softmax", 0, softmax + (0 if has_copies else 4 * step.size.queries)))
     return moments
 
 
@@ -180,7 +185,8 @@ def _fused_backward_moments(
     """
     e, d_model, d_ff = step.e, step.size.d_model, step.size.d_ff
     w2, projection = d_model * d_ff, d_model**2
-    casts = 2 if e == 2 and not step.reads_copies else 0
+    # Bytes of an element of autocast's casts of the weights.
+    cast = 2 if e == 2 and not step.reads_copies else 0
 
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * step.block + blocks.inputs * 4 * step.size.stream
@@ -200,11 +206,11 @@ def _fused_backward_moments(
                 block_gradients = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
                 moments.append((f"update, {blocks.name}", done + block_gradients, saved - step.block))
         else:
-            gates = saved + 2 * e * step.size.inner - casts * w2
+            gates = saved + 2 * e * step.size.inner - cast * w2
             moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))
         if step.scores:
             freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner
-            freed += casts * (3 * w2 + projection)
+            freed += cast * (3 * w2 + projection)
             softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries
             gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
             moments.append((f"softmax backward, {blocks.name}", gradients, softmax))

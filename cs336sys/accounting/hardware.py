@@ -12,6 +12,9 @@ from cs336sys.processes.atomic_write import written_whole
 
 _COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 
+# NVLink 4 of an H100 or H200: 18 links of 25 GB/s each way.
+NVLINK_BYTES_PER_S = 450e9
+
 
 @dataclass(frozen=True)
 class Datasheet:
@@ -65,12 +68,12 @@ _DATASHEETS = (
 
 
 def datasheet(gpu_name: str) -> Datasheet | None:
-    """The datasheet of a GPU, named as ``torch.cuda.get_device_name`` does; None for one that is not in the table."""
+    """Return a GPU's datasheet by the name that ``torch.cuda.get_device_name`` gives; None if the table lacks it."""
     return next((sheet for name, sheet in _DATASHEETS if re.fullmatch(name, gpu_name)), None)
 
 
 def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | None:
-    """Peak dense matrix-multiplication rate in TFLOP/s; None for a GPU that is not in the table.
+    """Return the peak rate of dense matrix products in TFLOP/s; None for a GPU that the table lacks.
 
     Args:
         gpu_name: as ``torch.cuda.get_device_name`` gives it.
@@ -83,7 +86,7 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | No
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:
-    """MFU: model FLOPs per second as a share (0 to 1) of the peak; None where the peak is unknown.
+    """Return the MFU: model FLOPs per second as a share (0 to 1) of the peak; None where the peak is unknown.
 
     Source: PaLM (Chowdhery et al. 2022), appendix B. ``flops`` are ``flops.model_flops`` (nothing recomputed).
     """
@@ -101,7 +104,7 @@ def impossible_utilization(mfu_percent: float | None) -> str | None:
 
 
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
-    """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    """Return the milliseconds that FLOPs and bytes take at the datasheet's peaks; 0 where those are not known."""
     sheet, tflops = datasheet(gpu_name), peak_tflops(gpu_name, precision, tf32=True)
     if sheet is None or tflops is None:
         return 0.0
@@ -113,21 +116,13 @@ class OverlapSlowdown:
     """The speed of computing and of communication while both go on, over what each reaches alone.
 
     Communication occupies multiprocessors and takes memory bandwidth, and so do the kernels that run at the same time.
-
-    Raises:
-        UsageError: a speed is not above 0, or above 1.
     """
 
     computing: float = 1.0
     communication: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name, speed in vars(self).items():
-            if not 0 < speed <= 1:
-                raise UsageError(f"{name} while both go on at {speed} of its speed: must be above 0 and at most 1")
-
     def seconds(self, computing_s: float, communication_s: float) -> float:
-        """Time both, begun together: while both go on each has its lower speed, then the other its own."""
+        """Return the time until both, begun together, are done; the one that is left goes on at its own full speed."""
         overlapped_computing_s = computing_s / self.computing
         overlapped_communication_s = communication_s / self.communication
         if overlapped_communication_s <= overlapped_computing_s:
@@ -148,9 +143,6 @@ class Cluster:
         ranks_bytes_per_s: numbers of ranks of one node and what each of them sends a second, instead of
             ``bytes_per_s`` for rings of so many.
         slowdown: what communication and computing cost each other.
-
-    Raises:
-        UsageError: one of them is not positive.
     """
 
     node_devices: int
@@ -160,13 +152,6 @@ class Cluster:
     memory_bytes: float
     ranks_bytes_per_s: tuple[tuple[int, float], ...] = ()
     slowdown: OverlapSlowdown = OverlapSlowdown()
-
-    def __post_init__(self) -> None:
-        for name in ("node_devices", "bytes_per_s", "node_bytes_per_s", "memory_bytes"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} {getattr(self, name)}: must be positive")
-        if self.call_s < 0:
-            raise UsageError(f"call_s {self.call_s}: must not be negative")
 
     def ring_bytes_per_s(self, ranks: int, distance: int) -> float:
         """Return the bandwidth of a ring of ``ranks`` that are ``distance`` devices apart."""
@@ -195,11 +180,7 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build them from what :meth:`to_json` returned.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Build them from what :meth:`to_json` returned; a ValueError or TypeError for anything else."""
         ceilings = cls(**values)
         rates = (*ceilings.tflops.values(), ceilings.copy_gbps, ceilings.launch_us, ceilings.link_gbps or 1)
         if not isinstance(ceilings.gpu, str) or not {"fp32", "bf16"} <= ceilings.tflops.keys() or min(rates) <= 0:
@@ -216,11 +197,7 @@ class Ceilings:
 
 
 def read_ceilings(path: Path) -> Ceilings:
-    """Read a file that ``doctor --ceilings`` wrote.
-
-    Raises:
-        UsageError: it holds something else.
-    """
+    """Read a file that ``doctor --ceilings`` wrote, and refuse any other."""
     try:
         return Ceilings.from_json(json.loads(path.read_text()))
     except OSError as error:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from cs336sys.accounting.activations import attention_activations, feed_forward_activations, saved_activations
 from cs336sys.accounting.flops import Components, count_parameters
-from cs336sys.errors import require_known
 from cs336sys.settings.choices import ATTENTION, MODES
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
@@ -30,7 +29,7 @@ class TrainingState(Components):
 
 
 def training_state(size: ModelSize, precision: str, *, autocast: bool = True) -> TrainingState:
-    """Bytes of parameters, gradients, AdamW's two moments and fp32 master parameters.
+    """Return the bytes of parameters, gradients, AdamW's two moments and fp32 master parameters.
 
     Autocast leaves parameters, and so their gradients and moments, in fp32 whatever the precision: 16 bytes a
     parameter. Without it, parameters and gradients are held in ``precision`` themselves, and a half precision needs
@@ -64,12 +63,12 @@ class PeakMemory(Components):
 
 
 def always_held_bytes(size: ModelSize) -> int:
-    """Bytes of the batch and of the rotary table, which are there all the time: ``16 T + 4 S d_head``."""
+    """Return the bytes of the batch and of the rotary table, which are always there: ``16 T + 4 S d_head``."""
     return 16 * size.tokens + 4 * size.context * size.head_dim
 
 
 def largest_parameter(size: ModelSize) -> int:
-    """Elements of the largest weight, as which the course's AdamW makes a temporary."""
+    """Count the elements of the largest weight: the course's AdamW makes a temporary of that size."""
     return size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
 
 
@@ -97,7 +96,7 @@ class SavedBlocks:
 
 
 def everything_saved(num_layers: int) -> list[SavedBlocks]:
-    """Without checkpointing: memory changes evenly from block to block, so the last or the first is the widest."""
+    """Return the first and the last block: without checkpoints memory changes evenly, so one of them is the widest."""
     return [SavedBlocks(num_layers, num_layers, name="last block"), SavedBlocks(1, 1, name="first block")]
 
 
@@ -111,7 +110,7 @@ def widest_moments(
     at_loss: SavedBlocks | None = None,
     at_blocks: Sequence[SavedBlocks] = (),
 ) -> list[PeakMemory]:
-    """The moments of a step that can be its peak, to compare with ``torch.cuda.max_memory_allocated``.
+    """Return the moments of a step that can be its peak, to compare with ``torch.cuda.max_memory_allocated``.
 
     Counts tensors alone: the CUDA context, cuBLAS workspaces (tens of MiB) and the allocator's rounding come on top.
     Gradients are dropped after each step (``zero_grad(set_to_none=True)``), and the optimizer's state exists already,
@@ -126,12 +125,7 @@ def widest_moments(
             if AdamW updates them. These count among the parameters.
         at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can
             be the widest; by default those of all blocks that it has not finished.
-
-    Raises:
-        UsageError: ``mode`` or ``attention`` is unknown.
     """
-    require_known("attention", attention, ATTENTION)
-    require_known("mode", mode, MODES)
     if not MODES[mode].has_backward:
         moments = _forward_moments(size, precision, attention, autocast)
     else:
@@ -153,7 +147,7 @@ def widest_moments(
 
 
 def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str, passes: int) -> list[PeakMemory]:
-    """The moments of a later pass of several: all gradients are there, the newest twice until it is added.
+    """Return the moments of a later pass of several: all gradients are there, the newest twice until it is added.
 
     The LM head's is one more of them. Its input's gradient exists then, and that of the logits in place of the logits;
     under autocast both are gone, and the weight's gradient in half precision is in place of the weight's copy.
@@ -163,10 +157,10 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
         size: the model, with the whole batch, which is there all the time.
         precision: as of :func:`widest_moments`.
     """
-    whole = max(moment.gradients for moment in moments)
-    width, e = whole // count_parameters(size), ELEMENT_BYTES[precision]
+    all_gradients = max(moment.gradients for moment in moments)
+    gradient_bytes, e = all_gradients // count_parameters(size), ELEMENT_BYTES[precision]
     tokens, copy, embedding = size.tokens // passes, 2 if e < 4 else 0, size.vocab_size * size.d_model
-    newest = {
+    newest_elements = {
         "LM head backward": embedding,
         "end of backward": embedding,
         # In fp32 it is added before w1(x) has a gradient.
@@ -180,20 +174,22 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
         for moment in moments
         if moment.moment == "loss"
     ]
-    batch = 16 * size.tokens * (passes - 1) // passes
+    other_batch_bytes = 16 * size.tokens * (passes - 1) // passes
     later_moments = []
     for moment in [*moments, *heads]:
-        added = width * newest.get(moment.moment.partition(",")[0], 0)
-        later_moments.append(replace(moment, gradients=whole + added, activations=moment.activations + batch))
+        # Names of moments end with that of a block: "softmax backward, first block".
+        newest_bytes = gradient_bytes * newest_elements.get(moment.moment.partition(",")[0], 0)
+        gradients, activations = all_gradients + newest_bytes, moment.activations + other_batch_bytes
+        later_moments.append(replace(moment, gradients=gradients, activations=activations))
     return later_moments
 
 
 # A moment is its name, how many parameters have a gradient at that time, and the bytes of activations.
-_Moment = tuple[str, int, int]
+_WidestMoment = tuple[str, int, int]
 
 
-def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: bool) -> list[_Moment]:
-    """Return what a forward pass without gradients holds where it is widest, besides the batch (``16 T``).
+def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: bool) -> list[_WidestMoment]:
+    """Return what a forward pass without gradients holds where it is widest, with the batch (``16 T``).
 
     - Softmax of reference attention: the block's input and the norm's output (``2 r T d``), q, k, v, the mask, and 12
       bytes a score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the
@@ -228,7 +224,7 @@ def _backward_moments(
     autocast: bool,
     at_loss: SavedBlocks,
     at_blocks: Sequence[SavedBlocks],
-) -> list[_Moment]:
+) -> list[_WidestMoment]:
     """Return what a backward pass holds where it is widest; the forward pass before it holds less.
 
     - Loss: all saved activations, the fp32 gradient of the logits, and its cast in half precision.
@@ -243,8 +239,8 @@ def _backward_moments(
     """
     e = ELEMENT_BYTES[precision]
     r = 4 if autocast else e
-    copy = 2 if e < r else 0
-    cast = 2 if e < 4 else 0
+    # Bytes of an element of autocast's copy of a weight, and of the cast of the logits' gradient.
+    copy, cast = 2 if e < r else 0, 2 if e < 4 else 0
     tokens, stream, inner = size.tokens, size.stream, size.inner
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 

@@ -48,38 +48,35 @@ _SHAPES = "shapes of the model's tensors"
 _FLOPS = "2 a b c a product, accounting/flops.py"
 
 
+# Names of a size's numbers in formulas; the widths keep theirs.
+_SYMBOLS = {"num_heads": "H", "vocab_size": "V", "context": "S", "batch_size": "B"}
+
+
 def _named_size(size: ModelSize) -> ModelSize:
-    names = {
-        "d_model": "d_model",
-        "d_ff": "d_ff",
-        "num_heads": "H",
-        "vocab_size": "V",
-        "context": "S",
-        "batch_size": "B",
-    }
-    return replace(size, **{field: _whole_number(name, getattr(size, field)) for field, name in names.items()})
+    """Return the size with symbols in place of its numbers."""
+    fields = ("d_model", "d_ff", *_SYMBOLS)
+    return replace(size, **{field: _whole_number(_SYMBOLS.get(field, field), getattr(size, field)) for field in fields})
 
 
 def _whole_number(name: str, value: int) -> Any:
-    """A symbol for where formulas are declared to count in integers."""
+    """Return a symbol, of any type: formulas are declared to count in integers."""
     return symbol(name, value)
 
 
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
-    """The size of the residual stream, and the largest tensors that a forward pass makes, by size."""
+    """Answer ``memory_profiling`` (d) and (e): the residual stream, and a forward pass's largest tensors by size."""
     named, e = _named_size(size), ELEMENT_BYTES[precision]
     row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
     scores = e * named.batch_size * named.num_heads * named.context * named.context
-    label = "batch, heads, queries, keys; softmax makes more tensors of this shape."
-    inner_label = "w1(x), w3(x) and everything between them and w2."
+    scores_reason = "batch, heads, queries, keys; softmax makes more tensors of this shape."
+    inner_reason = "w1(x), w3(x) and everything between them and w2."
     largest = [
-        row("attention scores", scores, reason=label),
-        row("feed-forward activations", e * named.inner, reason=inner_label),
+        row("attention scores", scores, reason=scores_reason),
+        row("feed-forward activations", e * named.inner, reason=inner_reason),
         row("logits", e * named.tokens * named.vocab_size, reason="The LM head's output."),
     ]
-    label, part_d = "tensor of the residual stream", "memory_profiling (d)"
     reason = "fp32 whatever the precision: autocast's matrix products are added to it."
-    stream = row(label, 4 * named.stream, reason=reason, question=part_d)
+    stream = row("tensor of the residual stream", 4 * named.stream, reason=reason, question="memory_profiling (d)")
     return [stream, *sorted(largest, key=lambda tensor: -tensor.value)]
 
 
@@ -115,7 +112,7 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
 
 
 def flops_answers(size: ModelSize) -> list[Derived]:
-    """Matrix products of a forward pass by component, and softmax next to them, as the model's own attention computes.
+    """Count a forward pass's matrix products by component, and softmax next to them, as the model's attention computes.
 
     Counted as in ``accounting.flops``, but with the whole square of attention, which the model computes and masks.
     """
@@ -136,21 +133,21 @@ def flops_answers(size: ModelSize) -> list[Derived]:
         row("LM head", linear_flops(tokens, d, named.vocab_size, backward=False), "flops", "F_head"),
     )
     forward = row("forward pass", sum(product.as_symbol() for product in products), "flops", "F")
-    of_scores = SOFTMAX_FLOPS_PER_SCORE * layers * batch * heads * context**2
+    softmax_flops = SOFTMAX_FLOPS_PER_SCORE * layers * batch * heads * context**2
     reason = "A score is compared, shifted, exponentiated, summed and divided: 5 operations."
-    softmax = row("softmax of attention", of_scores, "flops", "F_softmax", reason=reason, question="nsys_profile (e)")
+    part_e = "nsys_profile (e)"
+    softmax = row("softmax of attention", softmax_flops, "flops", "F_softmax", reason=reason, question=part_e)
     reason = "The backward pass multiplies twice for each product of the forward pass."
     training = row("training step", 3 * forward.as_symbol(), "flops", reason=reason)
     reason = "4 projections, 2 of attention and 3 of SwiGLU in each layer, and the LM head."
-    count = row(
-        "matrix products in the forward pass", 9 * layers + 1, "products", reason=reason, question="nsys_profile (b)"
-    )
-    label, over = "attention's products over softmax, FLOPs", attention.as_symbol() / softmax.as_symbol()
+    label, part_b = "matrix products in the forward pass", "nsys_profile (b)"
+    count = row(label, 9 * layers + 1, "products", reason=reason, question=part_b)
+    label, over_softmax = "attention's products over softmax, FLOPs", attention.as_symbol() / softmax.as_symbol()
     reason = (
         "4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and writes, so "
         "memory sets its pace, and it cannot use tensor cores."
     )
-    ratio = row(label, over, "times", reason=reason, question="nsys_profile (e)")
+    ratio = row(label, over_softmax, "times", reason=reason, question=part_e)
     label, adamw_bytes = "bytes that AdamW reads and writes in a step", 28 * symbol("P", count_parameters(size))
     reason = (
         "fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no matrices, so "
@@ -163,7 +160,7 @@ def flops_answers(size: ModelSize) -> list[Derived]:
 def attention_answers(
     batch: int, context: int, head_dim: int, dtype: str, *, causal: bool, implementation: str
 ) -> list[Derived]:
-    """The memory of attention alone, tensor by tensor (arguments as in ``accounting.activations.attention_memory``)."""
+    """Answer ``pytorch_attention`` (a), tensor by tensor; arguments as of ``activations.attention_memory``."""
     shape = _whole_number("B", batch), _whole_number("S", context), _whole_number("d", head_dim)
     memory = attention_memory(*shape, dtype, causal=causal, implementation=implementation)
     source = "FlashAttention-2, alg. 1 and 2" if implementation == "flash" else _SAVED
@@ -184,11 +181,7 @@ _CHEN = "Chen et al., arXiv:1604.06174"
 
 
 def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
-    """Memory and recomputation of the strategies, for the blocks of one model.
-
-    Raises:
-        UsageError: ``attention`` is unknown.
-    """
+    """Answer ``gradient_checkpointing``: memory and recomputation of the strategies, for the blocks of one model."""
     n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
     label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
     block_input = Derived(label, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
@@ -201,14 +194,14 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
     best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=part_b)
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
-    every = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
-    every_reason = (
+    groups_label = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
+    groups_reason = (
         "All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for one more "
         "forward pass."
     )
     levels, runs = math.ceil(log2(n)), n * (log2(n) + 1) / 2
     halves_reason = "One block's activations and one input for each level: O(log N), and O(1) where s is negligible."
-    again_reason = (
+    runs_reason = (
         "Every block once to save its activations, and on each level but the first the left halves to get at the right "
         f"ones: O(N log N). Exact for powers of two; here it is {recomputed_blocks(size.num_layers, 'nested')[0]}."
     )
@@ -217,7 +210,7 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
         saved,
         row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
         best,
-        row(every, n * s / group + group * b, "bytes", reason=every_reason, question=part_b),
+        row(groups_label, n * s / group + group * b, "bytes", reason=groups_reason, question=part_b),
         row("held with halves inside halves", b + levels * s, "bytes", reason=halves_reason, question=part_a),
-        row("blocks computed again with halves inside halves", runs, "blocks", reason=again_reason, question=part_a),
+        row("blocks computed again with halves inside halves", runs, "blocks", reason=runs_reason, question=part_a),
     ]

@@ -48,19 +48,19 @@ class Layer:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("batch", "d_model", "d_ff", "flops_per_s", "bytes_per_s", "element_bytes"):
+        for name in ("flops_per_s", "bytes_per_s"):
             value = number_of(getattr(self, name))
             if not 0 < value < math.inf:
                 raise UsageError(f"{name} {value}: must be positive")
 
     @property
     def weight_bytes(self) -> Number:
-        """Bytes of the three matrices."""
+        """Return the bytes of the three matrices."""
         return 3 * self.element_bytes * self.d_model * self.d_ff
 
 
 def layer_flops(layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1) -> Number:
-    """FLOPs of one device: it has ``B / fsdp`` rows and ``D_FF / tp`` columns, whatever is gathered for them.
+    """Count FLOPs of one device: it has ``B / fsdp`` rows and ``D_FF / tp`` columns, whatever is gathered for them.
 
     A matrix product (a, b) x (b, c) takes ``2 a b c``. The forward pass has one for each of the three matrices,
     ``6 B D D_FF``; the backward pass two, the gradients of its input and of itself, ``12 B D D_FF``.
@@ -75,13 +75,13 @@ def layer_flops(layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1) -
 
 
 def _along_fsdp_s(layer: Layer, which: str, fsdp: Number, tp: Number = 1) -> Number:
-    """Forward: an all-gather of a device's part of the weights. Backward: another, and a reduce-scatter, as long."""
+    """Return the seconds of an all-gather of a device's part of the weights, backward of a reduce-scatter, too."""
     gather = ring_all_gather_s(layer.weight_bytes / tp, fsdp, layer.bytes_per_s)
     return gather if which == "forward" else 2 * gather
 
 
 def _along_tp_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
-    """Forward: an all-reduce of a device's rows of the output. Backward: one of the input's gradient, as long."""
+    """Return the seconds of an all-reduce of a device's rows: of the output, or of the input's gradient, as large."""
     activation_bytes = layer.element_bytes * layer.batch * layer.d_model
     return ring_all_reduce_s(activation_bytes / fsdp, tp, layer.bytes_per_s)
 
@@ -89,7 +89,7 @@ def _along_tp_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
 def communication_s(
     strategy: str, layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1, overlapped: bool = True
 ) -> Number:
-    """Communication time of one pass under a strategy, one of :data:`PARALLELISMS`.
+    """Return the seconds that one pass communicates under a strategy, one of :data:`PARALLELISMS`.
 
     Args:
         fsdp: devices of dp or fsdp, and of the mesh's first axis.
@@ -108,7 +108,7 @@ def communication_s(
 
 
 def fsdp_reach(layer: Layer) -> Number:
-    """``b``: dp and fsdp are communication-bound from ``1 + b`` devices on, ``b = (2 / e) B W / C``.
+    """Return ``b = (2 / e) B W / C``: dp and fsdp are communication-bound from ``1 + b`` devices on.
 
     For ``e = 2`` bytes an element, ``6 (N - 1) / N D D_FF / W <= 6 B D D_FF / (N C)`` is ``N - 1 <= B W / C``. In the
     backward pass both sides double, and data parallelism has the backward pass alone.
@@ -117,7 +117,7 @@ def fsdp_reach(layer: Layer) -> Number:
 
 
 def tp_reach(layer: Layer, which: str) -> Number:
-    """``t``: tp is communication-bound from ``1 + t`` devices on, ``t = (3 / e) D_FF W / C``, backward twice that.
+    """Return ``t = (3 / e) D_FF W / C``, backward twice that: tp is communication-bound from ``1 + t`` devices on.
 
     For ``e = 2`` bytes an element, ``4 (N - 1) / N B D / W <= 6 B D D_FF / (N C)`` is ``N - 1 <= 1.5 D_FF W / C``. The
     backward pass computes twice as much alongside the same all-reduce.
@@ -127,7 +127,7 @@ def tp_reach(layer: Layer, which: str) -> Number:
 
 
 def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
-    """``(N_FSDP, N_TP)`` of the largest fsdp-tp mesh whose axes share the network.
+    """Return ``(N_FSDP, N_TP)`` of the largest fsdp-tp mesh whose axes share the network.
 
     The sum of both times is as long as computing where ``(N_FSDP - 1) / b + (N_TP - 1) / t = 1``. On that line the
     derivative of ``N_FSDP N_TP`` is zero at ``N_FSDP / b = N_TP / t``: ``N_FSDP = (b + t + b t) / (2 t)`` and
@@ -145,7 +145,7 @@ def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
 
 
 def most_devices(strategy: str, layer: Layer, which: str, *, overlapped: bool = True) -> Number:
-    """Devices at which a pass communicates as long as it computes (arguments as in :func:`communication_s`).
+    """Return the devices at which a pass communicates as long as it computes (arguments as in :func:`communication_s`).
 
     Infinity for dp's forward pass, which does not communicate.
     """
@@ -162,7 +162,7 @@ def most_devices(strategy: str, layer: Layer, which: str, *, overlapped: bool = 
 
 
 def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) -> tuple[float, float]:
-    """The mesh ``(N_FSDP, N_TP)`` of so many devices that communicates for the shortest time, not whole numbers.
+    """Return ``(N_FSDP, N_TP)`` of so many devices that communicates for the shortest time, not whole numbers.
 
     The times are ``g (N_FSDP - 1) / N`` and ``r (N_TP - 1) / N``, ``g`` and ``r`` being what gathering all weights and
     reducing all activations would take without end. Their sum is least at ``N_FSDP = sqrt(N r / g)``; their maximum
@@ -180,7 +180,7 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
 
 
 def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool) -> Mesh:
-    """The fsdp-tp mesh of so many devices, in whole numbers, that communicates for the shortest time."""
+    """Return the fsdp-tp mesh of so many devices, in whole numbers, that communicates for the shortest time."""
     meshes = [Mesh(fsdp=fsdp, tp=devices // fsdp) for fsdp in range(1, devices + 1) if devices % fsdp == 0]
 
     def seconds(mesh: Mesh) -> float:
@@ -189,12 +189,7 @@ def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool)
     return min(meshes, key=seconds)
 
 
-# The 2026 handout's questions on parallelism, with numbers.
-#
-# Problems ``data_parallel_calcs``, ``fsdp_calcs``, ``tp_calcs`` and ``fsdp_tp_calcs``, sections 8.2 to 8.5.
-
-
-# Where each strategy's FLOPs, communication times and largest numbers of devices are asked for.
+# Where the 2026 handout asks for each strategy's FLOPs, communication times and largest numbers of devices.
 _PROBLEMS = {
     "dp": ("data_parallel_calcs", "(a)", "(b)", "(c)"),
     "fsdp": ("fsdp_calcs", "(a)", "(b)", "(c)"),
@@ -218,10 +213,10 @@ TP_BACKWARD = (
 
 
 def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived]:
-    """FLOPs, times and largest numbers of devices of one strategy.
+    """Answer the handout's problem on one strategy: FLOPs, times and largest numbers of devices.
 
     Args:
-        strategy: one of :data:`~cs336sys.accounting.parallelism.PARALLELISMS`.
+        strategy: one of :data:`PARALLELISMS`.
         layer: in plain numbers.
         mesh: dp and fsdp use its first axis, tp its second.
     """
@@ -246,10 +241,10 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
 def _pass_row(
     strategy: str, which: str, unit: str, part: int, quantity: str, result: Number, name: str = "", **details: str
 ) -> Derived:
-    """A row about one pass.
+    """Return a row about one pass, which answers a part of the strategy's problem, or none.
 
     Args:
-        part: which part of the strategy's problem it answers: 1 FLOPs, 2 communication, 3 and 4 limits; 0 none.
+        part: 1 FLOPs, 2 communication, 3 and 4 limits; 0 none.
     """
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
     answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
@@ -259,6 +254,7 @@ def _pass_row(
 
 
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
+    """Return the rows of a pass's FLOPs, F_fwd or F_bwd, and of the seconds that they take, T_fwd or T_bwd."""
     products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
     reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
     flops, short = layer_flops(layer, which, **axes), _SHORT[which]
@@ -268,53 +264,51 @@ def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str)
 
 
 def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    """The communication times of a pass; the one named K_fwd or K_bwd is the pass's, with axes overlapped."""
+    """Return the communication times of a pass; K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
         return []
     row = partial(_pass_row, strategy, which, "s")
     name = f"K_{_SHORT[which]}"
-    weights = {
+    weights_reason = {
         "dp": "The gradients of all three matrices are all-reduced.",
         "forward": "All three matrices are all-gathered.",
         "backward": "All three matrices are all-gathered again, and their gradients reduce-scattered in the same time.",
     }["dp" if strategy == "dp" else which]
     reduced = {"forward": "the output, (B, D)", "backward": "the gradient of the input, (B, D)"}[which]
-    activations = f"Each device has a partial sum of {reduced}: an all-reduce."
+    sums_reason = f"Each device has a partial sum of {reduced}: an all-reduce."
     if strategy != "fsdp-tp":
         seconds = communication_s(strategy, layer, which, **axes)
-        return [row(2, "communication time", seconds, name, reason=activations if strategy == "tp" else weights)]
-    reason = f"{weights} TP has split each matrix N_TP ways."
+        reason = sums_reason if strategy == "tp" else weights_reason
+        return [row(2, "communication time", seconds, name, reason=reason)]
+    reason = f"{weights_reason} TP has split each matrix N_TP ways."
     seconds = _along_fsdp_s(layer, which, **axes)
     along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=reason)
-    reason = f"{activations} FSDP has split its rows N_FSDP ways."
+    reason = f"{sums_reason} FSDP has split its rows N_FSDP ways."
     along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=reason)
-    pair = along_fsdp.as_symbol(), along_tp.as_symbol()
-    longer = "The axes have links of their own: the longer one counts."
-    return [
-        along_fsdp,
-        along_tp,
-        row(2, "communication time, axes overlapped", maximum(*pair), name, reason=longer),
-        row(
-            0, "communication time, axes sharing the network", sum(pair), reason="As in (d): both, one after the other."
-        ),
-    ]
+    both = along_fsdp.as_symbol(), along_tp.as_symbol()
+    reason = "The axes have links of their own: the longer one counts."
+    overlapped = row(2, "communication time, axes overlapped", maximum(*both), name, reason=reason)
+    reason = "As in (d): both, one after the other."
+    shared = row(0, "communication time, axes sharing the network", sum(both), reason=reason)
+    return [along_fsdp, along_tp, overlapped, shared]
 
 
 def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) -> list[Derived]:
     """Return rows of the seconds of both passes, with and without overlap of computing and communication."""
-    times = [
-        [row.as_symbol() for row in rows if row.symbol in (f"T_{short}", f"K_{short}")]
-        for rows, short in ((forward, "fwd"), (backward, "bwd"))
-    ]
-    sums = (
-        ("communication overlapped with computing", sum(maximum(*terms) for terms in times), "The longer one counts."),
-        ("nothing overlapped", sum(term for terms in times for term in terms), "Each waits for the other."),
-    )
+    names = "T_fwd", "K_fwd", "T_bwd", "K_bwd"
+    # Of each pass computing and, where there is any, communication.
+    passes = [[row.as_symbol() for row in rows if row.symbol in names] for rows in (forward, backward)]
     row = partial(Derived, unit="s", source=_SOURCES[strategy])
-    return [row(f"both passes, {how}", total, reason=reason) for how, total, reason in sums]
+    overlapped, in_turn = sum(maximum(*times) for times in passes), sum(time for times in passes for time in times)
+    quantity = "both passes, communication overlapped with computing"
+    return [
+        row(quantity, overlapped, reason="The longer one counts."),
+        row("both passes, nothing overlapped", in_turn, reason="Each waits for the other."),
+    ]
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
+    """Return, for each pass that communicates, the most devices before communication takes longer than computing."""
     reasons = {
         ("dp", "backward"): "Communication hardly grows with N_DP, but a device computes 1 / N_DP of the batch: "
         "K <= T is (N_DP - 1) / N_DP <= B W / (N_DP C).",
@@ -326,15 +320,16 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
     }
     quantity = "most devices before communication takes longer than computing"
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
-    limits = {which: most_devices(strategy, layer, which) for which in PASSES if (strategy, which) in reasons}
+    row = partial(_pass_row, unit="devices", part=3, quantity=quantity, name=name, relation="<=")
     return [
-        _pass_row(strategy, which, "devices", 3, quantity, most, name, relation="<=", reason=reasons[strategy, which])
-        for which, most in limits.items()
+        row(strategy, which, result=most_devices(strategy, layer, which), reason=reasons[strategy, which])
+        for which in PASSES
+        if (strategy, which) in reasons
     ]
 
 
 def _mesh_limits(layer: Layer) -> list[Derived]:
-    """The largest meshes of fsdp-tp, with both axes overlapped and sharing the network."""
+    """Return the largest meshes of fsdp-tp for each pass, with both axes overlapped and sharing the network."""
     rows = []
     for which in PASSES:
         row = partial(_pass_row, "fsdp-tp", which, "devices")

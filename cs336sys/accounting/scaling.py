@@ -1,8 +1,7 @@
 """A training step on meshes that nobody here has, from the time of one device: a simulation.
 
-Ranks are ordered as in a ``DeviceMesh`` (:data:`.sharding.partition.DIMENSIONS`): those that share layers (tp) are
-neighbours, then come those that share the state (fsdp), then copies of both (ddp). A ring among ranks of one dimension
-is as fast as its slowest link: that inside a node if the whole ring lies in one, else that between nodes.
+Neighbours share layers (tp); next come ranks that share the state (fsdp), then copies of both (ddp). A ring among ranks
+of one dimension is as fast as its slowest link: that inside a node if the whole ring lies in one, else that between.
 
 What is counted, for ``c`` seconds that one device computes on a sequence:
 
@@ -13,20 +12,17 @@ What is counted, for ``c`` seconds that one device computes on a sequence:
 - tp: sums over ranks in every block, alongside nothing.
 - optimizer: one device's time over fsdp x tp.
 
-While a device computes and communicates at the same time, both may be slower than alone
-(:class:`.hardware.OverlapSlowdown`).
-
-A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
-for the last.
+While a device computes and communicates, both may be slower than alone (:class:`.hardware.OverlapSlowdown`). A group's
+batch that does not fit passes in parts: each gathers and scatters anew, and ddp waits for the last.
 
 Source: 2026 handout, sections 8.2 to 8.5, with the whole model and two levels of bandwidth instead of one layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cs336sys.accounting.flops import count_parameters, model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops, parameter_shapes
 from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
@@ -73,26 +69,22 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The parts of a step in seconds, which follow each other, and the memory of the fullest rank in bytes."""
+    """A step on a mesh.
+
+    Attributes:
+        parts_s: seconds that follow each other: ``computing``, exposed ``fsdp`` and ``ddp``, ``tp``, ``optimizer``.
+        memory: of the fullest rank, in bytes.
+    """
 
     mesh: Mesh
     batch_size: int
     accumulation: int
-    computing_s: float
-    exposed_fsdp_s: float
-    exposed_ddp_s: float
-    tensor_s: float
-    optimizer_s: float
+    parts_s: Mapping[str, float]
     memory: float
 
     @property
-    def parts(self) -> dict[str, float]:
-        exposed = {"fsdp": self.exposed_fsdp_s, "ddp": self.exposed_ddp_s, "tp": self.tensor_s}
-        return {"computing": self.computing_s, **exposed, "optimizer": self.optimizer_s}
-
-    @property
     def step_s(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.parts_s.values())
 
     @property
     def memory_gib(self) -> float:
@@ -100,8 +92,7 @@ class SimulatedStep:
 
     @property
     def longest_part(self) -> str:
-        """The longest part."""
-        return max(self.parts, key=lambda name: self.parts[name])
+        return max(self.parts_s, key=self.parts_s.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -130,8 +121,7 @@ class Simulation:
             accumulation: how many parts of the batch pass one after the other.
 
         Raises:
-            UsageError: the ranks of ddp and fsdp do not divide the batch, those of tp not the heads, or layers would be
-                shared by several nodes.
+            UsageError: ranks of ddp and fsdp do not divide the batch, those of tp the heads; or tp leaves a node.
         """
         size, dtypes, cluster, device = self.size, self.dtypes, self.cluster, self.device
         groups = mesh.ddp * mesh.fsdp
@@ -156,24 +146,18 @@ class Simulation:
         # ddp sends with the last part only.
         last_backward_s = overlapped_s(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
         exposed_fsdp_s = overlapped_s(forward_s, gather_s) - forward_s + backward_with_fsdp_s - backward_s + unhidden_s
-        return SimulatedStep(
-            mesh=mesh,
-            batch_size=size.batch_size,
-            accumulation=accumulation,
-            computing_s=accumulation * (forward_s + backward_s),
-            exposed_fsdp_s=accumulation * exposed_fsdp_s,
-            exposed_ddp_s=last_backward_s - backward_with_fsdp_s,
-            tensor_s=accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
-            optimizer_s=device.optimizer_s / (mesh.fsdp * mesh.tp),
-            memory=_mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
-        )
+        parts_s = {
+            "computing": accumulation * (forward_s + backward_s),
+            "fsdp": accumulation * exposed_fsdp_s,
+            "ddp": last_backward_s - backward_with_fsdp_s,
+            "tp": accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
+            "optimizer": device.optimizer_s / (mesh.fsdp * mesh.tp),
+        }
+        memory = _mesh_peak_bytes(part, dtypes, mesh, self.checkpointing)
+        return SimulatedStep(mesh, size.batch_size, accumulation, parts_s, memory)
 
     def with_least_accumulation(self, mesh: Mesh) -> SimulatedStep:
-        """The step with the least gradient accumulation that fits; that of single sequences if none does.
-
-        Raises:
-            UsageError: as :meth:`step`.
-        """
+        """Return the :meth:`step` with the least accumulation that fits; that of single sequences if none does."""
         for accumulation in _divisors(max(1, self.size.batch_size // (mesh.ddp * mesh.fsdp))):
             step = self.step(mesh, accumulation)
             if step.memory <= self.cluster.memory_bytes:
@@ -181,18 +165,18 @@ class Simulation:
         return step
 
     def meshes(self, devices: int, dimension: str | None = None) -> Iterator[Mesh]:
-        """All meshes of so many devices that :meth:`step` takes, or the one that has them all in one dimension."""
+        """Yield all meshes of so many devices that :meth:`step` takes, or the one with all of them in a dimension."""
         for tp in _divisors(devices):
             if tp > self.cluster.node_devices or self.size.num_heads % tp:
                 continue
             for fsdp in _divisors(devices // tp):
                 mesh = Mesh(devices // tp // fsdp, fsdp, tp)
-                is_asked = dimension is None or getattr(mesh, dimension) == devices
-                if is_asked and self.size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
+                is_requested = dimension is None or getattr(mesh, dimension) == devices
+                if is_requested and self.size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
                     yield mesh
 
     def fastest(self, devices: int, dimension: str | None = None) -> tuple[SimulatedStep, SimulatedStep] | None:
-        """The fastest step that fits, and the fastest where the whole batch passed at once; the smallest, if none fits.
+        """Return the fastest step that fits, or the smallest if none does, and the fastest without accumulation.
 
         None if no mesh of so many devices divides the batch and the heads.
 
@@ -209,7 +193,7 @@ class Simulation:
         return min(fitting, key=lambda step: step.step_s), fastest_at_once
 
     def flops_per_s(self, step: SimulatedStep) -> float:
-        """Model FLOPs (nothing computed again) that a device computes a second."""
+        """Return the model FLOPs (nothing computed again) that a device computes a second."""
         return model_flops(replace(self.size, batch_size=step.batch_size)) / step.step_s / step.mesh.devices
 
 
@@ -218,7 +202,7 @@ def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -
     """Return the seconds of a pass's all-gathers, of reduce-scatters, and of what is not hidden: a unit of each."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
-    communication = step_communication(size, ELEMENT_BYTES[precision], mesh.fsdp)
+    communication = step_communication(parameter_shapes(size), ELEMENT_BYTES[precision], mesh.fsdp)
     bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
     seconds_per_byte = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
     units = len(sharded_units(size))
@@ -251,7 +235,7 @@ def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, che
 
 @cache
 def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing: str) -> float:
-    """Bytes at the peak: the state, and activations and buffers of the batch of a group, which tp ranks share."""
+    """Return a rank's bytes at the peak: a share of the state, and of the batch, which tp ranks have in common."""
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"
     step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)

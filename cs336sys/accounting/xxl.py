@@ -9,6 +9,7 @@ function. Weights, accumulated gradients and optimizer state are fp32; activatio
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
 from cs336sys.errors import UsageError
@@ -64,11 +65,7 @@ def memory_answers(
         gpu_bytes: what (a) counts GPUs of.
         device_bytes: what a device may hold in (b).
         weight_copies: count bf16 copies of the weights among what is saved for backward, as autocast keeps them.
-
-    Raises:
-        UsageError: a size is not positive.
     """
-    _require_positive(tokens=tokens, gpu_bytes=gpu_bytes, device_bytes=device_bytes, **vars(stack))
     d, f, blocks = symbol("D", stack.d_model), symbol("F", stack.d_ff), symbol("L", stack.num_blocks)
     t, gpu = symbol("T", tokens), symbol("M_GPU", gpu_bytes)
     reason = "A block is (D, F) and (F, D)."
@@ -76,14 +73,14 @@ def memory_answers(
     p = parameters.as_symbol()
     states_reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
     label = "master weights, accumulated gradients, optimizer state"
-    states = _answer("(a)", label, 16 * p, "decimal_bytes", name="S", reason=states_reason)
+    row = partial(_answer, "(a)", unit="decimal_bytes")
+    states = row(label, 16 * p, name="S", reason=states_reason)
     copies = 2 * p if weight_copies else 0
     ending = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
     saved_reason = "bf16: the inputs of both linear layers of each block" + ending
-    saved_bytes = 2 * t * blocks * (d + f) + copies
-    saved = _answer("(a)", "saved for backward", saved_bytes, "decimal_bytes", name="A", reason=saved_reason)
+    saved = row("saved for backward", 2 * t * blocks * (d + f) + copies, name="A", reason=saved_reason)
     s, a = states.as_symbol(), saved.as_symbol()
-    total = _answer("(a)", "all of it", s + a, "decimal_bytes", name="M")
+    total = row("all of it", s + a, name="M")
     return [
         parameters,
         states,
@@ -96,11 +93,12 @@ def memory_answers(
 
 
 def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_bytes: float) -> list[Derived]:
-    """Part (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` on a device."""
+    """Answer (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` a device."""
     free_bytes = symbol("M_max", device_bytes) - a / 2
     degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
     reason = "The memory per device, solved for N_FSDP."
-    exact = _answer("", "sharding at which a device is exactly full", degree, "devices", "N_exact", reason)
+    row = partial(_answer, unit="devices")
+    exact = row("", "sharding at which a device is exactly full", degree, name="N_exact", reason=reason)
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         never = (
@@ -112,16 +110,16 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
                 f" Assumed: bf16 copies of all weights, {copies_bytes / 1e9:.1f} GB, are saved whole for backward and "
                 "shared out like activations, every second layer's; copies that are sharded as their weights would fit."
             )
-        return [_answer("(b)", label, math.inf, "devices", "N_FSDP", never)]
+        return [row("(b)", label, math.inf, name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1
-    smallest = _answer("(b)", label, whole, "devices", "N_FSDP", "The next whole number.")
+    smallest = row("(b)", label, whole, name="N_FSDP", reason="The next whole number.")
     then = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = "States and half of the activations are sharded, the other half, of every second layer, is not."
     return [exact, smallest, _answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]
 
 
 def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
-    """Parts (c) and (d): the batch from which the forward pass is compute-bound, and what lowers it.
+    """Answer (c) and (d): the batch from which the forward pass is compute-bound, and what lowers it.
 
     TP communicates no longer than it computes up to ``Y = F M_Y / alpha``, whatever the batch. FSDP does where
     ``4 B D F / (X Y C) >= 4 D F / (Y W M_X)``, that is ``B / X >= alpha / M_X``. One after the other, both do where
@@ -129,25 +127,28 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
     ``1 - Y / (F M_Y / alpha)``.
 
     Raises:
-        UsageError: a value is not positive.
+        UsageError: a rate is not positive.
     """
-    _require_positive(d_ff=stack.d_ff, **vars(mesh))
+    for name in ("flops_per_s", "bytes_per_s"):
+        value = number_of(getattr(mesh, name))
+        if not 0 < value < math.inf:
+            raise UsageError(f"{name.replace('_', ' ')} {value:g}: must be positive")
     names = ("X", "Y", "M_X", "M_Y", "C", "W_ici")
     named = TpuMesh(*(symbol(name, value) for name, value in zip(names, vars(mesh).values(), strict=True)))
     f = symbol("F", stack.d_ff)
-    intensity = _answer(
-        "", "FLOPs a byte of communication", named.flops_per_s / named.bytes_per_s, "FLOPs/byte", "alpha", source=_BOOK
-    )
+    rate = named.flops_per_s / named.bytes_per_s
+    intensity = _answer("", "FLOPs a byte of communication", rate, "FLOPs/byte", name="alpha", source=_BOOK)
     alpha = intensity.as_symbol()
     reason = "TP's communication grows with the batch as computing does, so it limits Y alone."
-    limit = _answer("", "most TP", f * named.m_y / alpha, "devices", "Y_max", reason, source=_BOOK)
+    limit = _answer("", "most TP", f * named.m_y / alpha, "devices", name="Y_max", reason=reason, source=_BOOK)
     y_max = limit.as_symbol()
 
     reason = "4 B D F / (X Y C) >= 4 D F / (Y W_ici M_X), with b = B / (X Y): FSDP's all-gathers must be hidden."
     if mesh.y > limit.value:
         reason = "Never: Y is more than Y_max, so TP communicates longer than it computes, whatever the batch."
-    needed = _batch_overlapped(alpha, named.y, named.m_x, y_max)
-    overlapped = _batch("per-device batch, axes overlapped", needed, "b", reason)
+    needed = _overlapped_batch(alpha, named.y, named.m_x, y_max)
+    row = partial(_answer, "(c)", unit="tokens", source=_BOOK, relation=">=")
+    overlapped = row("per-device batch, axes overlapped", needed, name="b", reason=reason)
     b = overlapped.as_symbol()
     reason = "Never: TP's communication leaves no time for FSDP's."
     needed = math.inf
@@ -157,29 +158,29 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
             "F / (Y M_X) + B / (X M_Y) <= B F / (X Y alpha)."
         )
         needed = b / (1 - named.y / y_max)
-    shared = _batch("per-device batch, axes sharing the links", needed, "b_shared", reason)
+    shared = row("per-device batch, axes sharing the links", needed, name="b_shared", reason=reason)
     devices = named.x * named.y
     return [
         intensity,
         limit,
         overlapped,
-        _batch("overall batch, axes overlapped", devices * b, "B"),
+        row("overall batch, axes overlapped", devices * b, name="B"),
         shared,
-        _batch("overall batch, axes sharing the links", devices * shared.as_symbol(), "B"),
-        *_tricks(named, f, alpha, b, y_max),
+        row("overall batch, axes sharing the links", devices * shared.as_symbol(), name="B"),
+        *_change_answers(named, f, alpha, b, y_max),
     ]
 
 
-def _batch_overlapped(alpha: Number, y: Number, m_x: Number, y_limit: Number) -> Number:
-    """Tokens a device for computing to be as long as the longer communication: ``alpha / (M_X Y)``; infinity if never.
+def _overlapped_batch(alpha: Number, y: Number, m_x: Number, y_limit: Number) -> Number:
+    """Return the tokens a device at which computing is as long as communication: ``alpha / (M_X Y)``.
 
     Args:
-        y_limit: the most TP; with a larger Y no batch is enough.
+        y_limit: the most TP; with a larger Y no batch is enough: infinity.
     """
     return math.inf if y > y_limit else alpha / (m_x * y)
 
 
-def _tricks(
+def _change_answers(
     mesh: TpuMesh, f: Expression, alpha: Expression, batch_per_device: Expression, y_max: Expression
 ) -> list[Derived]:
     """Return rows of part (d): the overall batch, in tokens, after one change to (c) alone, on as many devices."""
@@ -190,14 +191,14 @@ def _tricks(
     def row(change: str, value: Number, reason: str, source: str = _BOOK) -> Derived:
         return _answer("(d)", f"overall batch with {change}", value, "tokens", reason=reason, source=source)
 
-    of_widest = _batch_overlapped(alpha, symbol("Y", widest), mesh.m_x, y_max)
+    of_widest = _overlapped_batch(alpha, symbol("Y", widest), mesh.m_x, y_max)
     why_widest = (
         "More TP leaves FSDP fewer devices and splits the weights that it gathers; up to Y_max it costs no time."
     )
     # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
     of_best = devices * alpha**2 / (mesh.m_x * mesh.m_y * f)
     why_best = "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long."
-    of_links = _batch_overlapped(alpha, mesh.y, more_links, y_max)
+    of_links = _overlapped_batch(alpha, mesh.y, more_links, y_max)
     of_bytes, of_stages = devices * batch_per_device / 2, devices * batch_per_device / symbol("Z", _STAGES)
     why_stages = (
         "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
@@ -212,20 +213,9 @@ def _tricks(
     ]
 
 
-def _batch(quantity: str, value: Number, name: str, reason: str = "") -> Derived:
-    return _answer("(c)", quantity, value, "tokens", name, reason, source=_BOOK, relation=">=")
-
-
 def _answer(
     part: str, quantity: str, value: Number, unit: str, name: str = "", reason: str = "", **details: str
 ) -> Derived:
-    """A row that answers this part of the problem, or none; (a) and (b) need no more than the handout."""
+    """Return a row that answers this part of the problem, ``(a)``, or none; the handout is its source by default."""
     question = f"communication_accounting {part}" if part else ""
     return Derived(quantity, value, unit, name, reason=reason, question=question, **{"source": _HANDOUT} | details)
-
-
-def _require_positive(**values: Number) -> None:
-    for name, number in values.items():
-        value = number_of(number)
-        if not 0 < value < math.inf:
-            raise UsageError(f"{name.replace('_', ' ')} {value:g}: must be positive")

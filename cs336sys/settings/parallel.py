@@ -1,6 +1,7 @@
 """A training workload that several ranks share."""
 
 import contextlib
+import math
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import kept_blocks
@@ -9,7 +10,6 @@ from cs336sys.accounting.sharding.partition import (
     SequenceSplit,
     check_batch,
     heads_refusal,
-    mesh_ranks,
     mesh_text,
     read_mesh,
     require_heads,
@@ -204,8 +204,8 @@ class ParallelWorkload(Configured, HasStrategy):
             return
         sizes = read_mesh(self.mesh)
         dimensions = [name for name in (self.strategy_record.outer, inner) if name is not None]
-        if mesh_ranks(sizes) != self.world_size:
-            raise UsageError(f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}")
+        if (num_ranks := math.prod(sizes.values())) != self.world_size:
+            raise UsageError(f"--mesh {self.mesh}: that is {num_ranks} ranks, and there are {self.world_size}")
         # A strategy without communication names no outer dimension, but its ranks have that of the compared one.
         if sizes.keys() != set(dimensions) and (self.strategy_record.communicates or inner not in sizes):
             raise UsageError(

@@ -3,7 +3,7 @@
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.memory import step_memory
+from cs336sys.accounting.step_time.memory import step_peak_bytes
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.public_steps import public_note
 from cs336sys.accounting.step_time.rates import Rates
@@ -50,7 +50,7 @@ def step_row(
     """
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
-    row["peak_gib"] = (step_memory(configuration).total if memory_bytes is None else memory_bytes) / GIB
+    row["peak_gib"] = (step_peak_bytes(configuration) if memory_bytes is None else memory_bytes) / GIB
     if time.only_ranks_unknown:
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:

@@ -55,14 +55,14 @@ class MemoryStep(TrainStep):
         self.chains_blocks = workload.checkpointing == "none"
         super().__init__(training, device, model=model)
         if self.passes > 1:
-            # For timing: a step is made of what it can be split into.
+            # What is timed; forward and backward passes alternate.
             self.phases = {"backward": self._accumulate, "optimizer": self.optimizer_step}
 
     def region(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.region(name)
 
     def run_recorded(self, recorder: StepRecorder) -> None:
-        """One step, with the loss as a phase of its own, recorded: as it is launched, or captured in CUDA graphs."""
+        """Record one step, with the loss as a phase of its own, as it is launched or captured in CUDA graphs."""
         self.recorder = recorder
         try:
             self.run_phases(recorder.region, recorder)
@@ -74,9 +74,9 @@ class MemoryStep(TrainStep):
         around: Callable[[str], AbstractContextManager[None]],
         all_around: AbstractContextManager[Any] = contextlib.nullcontext(),
     ) -> None:
-        """One step, with the loss as a phase of its own, launched or, where the workload says so, captured.
+        """Run one step, with the loss as a phase of its own, launched or, where the workload says so, captured.
 
-        Captured, memory is taken and given back as in a launched step; replays do neither.
+        A capture takes memory and gives it back as a launched step does; replays do neither.
 
         Args:
             around: entered around each phase, with its name.
@@ -101,7 +101,7 @@ class MemoryStep(TrainStep):
             self.capture(with_loss=True, around=around_captured)
 
     def _all_passes(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The phases of a step in order, those of each micro-batch with its part of the batch."""
+        """Yield the phases of a step in order, those of each micro-batch with its part of the batch."""
         phases = dict(self.phases_with_loss)
         if self.passes == 1:
             yield from phases.items()
@@ -114,6 +114,7 @@ class MemoryStep(TrainStep):
             )
             for name, phase in phases.items():
                 yield name, phase
+                # A fused kernel computes the loss in the forward pass.
                 if name == ("loss" if "loss" in phases else "forward"):
                     assert self.loss is not None
                     self.loss = self.loss / self.micro_batches
@@ -125,6 +126,7 @@ class MemoryStep(TrainStep):
         return tensor[number * size : (number + 1) * size]
 
     def _accumulate(self) -> None:
+        """Run the forward and backward passes of all micro-batches."""
         for name, phase in self._all_passes():
             if name != "optimizer":
                 phase()
@@ -134,7 +136,7 @@ class MemoryStep(TrainStep):
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The tensors that exist before a step, by category; copies of parameters are among the parameters."""
+        """Return the tensors that exist before a step, by category; copies of parameters are among the parameters."""
         copies = [] if self.fused is None or self.fused.copies is None else self.fused.copies.tensors
         return {
             "parameters": [*self.model.parameters(), *copies],
@@ -164,6 +166,7 @@ class MemoryStep(TrainStep):
             return saved_tensors(lambda: first_tensor(block(*args, **kwargs)), tensors, names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a block's first call in a forward pass, detached; the first tensor has a gradient."""
         calls: list[tuple[Any, dict[str, Any]]] = []
         hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
         with torch.no_grad():
@@ -192,7 +195,7 @@ def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> No
 
 
 def unique_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules that have one name in the model; one that several blocks share counts as a part of each."""
+    """Return the modules that have one name in the model, with it; one that several blocks share has several."""
     paths: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
@@ -204,8 +207,8 @@ RegionContext = Callable[[str], AbstractContextManager[None]]
 
 def _recomputation(region: RegionContext) -> AbstractContextManager[None]:
     """Enter ``region`` where the backward pass runs a block again."""
-    in_backward = torch._C._current_graph_task_id() != -1
-    return region(RECOMPUTATION) if in_backward else contextlib.nullcontext()
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return region(RECOMPUTATION) if is_in_backward else contextlib.nullcontext()
 
 
 def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: RegionContext) -> nn.ModuleList:
@@ -246,6 +249,7 @@ class _NestedCheckpoints(_Checkpoint):
         return super().forward(x) if len(self.blocks) == 1 else self._halves(list(self.blocks), x)
 
     def _halves(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+        """Run the blocks, with a checkpoint around each half of them."""
         if len(blocks) == 1:
             return self._run(blocks, x)
         middle = (len(blocks) + 1) // 2

@@ -1,21 +1,8 @@
 """A training step in CUDA graphs: captured once, a graph for each of its phases, and replayed from then on.
 
-A GPU is often done with a kernel before the CPU has launched the next one. A graph holds all launches of a phase, and
-replaying it takes one call: the step then takes as long as its kernels.
-
-What is captured is what ran on the GPU in one step, with the addresses and numbers of that step. So in the phases:
-
-- nothing may wait for the GPU or depend on what it computed: no ``.item()``, ``.cpu()``, ``print`` of a tensor, no mask
-  as an index;
-- nothing may be decided or counted by the CPU that differs from step to step: it would stay as it was. A learning rate
-  that changes must be a tensor on the GPU; an optimizer's step count, too (``capturable=True``);
-- shapes stay as they are, and new data must be copied to where the captured step reads it;
-- GPU memory comes from torch's allocator alone, and tensors made inside belong to the graphs: the next replay
-  overwrites them, so copy what is to be kept;
-- gradients are dropped inside (``zero_grad()`` in one of the phases), else every replay adds to them;
-- work on other streams must be waited for in the phase that launched it.
-
-Sources: CUDA programming guide, "CUDA Graphs"; torch's notes "CUDA semantics: CUDA Graphs".
+A graph holds all launches of a phase, with the addresses and numbers of one step, and replays them in one call.
+docs/cuda_graphs.md says what phases may not do. Sources: CUDA programming guide, "CUDA Graphs"; torch's notes "CUDA
+semantics: CUDA Graphs".
 """
 
 import contextlib
@@ -23,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,26 +36,8 @@ _REASONS = {
 }
 
 
-class Recorder(Protocol):
-    """Record launches; :class:`CudaRecorder` is the one for GPUs."""
-
-    def on_launch_stream(self) -> AbstractContextManager[None]:
-        """Within this context, work is launched where it will be captured; the caller's stream waits for it."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Call ``run`` without computing anything, and return what computes all that it launched."""
-
-    @property
-    def pool_bytes(self) -> int:
-        """Memory that what was recorded keeps: no other tensor can use it."""
-
-
 def require_graphs(device: torch.device) -> None:
-    """Refuse a device that has no CUDA graphs.
-
-    Raises:
-        CapabilityError: it is a CPU.
-    """
+    """Refuse a CPU, which has no CUDA graphs."""
     if device.type != "cuda":
         raise CapabilityError(f"CUDA graphs need a GPU, and device '{device.type}' is not one: launch the step")
 
@@ -79,9 +48,6 @@ class CudaRecorder:
     Args:
         device: a GPU.
         stream: the stream to warm up and capture on, None for a new one.
-
-    Raises:
-        CapabilityError: the device is a CPU.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None):
@@ -91,12 +57,14 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def on_launch_stream(self) -> Iterator[None]:
+        """Within this context, launch work where it will be captured; the caller's stream waits for it."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Call ``run`` without computing anything, and return what computes all that it launched."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             # Other threads may go on: a data loader that pins memory, NCCL's watchdog that asks about earlier work.
@@ -104,7 +72,7 @@ class CudaRecorder:
             try:
                 run()
             except BaseException:
-                # It says only that there was an error before.
+                # Ending the capture says only that there was an error before.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -113,6 +81,7 @@ class CudaRecorder:
 
     @property
     def pool_bytes(self) -> int:
+        """Return the bytes that recorded graphs keep: no other tensor can use them."""
         pool = tuple(self._pool)
         return sum(
             segment["total_size"]
@@ -122,20 +91,12 @@ class CudaRecorder:
 
 
 class GraphedStep:
-    """A step captured in CUDA graphs, one a phase::
-
-        def forward():
-            return loss_function(model(tokens), targets)      # a phase may return a tensor
-        ...
-        step = GraphedStep({"forward": forward, "backward": backward, "update": update}, (tokens, targets),
-                           optimizers=[optimizer])
-        for batch in batches:
-            loss = step(*batch)                               # nothing waits; loss.item() would
+    """A step captured in CUDA graphs, one a phase; docs/cuda_graphs.md has an example.
 
     The constructor runs the step ``warmup`` times on ``inputs``, on a stream of its own, and captures it. The
     warm-up is training: weights have changed by ``warmup`` steps afterwards, on ``inputs`` or on what ``around_warmup``
-    copies there. What the phases may not do is listed at the top of this module. ``torch.autocast`` is fine inside a
-    phase, not around several.
+    copies there. docs/cuda_graphs.md lists what the phases may not do. ``torch.autocast`` is fine inside a phase, not
+    around several.
 
     Args:
         phases: what one step does, by name, in order; called without arguments.
@@ -145,14 +106,13 @@ class GraphedStep:
         warmup: steps before the capture, at least 1.
         around: entered around the capture of each phase, with its name.
         around_warmup: entered around each step of the warm-up, with its number from 0.
-        recorder: how to record, None for a new :class:`CudaRecorder` on the inputs' device.
+        recorder: what records, None for a new one on the inputs' device.
 
     Attributes:
         phases: by name, in order: what replays each phase. Calling them all is one step on the present ``inputs``.
         inputs: the tensors that a replay reads.
         result: what the last phase to return a tensor returned: it is overwritten by each replay.
         capture_s: how long capturing took, without the warm-up.
-        recorder: what recorded the graphs.
 
     Raises:
         UsageError: there are no phases or inputs, or no warm-up.
@@ -171,7 +131,7 @@ class GraphedStep:
         warmup: int = WARM_UP_STEPS,
         around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
         around_warmup: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ):
         if not phases or not inputs:
             raise UsageError("a graphed step needs at least one phase and one input tensor")
@@ -189,13 +149,9 @@ class GraphedStep:
         self.capture_s = time.perf_counter() - started
 
     def __call__(self, *inputs: Tensor) -> Tensor | None:
-        """One step on new data, or on the last again if none is given.
+        """Replay one step on new data as :meth:`load` takes them, or on the last again, and return :attr:`result`.
 
-        Returns:
-            :attr:`result`, on the GPU, which may not have computed it yet.
-
-        Raises:
-            UsageError: the data are not like what was captured.
+        The GPU may not have computed it yet.
         """
         if inputs:
             self.load(*inputs)
@@ -227,7 +183,7 @@ class GraphedStep:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory that the graphs keep: no other tensor can use it while they exist."""
+        """Return the bytes that the graphs keep: no other tensor can use them while the graphs exist."""
         return self.recorder.pool_bytes
 
     def _warm_up(
@@ -237,6 +193,7 @@ class GraphedStep:
         warmup: int,
         around: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
+        """Run the step so many times, the last as if captured, and refuse optimizers that no graph can repeat."""
         settings: list[Any] = []
         device = self.inputs[0].device
         with self.recorder.on_launch_stream():
@@ -257,6 +214,7 @@ class GraphedStep:
     def _capture(
         self, phases: Mapping[str, Callable[[], Any]], around: Callable[[str], AbstractContextManager[Any]]
     ) -> dict[str, Callable[[], None]]:
+        """Record each phase, and return what replays it."""
         if self.inputs[0].is_cuda:
             gc.collect()
             torch.cuda.synchronize(self.inputs[0].device)
@@ -276,6 +234,8 @@ class GraphedStep:
                 gc.enable()
 
     def _record(self, name: str, run: Callable[[], Any]) -> Callable[[], None]:
+        """Record a phase, and return what replays it; what cannot be captured is told in words."""
+
         def run_and_keep_result() -> None:
             result = run()
             if isinstance(result, Tensor):
@@ -302,7 +262,7 @@ def pretend_capturing() -> AbstractContextManager[Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Explain a failed capture in words."""
+    """Explain a failed capture in words, or by the first line of its error."""
     for exception in _causes(error):
         for text, reason in _REASONS.items():
             if text in str(exception):
@@ -312,7 +272,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from: compilers wrap what the compiled code raised."""
+    """Yield an error and what it was raised from: compilers wrap what the compiled code raised."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -327,6 +287,7 @@ def _captured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
 
 
 def _require_constant(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
+    """Refuse an optimizer whose :func:`_captured_settings` are not what they were before a step."""
     for old, new in zip(before, _captured_settings(optimizer), strict=True):
         for name, value in new.items():
             if old.get(name) != value:
@@ -337,10 +298,11 @@ def _require_constant(optimizer: torch.optim.Optimizer, before: list[dict[str, A
 
 
 def _require_state_on_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """Refuse optimizers whose state, a number or a tensor, is on the CPU."""
     for optimizer in optimizers:
         for name, value in (item for state in optimizer.state.values() for item in state.items()):
-            counts = isinstance(value, int | float) and not isinstance(value, bool)
-            if counts or (isinstance(value, Tensor) and value.device.type != device.type):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number or (isinstance(value, Tensor) and value.device.type != device.type):
                 raise CapabilityError(
                     f"{type(optimizer).__name__} keeps its state '{name}' on the CPU, so a graph would repeat one "
                     "step's number for ever (of AdamW, its bias correction): choose an optimizer that keeps it on the "

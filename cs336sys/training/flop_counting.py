@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from cs336sys.training.step import TrainStep
 
 @dataclass
 class StepCount:
-    """The work of one step, as far as the shapes of its tensors show it.
+    """The work of one step of a user's model, as far as the shapes of its tensors show it.
 
     Attributes:
         parameters: of the model, tied ones once; None where it cannot even be built without memory.
@@ -49,16 +50,16 @@ class StepCount:
 
 
 def count_step(workload: Workload) -> StepCount:
-    """Count a step of a user's model, for which there is no formula."""
-    mode = "forward" if not workload.has_backward else "forward-backward"
+    """Count a step of a user's model, once for all workloads that differ in nothing that is counted."""
+    mode = "forward-backward" if workload.has_backward else "forward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
-    launched = replace(launched, kernels="reference")
     # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
-    return _count_cached(replace(launched, attention="sdpa", warmup=0, steps=1))
+    return _count_cached(replace(launched, kernels="reference", attention="sdpa", warmup=0, steps=1))
 
 
 @functools.lru_cache(maxsize=4)
 def _count_cached(workload: Workload) -> StepCount:
+    """Count a launched step on the meta device, as far as it runs there."""
     count = StepCount()
     numbers = WithoutValues()
     try:
@@ -70,8 +71,8 @@ def _count_cached(workload: Workload) -> StepCount:
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            uncounted = user_models.watched_attention(user_models.shape_of_attention)
-            with uncounted, FlopCounterMode(display=False) as counter:
+            without_attention = user_models.watched_attention(user_models.shape_of_attention)
+            with without_attention, FlopCounterMode(display=False) as counter:
                 step.forward()
                 if workload.has_backward:
                     step.backward()
@@ -84,18 +85,18 @@ def _count_cached(workload: Workload) -> StepCount:
     return count
 
 
-# Masks add -inf, the dtype's least value or, in fp16, -1e4 to a score that is not to count.
+# Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.
 _HIDDEN_SCORE = -1e4
 
 # The products whose operands are the arguments at these places.
 _BATCHED_PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
 _PRODUCTS = (*_BATCHED_PRODUCTS, "mm", "addmm")
 # Operations that take a shape, and no values, from their argument.
-_OF_SHAPES = re.compile(r"new_|.*_like$")
+_SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")
 
 
 class _MarkedTensors:
-    """Tensors by their storage, as long as it lives; views of it are marked, too."""
+    """A set of tensors, by their storage as long as it lives: it has their views, too."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
@@ -134,6 +135,7 @@ class AttentionCalls(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.flops = 0
         self.is_upper_bound = False
+        # What was computed from the batch, and scores that a mask computed from it hides.
         self._from_batch, self._masked_by_batch = _MarkedTensors(), _MarkedTensors()
         for tensor in batch:
             self._from_batch.add(tensor)
@@ -144,11 +146,12 @@ class AttentionCalls(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Within this, attention is counted."""
         with user_models.watched_attention(self._attend), self:
             yield
 
     def _attend(self, call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
-        """Count the FLOPs of the pairs of tokens that an attention call sees, and call it."""
+        """Count the FLOPs of the pairs of tokens that a call of torch's attention sees, and call it."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         reason = user_models.why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
         self.calls[reason or ""] += 1
@@ -169,6 +172,7 @@ class AttentionCalls(TorchDispatchMode):
             self._is_in_attention = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow what depends on the batch, and count products with a softmax between them."""
         result = function(*args, **(kwargs or {}))
         if self._is_in_attention:
             return result
@@ -176,12 +180,12 @@ class AttentionCalls(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         from_batch = [tensor for tensor in inputs if tensor in self._from_batch]
-        if from_batch and not _OF_SHAPES.match(name):
+        if from_batch and not _SHAPE_OPERATIONS.match(name):
             for output in outputs:
                 self._from_batch.add(output)
         if name in _PRODUCTS:
             if name in _BATCHED_PRODUCTS:
-                left, right = (args[place] for place in _BATCHED_PRODUCTS[name])
+                left, right = (args[position] for position in _BATCHED_PRODUCTS[name])
                 self._count_product(left, right, result)
         elif self._hides_by_batch(name, args, from_batch) or any(tensor in self._masked_by_batch for tensor in inputs):
             for output in outputs:
@@ -196,15 +200,17 @@ class AttentionCalls(TorchDispatchMode):
             return args[1] in self._from_batch
         if name == "where":
             return args[0] in self._from_batch
-        is_sum = name in ("add", "add_") and len(from_batch) == 2
-        return is_sum and any(tensor.is_floating_point() and _hides(tensor) for tensor in from_batch)
+        # Of scores and a mask.
+        is_masking_sum = name in ("add", "add_") and len(from_batch) == 2
+        return is_masking_sum and any(tensor.is_floating_point() and _hides(tensor) for tensor in from_batch)
 
     def _count_softmax(self, scores: Tensor) -> None:
+        """Take the hidden pairs from the FLOPs of the product that made the scores, if softmax takes that product."""
         if self._scores is None:
             return
         (_, queries, keys), inner = self._scores
-        # A sink of attention is one column more.
         rows = self._scores[0][:-1].numel()
+        # A sink of attention is one column more.
         if scores.shape[-1] < keys or scores.shape[:-1].numel() != rows or not _hides(scores):
             return
         if scores in self._masked_by_batch:
@@ -215,12 +221,14 @@ class AttentionCalls(TorchDispatchMode):
         self.flops -= 2 * self._hidden_pairs * inner
 
     def _count_product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
+        """Take hidden pairs from the FLOPs of a product of probabilities with values, and remember its result."""
         if self._hidden_pairs is not None and self._scores is not None and left.shape == self._scores[0]:
             self.flops -= 2 * self._hidden_pairs * right.shape[-1]
         self._scores, self._hidden_pairs = (result.shape, left.shape[-1]), None
 
 
 def _hides(scores: Tensor) -> bool:
+    """Return whether any pair is hidden."""
     return scores.numel() > 0 and scores.min().item() <= _HIDDEN_SCORE
 
 
@@ -241,7 +249,7 @@ def visible_pairs(visible: Tensor) -> int:
 
 
 def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
-    """``parameters``, and of a user's model ``flops`` and ``notes`` on what was found in it; before it is captured."""
+    """Return ``parameters``, and of a user's model ``flops`` and ``notes`` on it; called before it is captured."""
     workload = step.workload
     if workload.is_ours:
         return {"parameters": workload.parameters}
@@ -250,18 +258,11 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
     # Compiled code shows no calls. To ask for eager execution imports the compiler.
     eager = torch.compiler.set_stance("force_eager") if workload.is_compiled else contextlib.nullcontext()
-    course_calls = 0
-
-    def course_attention(*arguments: Any, **named: Any) -> Tensor:
-        # Counted like a call of torch's.
-        nonlocal course_calls
-        course_calls += 1
-        return sdpa(*arguments, **named)
-
-    course = attention_replaced(course_attention)
-    with torch.no_grad(), eager, course:
+    # Attention of cs336_basics is counted like a call of torch's.
+    course_attention = mock.Mock(wraps=sdpa)
+    with torch.no_grad(), eager, attention_replaced(course_attention):
         step.compute_logits(attention.watching())
-    replaced = {"reference": 0, "sdpa": course_calls, "flash": attention.calls[""]}
+    replaced = {"reference": 0, "sdpa": course_attention.call_count, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.
     times = 3 if workload.has_backward else 1
@@ -281,20 +282,19 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
 
 def fused_notes(step: "TrainStep") -> list[str]:
     """Return a note that counts the modules of a user's model that fused kernels replace, or no note."""
-    if not step.workload.fused_kernels:
-        return []
     handle = step.fused
-    if handle is None or not handle.recognized:
+    if not step.workload.fused_kernels or handle is None or not handle.recognized:
         return []
-    recognized = dict(handle.recognized)
+    counts = dict(handle.recognized)
     if step.loss_without_logits is None:
-        recognized.pop("linear-cross-entropy", None)
-    replaced = ", ".join(f"{times} x {name}" for name, times in recognized.items())
+        counts.pop("linear-cross-entropy", None)
+    replaced = ", ".join(f"{times} x {name}" for name, times in counts.items())
     copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""
     return [f"{step.workload.user.model}: fused kernels replace {replaced or 'no module'}{copies}"]
 
 
 def _flop_notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:
+    """Return notes on what computes attention, on FLOPs that are not counted, and on waits for the GPU."""
     name = str(workload.user.model)
     notes = []
     if workload.attention_record.is_ours:

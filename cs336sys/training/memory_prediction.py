@@ -47,7 +47,7 @@ class PhasePeak:
 
 
 def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
-    """The peaks of a timeline, which knows only the tensors' bytes."""
+    """Return the peaks of a timeline's phases; it knows only the tensors' bytes."""
     totals = timeline.totals()
     return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
 
@@ -134,7 +134,7 @@ class TracedStep:
     guessed: Mapping[str, int] = field(default_factory=dict)
 
     def notes(self, workload: Workload) -> list[str]:
-        """A sentence on :attr:`guessed`, where there is any."""
+        """Return a sentence on :attr:`guessed`, if any line is known, as a list."""
         lines = ", ".join(f"{line} ({times} times)" for line, times in self.guessed.items() if line)
         if not lines:
             return []
@@ -144,35 +144,24 @@ class TracedStep:
         ]
 
 
-def traced_timeline(
-    workload: MemoryWorkload, *, follow_operations: bool = False, progress: Progress = lambda stage: None
-) -> TracedStep:
-    """The timeline of a step after the first, as far as the results of its operations show it.
-
-    Compiled workloads are traced eagerly, those in CUDA graphs launched, which holds the same, and fp16 as bf16, which
-    has as many bytes and runs everywhere. What kernels use inside, cuBLAS workspaces and the allocator's rounding are
-    not seen. Of our models with many blocks, steps of few are traced, if what these add repeats to the byte.
-
-    Args:
-        follow_operations: find the origin of every allocation, which takes longer.
-    """
-    size = workload.training.size
-    period = (
-        1
-        if workload.checkpointing in (*SUBLAYERS, "none", "nested")
-        else group_sizes(workload.checkpointing, size.num_layers)[0]
-    )
+def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress: Progress) -> TracedStep:
+    """Trace a step, of our models with many blocks steps of few, if what these add repeats to the byte."""
+    size, checkpointing = workload.training.size, workload.checkpointing
+    # Blocks after which memory repeats.
+    period = 1
+    if checkpointing not in (*SUBLAYERS, "none", "nested"):
+        period = group_sizes(checkpointing, size.num_layers)[0]
     fewest_blocks = 2 * period + size.num_layers % period
-    repeats = workload.training.is_ours and workload.checkpointing != "nested"
+    repeats = workload.training.is_ours and checkpointing != "nested"
     if not repeats or size.num_layers <= 3 * (fewest_blocks + period):
         progress(f"tracing {size.num_layers} blocks on fake tensors")
         return _traced_whole(workload, follow_operations)
-    traced = []
+    steps = []
     for blocks in (fewest_blocks, fewest_blocks + period, fewest_blocks + 2 * period):
         progress(f"tracing {blocks} of {size.num_layers} blocks on fake tensors")
         training = replace(workload.training, size=replace(size, num_layers=blocks))
-        traced.append(_traced_whole(replace(workload, training=training), follow_operations))
-    first, second, third = traced
+        steps.append(_traced_whole(replace(workload, training=training), follow_operations))
+    first, second, third = steps
     times = (size.num_layers - fewest_blocks) // period
     timeline = repeated((first.timeline, second.timeline, third.timeline), times)
     if timeline is None:
@@ -182,6 +171,7 @@ def traced_timeline(
 
 
 def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
+    """Run a step of all blocks on fake tensors of the CPU, with what computes on a GPU alone replaced."""
     on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
     if training.scales_loss:
@@ -217,7 +207,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
 
 
 def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """One cell of ``memprof --dry-run``: runs in the worker process, needs no GPU and little memory."""
+    """Predict one cell of ``memprof --dry-run``: runs in the worker process, needs no GPU and little memory."""
     workload = MemoryWorkload.from_configuration(configuration)
     traced = predicted_timeline(workload, follow_operations=True, progress=progress)
     derived = summary(workload, traced.timeline, timeline_peaks(traced.timeline), traced.block)
@@ -229,19 +219,26 @@ def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
 def predicted_timeline(
     workload: MemoryWorkload, *, follow_operations: bool = False, progress: Progress = lambda stage: None
 ) -> TracedStep:
-    """As :func:`traced_timeline`, and where a user's model does not run on fake tensors one sentence.
+    """Return the timeline of a step after the first, as far as the results of its operations show it.
+
+    Compiled workloads are traced eagerly, those in CUDA graphs launched, which holds the same, and fp16 as bf16, which
+    has as many bytes and runs everywhere. What kernels use inside, cuBLAS workspaces and the allocator's rounding are
+    not seen.
+
+    Args:
+        follow_operations: find the origin of every allocation, which takes longer.
 
     Raises:
-        CapabilityError: it does not; with real tensors it may.
+        CapabilityError: a user's model does not run on fake tensors; with real ones it may.
     """
     training = workload.training
     if training.is_ours:
-        return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
+        return _traced_timeline(workload, follow_operations, progress)
     # It tells its failures on standard error, too.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     try:
         with mock.patch.object(logger, "disabled", True), telling_user_errors(training):
-            return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
+            return _traced_timeline(workload, follow_operations, progress)
     except UserCodeError as error:
         raise CapabilityError(
             f"{training.user.model}: no memory is predicted, as its step does not run on tensors without values "
@@ -263,14 +260,14 @@ def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool
         try:
             with telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng():
                 step = MemoryStep(replace(workload, training=tiny, micro_batches=1), device)
-                with DecisionsRead() as read:
+                with DecisionsRead() as recorder:
                     step.forward()
                     if training.has_backward:
                         step.backward()
         except UserCodeError:
             # Not every model runs at every size; what fails at the workload's own is told where that is traced.
             continue
-        return read.decisions
+        return recorder.decisions
     return {}
 
 
@@ -283,12 +280,12 @@ def _decided_as_with_values() -> AbstractContextManager[Any]:
 
 
 def _give_data(tensor: Tensor, other: Tensor) -> None:
-    """In the place of ``torch.utils.swap_tensors``, which refuses fake tensors: their mode holds weak references."""
+    """Stand in for ``torch.utils.swap_tensors``, which refuses fake tensors: their mode holds weak references."""
     tensor.data = other.data
 
 
 def _flash_of_a_gpu(query, key, value, is_causal):
-    """Our kernels as one operation, as on a GPU; only where Triton is missing, as the tiles that a CPU computes."""
+    """Call our kernels as one operation, as on a GPU; where Triton is missing, as the tiles that a CPU computes."""
     implementation = "triton" if why_no_triton() is None else "tiled"
     return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
 
@@ -303,6 +300,7 @@ def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
 
 
 def _create_optimizer_state(step: MemoryStep) -> None:
+    """Take an optimizer step, which leaves the state of a later one."""
     if step.optimizer is None:
         return
     for parameter in step.model.parameters():

@@ -1,4 +1,4 @@
-"""Builds a workload's model, with the attention that it asks for, and its batches."""
+"""Build a workload's model, with its attention, and its batches."""
 
 import contextlib
 import functools
@@ -32,11 +32,11 @@ _model_attention = cs336_basics.model.scaled_dot_product_attention
 
 
 def sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's own attention in the signature of the model's; the only mask the model passes is the causal one."""
+    """Compute torch's attention in the signature of the model's, whose only mask is the causal one."""
     return F.scaled_dot_product_attention(Q, K, V, is_causal=mask is not None)
 
 
-# What takes the place of cs336_basics.model.scaled_dot_product_attention; our kernels, once they have been asked for.
+# Replacements of cs336_basics.model.scaled_dot_product_attention; our kernels once a workload has chosen them.
 ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": sdpa}
 
 
@@ -52,7 +52,7 @@ _CAUSAL = torch.ones((), dtype=torch.bool)
 
 
 def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    """The model's own attention, its softmax among it, on (..., S, D)."""
+    """Compute the model's own attention, with its own softmax, of (..., S, D)."""
     mask = None
     if is_causal:
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
@@ -60,7 +60,7 @@ def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
 
 
 def use_attention(workload: Workload) -> None:
-    """Make all models of the process compute attention its way: they look it up in their module at every call.
+    """Let all models of the process compute the workload's attention: they look it up in their module at every call.
 
     A model of the user's may call torch's, or that of ``cs336_basics``.
     """
@@ -79,16 +79,11 @@ def _require_replaceable_attention() -> None:
     package = course_package()
     if package.is_ours:
         return
-    calls = []
-
-    def attention(*arguments: Any, **named: Any) -> Tensor:
-        calls.append(arguments)
-        return _model_attention(*arguments, **named)
-
+    attention = mock.Mock(wraps=_model_attention)
     size = choose_size("tiny", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=16, context=4)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), attention_replaced(attention), torch.no_grad():
         _plain_model(Workload(size))(torch.zeros(1, size.context, dtype=torch.int64))
-    if not calls:
+    if not attention.called:
         raise CapabilityError(
             f"the cs336_basics of {package.name} computes attention without its "
             "cs336_basics.model.scaled_dot_product_attention, so that no other can take its place; choose --attention "
@@ -97,19 +92,19 @@ def _require_replaceable_attention() -> None:
 
 
 def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """Within this context, all models of the process compute attention by this function, of the model's signature."""
+    """Within this, all models of the process compute attention by this function, of the model's signature."""
     return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
-    """After this context, all models of the process compute attention as before it, whatever was built in it."""
-    torchs = F.scaled_dot_product_attention
-    with (
-        attention_replaced(cs336_basics.model.scaled_dot_product_attention),
-        mock.patch.object(F, "scaled_dot_product_attention", torchs),
-    ):
+    """After this, all models of the process compute attention as before it, whatever was built in it."""
+    model_attention, torch_attention = cs336_basics.model.scaled_dot_product_attention, F.scaled_dot_product_attention
+    try:
         yield
+    finally:
+        cs336_basics.model.scaled_dot_product_attention = model_attention
+        F.scaled_dot_product_attention = torch_attention
 
 
 def torch_linear(weight: nn.Parameter) -> nn.Linear:
@@ -121,7 +116,7 @@ def torch_linear(weight: nn.Parameter) -> nn.Linear:
 
 
 def causal_attention(name: str) -> CausalAttention | None:
-    """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
+    """Return causal attention of query, key, value by its name; None for the model's own, which looks at the mask."""
     return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))
 
 
@@ -136,11 +131,8 @@ def give_positions(model: nn.Module, positions: Tensor) -> None:
     """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
 
     Args:
-        model: of ``cs336_basics``, this project's or anybody's.
+        model: of ``cs336_basics``, this project's or anybody's whose attention takes ``token_positions``.
         positions: (S,), int64.
-
-    Raises:
-        CapabilityError: its attention takes no ``token_positions``.
     """
     attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
     if "token_positions" not in inspect.signature(attention_class.forward).parameters:
@@ -170,9 +162,6 @@ def build_model(
     Args:
         attention: in place of the workload's, of our model.
         compile_options: options of torch.compile for blocks.
-
-    Raises:
-        UserCodeError: the user's function does not give a model.
     """
     use_attention(workload)
     if attention is not None:
@@ -205,6 +194,7 @@ def build_model(
 
 
 def _plain_model(workload: Workload) -> nn.Module:
+    """Build the user's model or ours, on the present default device, as its own code says."""
     size = workload.size
     if workload.user.model is not None:
         return user_models.build(workload.user.model, size)
@@ -220,11 +210,7 @@ def _plain_model(workload: Workload) -> nn.Module:
 
 
 def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
-    """The Transformer blocks of a workload's model by their names in it; of a user's model there may be none.
-
-    Raises:
-        UserCodeError: ``--blocks`` names none.
-    """
+    """Return the Transformer blocks of a workload's model by their names in it; a user's model may have none."""
     layers = getattr(model, "layers", None)
     if workload.is_ours and isinstance(layers, nn.ModuleList):
         return {f"layers.{number}": block for number, block in enumerate(layers)}
@@ -233,7 +219,7 @@ def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def build_by_layers(workload: Workload, device: torch.device) -> nn.Module:
-    """The workload's model with the values that it has where no rank ever holds the whole of it; not compiled.
+    """Build the workload's model with the values that it has where no rank ever holds all of it; not compiled.
 
     Ours has the same as from :func:`build_model`. A user's model is initialized one layer at a time on ``device`` where
     its layers can be, else on the CPU.
@@ -257,7 +243,7 @@ def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
 
 
 def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
-    """The model that a workload's training is compared with, see ``plainly_trained``.
+    """Build the model that a workload's training is compared with, see :func:`plainly_trained`.
 
     Where the workload keeps weights in bf16, this model starts from the same, and keeps them in fp32.
     """
@@ -270,7 +256,7 @@ def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
 
 
 def keeping_input(run: Callable[..., Any], *inputs: Any, keeps_random: bool = False, **named: Any) -> Any:
-    """``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for whatever it saved.
+    """Return ``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for what it saved.
 
     Args:
         keeps_random: draw the same random numbers again; our model draws none.
@@ -294,7 +280,7 @@ def initialize_layer(layer: nn.Module) -> None:
 
 
 def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Any, Any]:
-    """Inputs and targets of the workload's seed: token ids and next-token targets, each (batch_size, context), int64.
+    """Make inputs and targets of the workload's seed: token ids and next ones, each (batch_size, context), int64.
 
     Or whatever the user's function returns, whose tensors have the batch first.
 

@@ -1,6 +1,7 @@
 """Count a user's model on tensors without values: products by shape, bytes, kernels, and its memory by a dry run."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ class OperationCount(TorchDispatchMode):
         self.kernels = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operation, unless it starts no kernel."""
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if function.is_view or name in _FREE:
@@ -52,15 +54,14 @@ class OperationCount(TorchDispatchMode):
             self.products.append((left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
             return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        self.bytes += sum(map(_moved, tensors))
+        self.bytes += sum(map(_moved_bytes, tensors))
         return result
 
 
-def _moved(tensor: Tensor) -> int:
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1
-    return count * tensor.element_size()
+def _moved_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory: dimensions of stride 0, which are expanded, count once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
 
 
 class _Attention(torch.autograd.Function):
@@ -77,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Moves what torch's fused kernels of a GPU move, instead of the operations of which it consists elsewhere."""
+    """Moves what torch's fused kernels of a GPU move; elsewhere torch has several operations instead."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:
@@ -112,17 +113,15 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """
     workload = Workload.from_configuration(configuration)
     sized = [replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused") for batch in (1, 2)]
-    counts_of_batches: list[dict[str, OperationCount]] = []
-    for batch_workload in sized:
-        progress(f"counting a step of {batch_workload.size.batch_size}")
-        parameters, attention_calls, counts = _count_step(batch_workload)
-        counts_of_batches.append(counts)
+    counts_by_batch: list[dict[str, OperationCount]] = []
+    for training in sized:
+        progress(f"counting a step of {training.size.batch_size}")
+        parameters, attention_calls, counts = _count_step(training)
+        counts_by_batch.append(counts)
     peaks: dict[str, list[int]] = {}
     for checkpointing in ("none", "block"):
         progress(f"tracing memory, checkpoint {checkpointing}")
-        traced = [
-            predicted_timeline(MemoryWorkload(batch_workload, checkpointing=checkpointing)) for batch_workload in sized
-        ]
+        traced = [predicted_timeline(MemoryWorkload(training, checkpointing=checkpointing)) for training in sized]
         peaks[checkpointing] = [max(peak.allocated for peak in timeline_peaks(step.timeline)) for step in traced]
     columns: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -132,7 +131,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
         "peaks": peaks,
     }
     for name in ("forward", "backward"):
-        first, second = (counts[name] for counts in counts_of_batches)
+        first, second = (counts[name] for counts in counts_by_batch)
         if len(first.products) != len(second.products):
             raise CapabilityError(
                 f"{workload.user.model}: does other products with another batch, so it is not predicted"
@@ -146,7 +145,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
-    """The parameters, the calls of attention and the operations of each pass, on tensors without values."""
+    """Return the parameters, calls of attention (heads, queries, head dimension), and operations by pass."""
     launched = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
     calls: list[tuple[int, int, int]] = []
     counts = {"forward": OperationCount(), "backward": OperationCount()}

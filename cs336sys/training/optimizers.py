@@ -17,11 +17,7 @@ _LEARNING_RATE = 1e-3
 
 
 def require_kernels(option: str) -> None:
-    """Refuse an option where our kernels cannot be loaded.
-
-    Raises:
-        CapabilityError: Triton is not installed, or cannot be imported.
-    """
+    """Refuse an option where our kernels cannot be loaded: Triton is not installed, or cannot be imported."""
     if (reason := why_no_triton()) is not None:
         raise CapabilityError(f"{option} needs {reason}")
 
@@ -35,12 +31,12 @@ def _spare_the_compiler() -> None:
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
         if method is not None:
-            # What it calls, where there is one.
+            # What ``_disable_dynamo`` calls, where there is one.
             vars(method).setdefault("__dynamo_disable", method)
 
 
 def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can.
+    """Return the workload's class of optimizer and its settings; for CUDA graphs it counts on the GPU if it can.
 
     Raises:
         CapabilityError: it is ours, and Triton is not installed; or it is the user's, with groups of parameters.
@@ -51,9 +47,8 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     record = workload.optimizer_record
     if record.is_ours:
         require_kernels(f"--optimizer {workload.optimizer}")
+        return import_named(record.name), {"state_dtype": workload.state_dtype}
     optimizer_class, settings = import_named(record.name), record.settings
-    if record.is_ours:
-        return optimizer_class, {"state_dtype": workload.state_dtype}
     parameters = inspect.signature(optimizer_class).parameters
     if workload.cuda_graph == "on" and "capturable" in parameters:
         settings = {**settings, "capturable": True}
@@ -64,7 +59,7 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
 
 
 def build_optimizer(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """The workload's optimizer of parameters; ``settings`` beyond those of the workload's choice."""
+    """Build the workload's optimizer of parameters, with other settings beyond those of the workload's choice."""
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.make_optimizer(workload.optimizer, parameters, settings)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import cs336_basics.model
@@ -26,23 +26,15 @@ from cs336sys.capture.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, 
 from cs336sys.machine.device import synchronize
 
 
-class Marks(Protocol):
-    """The way in which ranges reach a profiler."""
-
-    def start(self, name: str) -> Callable[[], None]:
-        """Open a range for all threads; what is returned ends it, from any thread."""
-
-    def range(self, name: str) -> AbstractContextManager:
-        """A range of the calling thread, nested in those that it has open."""
-
-
 class NvtxMarks:
     """NVTX ranges, for Nsight Systems: start/end ranges for all threads, push/pop ranges for one."""
 
     def start(self, name: str) -> Callable[[], None]:
+        """Open a range for all threads, and return what ends it, from any thread."""
         return functools.partial(torch.cuda.nvtx.range_end, torch.cuda.nvtx.range_start(name))
 
     def range(self, name: str) -> AbstractContextManager:
+        """Return a range of the calling thread, nested in those that it has open."""
         return torch.cuda.nvtx.range(name)
 
 
@@ -58,9 +50,13 @@ class RecordFunctionMarks:
         return record_function(name)
 
 
+# The ways in which ranges reach a profiler.
+Marks = NvtxMarks | RecordFunctionMarks
+
+
 @contextlib.contextmanager
 def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iterator[None]:
-    """A range for all threads; :mod:`cs336sys.capture.range_names` has the names of the phases of a step.
+    """Within this, a range for all threads; :mod:`cs336sys.capture.range_names` names the phases of a step.
 
     Args:
         wait_for: the range ends when this device has done everything launched in it. A phase of a step ends when all of
@@ -98,7 +94,7 @@ def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: boo
 
 @contextlib.contextmanager
 def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
-    """Replaces ``__call__`` of their classes: module hooks would become part of a block that is compiled."""
+    """Replace ``__call__`` of the blocks' classes: module hooks would become part of a block that is compiled."""
     names = {block: f"block {number}" for number, block in enumerate(blocks)}
     backward = _OneRangeAtATime(marks)
 
@@ -146,6 +142,7 @@ class _OneRangeAtATime:
 
 @contextlib.contextmanager
 def _annotated_attention(marks: Marks) -> Iterator[None]:
+    """Replace attention of ``cs336_basics`` and torch, and the softmax that the first calls."""
     module = cs336_basics.model
     ranges = _AttentionRanges(marks, module.scaled_dot_product_attention, getattr(module, "softmax", None))
     with contextlib.ExitStack() as replacements:
@@ -173,36 +170,28 @@ class _AttentionRanges:
         softmax: Callable[..., Tensor] | None,
         inside: "_AttentionRanges | None" = None,
     ):
-        self._inside = inside
+        self._marks, self._attention, self._softmax, self._inside = marks, attention, softmax, inside
         self._is_open = False
-        self._marks = marks
-        self._attention = attention
-        self._softmax = softmax
+        # The range of the part of attention that runs now, where parts are shown.
         self._part: contextlib.ExitStack | None = None
         self.show_parts = softmax is not None and _calls_softmax(attention)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the attention within its range, and what comes before its softmax within that of the scores."""
         if self._inside is not None and self._inside._is_open:
             return self._attention(*args, **kwargs)
-        self._is_open = True
-        try:
-            return self._annotated(*args, **kwargs)
-        finally:
-            self._is_open = False
-
-    def _annotated(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._marks.range(ATTENTION_RANGE):
-            if not self.show_parts:
-                return self._attention(*args, **kwargs)
-            with contextlib.ExitStack() as part:
-                self._part = part
+        with self._marks.range(ATTENTION_RANGE), contextlib.ExitStack() as part:
+            self._is_open = True
+            if self.show_parts:
                 part.enter_context(self._marks.range(SCORES))
-                try:
-                    return self._attention(*args, **kwargs)
-                finally:
-                    self._part = None
+                self._part = part
+            try:
+                return self._attention(*args, **kwargs)
+            finally:
+                self._is_open, self._part = False, None
 
     def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call softmax within its range, which ends that of the scores and starts that of the last product."""
         assert self._softmax is not None
         if self._part is None:
             return self._softmax(*args, **kwargs)

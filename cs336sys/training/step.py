@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,9 @@ class TrainStep:
         if workload.fused_kernels:
             self._use_fused_kernels()
         if workload.update == "backward":
-            self._update_in_backward()
+            blocks = [list(block.parameters()) for block in blocks_of(workload, self.model).values()]
+            # Our AdamW, as its settings demand.
+            cast("Any", self.optimizer).update_in_backward(blocks, BLOCKS_BESIDE)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
@@ -109,10 +111,9 @@ class TrainStep:
         if self.fused.computes_loss and workload.user.loss is None:
             self.loss_without_logits = self.fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
-        has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
-        has_copies = has_copies and workload.is_fused
-        if self.fused.copies is None and half is not None and has_copies:
-            # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
+        writes_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        if self.fused.copies is None and half is not None and writes_copies and workload.is_fused:
+            # Autocast rounds gradients, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
             self.fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
         if self.chains_blocks and "rms-norm" in workload.fused_kernels:
@@ -121,11 +122,6 @@ class TrainStep:
     def __call__(self) -> None:
         for phase in self.phases.values():
             phase()
-
-    def _update_in_backward(self) -> None:
-        optimizer: Any = self.optimizer
-        blocks = [list(block.parameters()) for block in blocks_of(self.workload, self.model).values()]
-        optimizer.update_in_backward(blocks, BLOCKS_BESIDE)
 
     def use_batch(self, number: int) -> None:
         """Train on another batch of the workload from now on, see :func:`make_batch`."""
@@ -138,19 +134,16 @@ class TrainStep:
             self.inputs, self.targets = self._batch
 
     def weights(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The model's parameters as they are after a step, in the precision that the optimizer keeps them in.
+        """Return the model's parameters after a step by name, as exact as the optimizer keeps them; and of copies.
 
-        Returns:
-            them, by name; and for each copy that the model computes with in their place, by a name of its own, how far
-            it is from the weight (zeros where it is up to date).
+        Of each copy that the model computes with in a parameter's place, by a name of its own, it is how far the copy
+        is from the weight: zeros where it is up to date.
         """
         exact = getattr(self.optimizer, "float32_weight", Tensor.detach)
         names = {parameter: name for name, parameter in parameters.items()}
         copies = () if self.fused is None or self.fused.copies is None else self.fused.copies.differences()
-        return (
-            {name: exact(parameter) for name, parameter in parameters.items()},
-            {f"the copy of {names[weight]}": off for weight, off in copies if weight in names},
-        )
+        differences = {f"the copy of {names[weight]}": difference for weight, difference in copies if weight in names}
+        return {name: exact(parameter) for name, parameter in parameters.items()}, differences
 
     def _share_of_batch(self, number: int) -> tuple[Any, Any]:
         batch = make_batch(self.workload, self.device, number)
@@ -172,10 +165,7 @@ class TrainStep:
             with_loss: make the loss a graph of its own.
             around: entered around the capture of each phase.
             around_warmup: entered around each step of the warm-up, with its number from 0.
-            recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`.
-
-        Raises:
-            CapabilityError: this step cannot be captured, see there.
+            recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`, which says what it refuses.
         """
         if self.workload.cuda_graph == "off":
             return
@@ -208,7 +198,7 @@ class TrainStep:
 
     @functools.cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        """One for all captures: cuBLAS keeps a workspace for each stream, and that of a released graph counts in peaks.
+        """Return one for all captures: cuBLAS keeps a workspace a stream, and that of a released graph counts in peaks.
 
         Where the backward pass updates parameters it goes first, so that updates take what it leaves idle.
         """
@@ -218,7 +208,7 @@ class TrainStep:
         """Launch the phases again, and free what the graphs and the last step hold."""
         self.phases, self.phases_with_loss = self._launched, self._launched_with_loss
         self.inputs, self.targets = self._batch
-        # What is left of the last step's autograd graph is bound to the stream that it was launched on.
+        # The last step's autograd graph, which the loss holds, is bound to the stream that it was launched on.
         self.loss = self.graphs = None
 
     def _replay_on_batch(self, replay: Callable[[], None]) -> None:
@@ -227,7 +217,7 @@ class TrainStep:
         replay()
 
     def forward(self) -> None:
-        """Logits and loss; without gradients in mode ``forward``."""
+        """Compute logits and loss; without gradients in mode ``forward``."""
         if self.loss_without_logits is None:
             self.compute_logits()
             self.compute_loss()
@@ -254,6 +244,7 @@ class TrainStep:
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
+        """Within this, compute under the workload's autocast, with gradients where its mode needs them."""
         dtype = AUTOCAST_DTYPES.get(self.workload.precision)
         autocast = torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
         gradients = contextlib.nullcontext() if self.workload.has_backward else torch.no_grad()
@@ -262,7 +253,7 @@ class TrainStep:
 
     @property
     def batch(self) -> list[Tensor]:
-        """The tensors that a step reads, and those that it would be given next."""
+        """List the tensors that a step reads, and those that it would be given next."""
         return _batch_tensors((self.inputs, self.targets, self._batch))
 
     def backward(self) -> None:
@@ -284,6 +275,7 @@ def _batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def _check_fp16_on_cpu() -> None:
+    """Refuse fp16 where torch has no product of it on this CPU."""
     try:
         with torch.autocast("cpu", torch.float16):
             F.linear(torch.ones(1, 1), torch.ones(1, 1))
@@ -292,8 +284,8 @@ def _check_fp16_on_cpu() -> None:
 
 
 def set_matmul_precision(workload: Workload) -> None:
-    """For the whole process, whether fp32 matrix products may use TF32."""
-    # "high" allows TF32 in fp32 matrix products, "highest" does not.
+    """Set for the whole process whether fp32 matrix products may use TF32, and silence torch's advice on it."""
+    # "high" allows TF32, "highest" does not.
     torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
     # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -308,9 +300,7 @@ def time_steps(
     *,
     warmup: int | None = None,
 ) -> dict[str, Samples]:
-    """Time phases of the step as its workload says (:func:`~cs336sys.timing.phases.time_phases`), after ``warmup``
-    steps instead of its own, where some were taken already.
-    """
+    """Time phases by :func:`~cs336sys.timing.phases.time_phases` as the step's workload says, or with other warm-up."""
     workload = step.workload
     return time_phases(
         phases,
@@ -323,16 +313,16 @@ def time_steps(
 
 
 def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
-    """Notes that begin with ``warning:``, which commands print at once, on steps that were run.
+    """Return notes on steps that were run that begin with ``warning:``, which commands print at once.
 
     A loss is no number or infinite; or attention that is ours by the workload was torch's. A model may call
     it otherwise once it is compiled or captured: transformers then adds a mask (masking_utils.py, torch < 2.14).
     """
     name = workload.user.model or "the model"
-    number = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
+    last_loss = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
     warnings = []
-    if not math.isfinite(number):
-        warnings.append(f"warning: {name}: the loss is {number}: the measured steps train nothing")
+    if not math.isfinite(last_loss):
+        warnings.append(f"warning: {name}: the loss is {last_loss}: the measured steps train nothing")
     if workload.attention_record.is_ours and (workload.is_compiled or workload.cuda_graph == "on"):
         changed = "compiled" if workload.is_compiled else "captured"
         warnings += [
@@ -343,5 +333,5 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
 
 
 def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
-    """Derived columns with more notes than they have."""
+    """Return derived columns with more notes than they have."""
     return {**derived, "notes": [*derived.get("notes", ()), *notes]} if notes else dict(derived)

@@ -11,7 +11,6 @@ from cs336sys.accounting.communication import (
     optimal_bucket_on_link_bytes,
     overhead_on_link_s,
 )
-from cs336sys.errors import UsageError
 
 
 def test_overhead_worked_by_hand():
@@ -65,21 +64,3 @@ def test_fits_at_the_edge_have_an_optimum_too():
     # Transfers that cost nothing: one bucket, one call.
     assert optimal_bucket_on_link_bytes(8e9, AlphaBeta(1e-4, math.inf)) == 8e9
     assert overhead_on_link_s(8e9, 8e9, AlphaBeta(1e-4, math.inf)) == pytest.approx(1e-4, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: bucketing_overhead_s(0, 1, 1, 1),
-        lambda: bucketing_overhead_s(1, 0, 1, 1),
-        lambda: bucketing_overhead_s(1, 1, -1, 1),
-        lambda: bucketing_overhead_s(1, 1, 1, -1),
-        lambda: optimal_bucket_bytes(1, 1, 0),
-        lambda: overhead_on_link_s(1, 0, AlphaBeta(1.0, 1.0)),
-        lambda: optimal_bucket_on_link_bytes(0, AlphaBeta(0.0, 1.0)),
-        lambda: optimal_bucket_bytes(float("nan"), 1, 1),
-    ],
-)
-def test_impossible_values_are_refused(call):
-    with pytest.raises(UsageError, match="must be"):
-        call()

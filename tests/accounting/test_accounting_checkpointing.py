@@ -94,7 +94,6 @@ def test_forward_without_gradients_has_no_checkpoints():
 @pytest.mark.parametrize(
     ("layers", "strategy", "blocks", "ends"),
     [
-        (5, "none", 0, 0),
         (5, "block", 5, 5),
         (5, "every=2", 5, 3),
         (1, "nested", 1, 1),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cs336sys.accounting.derivation import Derived, Expression, expression_of, log2, maximum, minimum, symbol
+from cs336sys.accounting.derivation import Derived, Expression, expression_of, log2, maximum, minimum, number_of, symbol
 
 N, S, W, B = symbol("N", 4), symbol("S", 96), symbol("W", 8), symbol("B", 3)
 
@@ -79,7 +79,7 @@ def test_the_text_with_numbers_computes_to_the_value():
                 lambda: a + b,
                 lambda: a - b,
                 lambda: a * b,
-                lambda: a / b if float(b) else a,
+                lambda: a / b if number_of(b) else a,
                 lambda: maximum(a, b),
                 lambda: math.ceil(a) * 1,
                 lambda: a**2,

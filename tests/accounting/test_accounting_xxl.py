@@ -151,10 +151,7 @@ def test_best_mesh_beats_every_split():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: memory_answers(XXL, 0, 80e9, 95e9), "tokens 0: must be positive"),
-        (lambda: memory_answers(XXL, 1, -80e9, 95e9), "gpu bytes -8e+10: must be positive"),
-        (lambda: memory_answers(FeedForwardStack(1, 1, 0), 1, 8e9, 9e9), "num blocks 0: must be positive"),
-        (lambda: batch_answers(XXL, TpuMesh(0, 4, 2, 1, 4.6e14, 1.8e11)), "x 0: must be positive"),
+        (lambda: batch_answers(XXL, TpuMesh(1, 4, 2, 1, 4.6e14, -1.8e11)), "bytes per s -1.8e+11: must be positive"),
         (lambda: batch_answers(XXL, TpuMesh(1, 4, 2, 1, math.nan, 1.8e11)), "flops per s nan: must be positive"),
     ],
 )

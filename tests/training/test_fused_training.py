@@ -17,7 +17,7 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.profiling import MemoryWorkload, ProfileWorkload
 from cs336sys.settings.sizes import ModelSize, choose_size
 from cs336sys.settings.training import FUSED_KERNELS, Workload
-from cs336sys.training.memory_prediction import timeline_peaks, traced_timeline
+from cs336sys.training.memory_prediction import predicted_timeline, timeline_peaks
 from cs336sys.training.model import ATTENTION_FUNCTIONS, build_compared_model, plainly_trained
 from cs336sys.training.step import TrainStep
 
@@ -128,7 +128,7 @@ def test_our_adamw_is_not_compared_with_the_packages(monkeypatch):
 )
 def test_memory_is_as_predicted(size, settings, checkpointing):
     cell = MemoryWorkload(workload(size, **settings), checkpointing)
-    traced = max(peak.allocated for peak in timeline_peaks(traced_timeline(cell).timeline))
+    traced = max(peak.allocated for peak in timeline_peaks(predicted_timeline(cell).timeline))
     assert traced == pytest.approx(cell.training.predicted_peak(checkpointing).total, rel=0.01)
 
 

@@ -24,9 +24,9 @@ from cs336sys.training.checkpoints import MemoryStep
 from cs336sys.training.memory_prediction import (
     block_changes,
     predict_memory,
+    predicted_timeline,
     summary,
     timeline_peaks,
-    traced_timeline,
 )
 
 STRATEGIES = ("none", "block", "every=2", "nested")
@@ -103,7 +103,7 @@ def test_predictions_are_what_the_allocator_hands_out(size, attention, precision
     flash attention computes tiles one by one, and the loss in bf16 makes an fp32 copy of the logits.
     """
     cell = workload(size, checkpointing, mode=mode, precision=precision, attention=attention)
-    traced = timeline_peaks(traced_timeline(cell).timeline)
+    traced = timeline_peaks(predicted_timeline(cell).timeline)
     peak = max(phase.allocated for phase in traced)
     predicted = predicted_peak(cell.training.size, precision, mode, attention, checkpointing)
     assert peak == pytest.approx(predicted.total, rel=0.01)
@@ -124,7 +124,7 @@ def test_predictions_are_what_the_allocator_hands_out(size, attention, precision
 def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, precision, checkpointing):
     """Of two moments, at the end of the loss, where bf16 has no cast of the logits' gradient yet, and the widest."""
     cell = workload(size, checkpointing, mode="forward-backward", precision=precision, attention=attention)
-    traced = {peak.phase: peak.allocated for peak in timeline_peaks(traced_timeline(cell).timeline)}
+    traced = {peak.phase: peak.allocated for peak in timeline_peaks(predicted_timeline(cell).timeline)}
     predicted = {moment.moment: moment.total for moment in cell.training.widest_moments(checkpointing)}
     assert traced["backward"] == pytest.approx(max(predicted.values()), rel=0.01)
     cast = 2 * cell.training.tokens * cell.training.size.vocab_size if precision == "bf16" else 0
@@ -218,7 +218,7 @@ def test_many_blocks_are_traced_as_few(checkpointing, layers, micro_batches, set
 
 def test_unlike_blocks_are_traced_all(monkeypatch):
     """Where a step of one block more does not repeat what the last added."""
-    few, more, most = (traced_timeline(workload("weights", "nested", layers=n)).timeline for n in (2, 3, 4))
+    few, more, most = (predicted_timeline(workload("weights", "nested", layers=n)).timeline for n in (2, 3, 4))
     assert prediction.repeated((few, more, most), 10) is None
 
 
@@ -240,7 +240,7 @@ def test_first_step_makes_the_optimizers_state():
 
 def test_summary_adds_up():
     cell = workload("scores")
-    traced = traced_timeline(cell)
+    traced = predicted_timeline(cell)
     timeline = traced.timeline
     kept = summary(cell, timeline, timeline_peaks(timeline), traced.block)
     for phase in kept["phases"]:
@@ -262,7 +262,7 @@ def test_cuda_path_sees_what_the_fake_trace_predicts(monkeypatch):
         counted = counted_peaks(step)
         timeline, history = record(step, follow_operations=True)
     listed = {peak.phase: peak.allocated for peak in timeline_peaks(timeline)}
-    traced = {peak.phase: peak.allocated for peak in timeline_peaks(traced_timeline(cell).timeline)}
+    traced = {peak.phase: peak.allocated for peak in timeline_peaks(predicted_timeline(cell).timeline)}
     assert timeline.lost_events == 0
     for peak in counted:
         assert peak.reserved == 2 * peak.allocated
@@ -307,8 +307,8 @@ def test_compiled_cell(monkeypatch):
 
 def test_trace_of_compiled_and_fp16_workloads():
     """Compiled code is traced eagerly, fp16 as bf16: neither would run on fake CPU tensors."""
-    bf16 = traced_timeline(workload(precision="bf16")).timeline.totals()
-    assert traced_timeline(workload(precision="fp16", compile="block")).timeline.totals() == bf16
+    bf16 = predicted_timeline(workload(precision="bf16")).timeline.totals()
+    assert predicted_timeline(workload(precision="fp16", compile="block")).timeline.totals() == bf16
 
 
 def test_trace_holds_no_memory():
@@ -317,7 +317,7 @@ def test_trace_holds_no_memory():
     before_gib = reset_peak_resident()
     if before_gib is None:
         pytest.skip("this system does not tell how much a process holds")
-    peak = max(traced_timeline(MemoryWorkload(Workload(size, mode="forward"))).timeline.totals())
+    peak = max(predicted_timeline(MemoryWorkload(Workload(size, mode="forward"))).timeline.totals())
     assert peak > 4e9
     assert (peak_resident_gib() - before_gib) * 2**30 < 0.2 * peak
 

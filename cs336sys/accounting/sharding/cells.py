@@ -15,51 +15,31 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 
 
-def sharded_step(workload: ParallelWorkload) -> sharded.ShardedStep:
-    """Describe a cell for ``accounting``."""
-    training = workload.training
-    return sharded.ShardedStep(
-        workload.strategy,
-        training.size,
-        workload.world_size,
-        training.precision,
-        training.attention,
-        workload.checkpointing,
-        1 if workload.prefetch is None else workload.prefetch,
-        state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
-        keep_gathered=workload.keep_gathered,
-    )
-
-
 def _tensor_step(workload: ParallelWorkload) -> TensorStep:
-    training = workload.training
-    return TensorStep(
-        workload.strategy,
-        training.size,
-        workload.group_ranks,
-        workload.data_ranks,
-        training.precision,
-        workload.checkpointing,
-        training.is_compiled,
-    )
+    """Describe a cell whose ranks share layers."""
+    training, ranks = workload.training, (workload.group_ranks, workload.data_ranks)
+    settings = training.precision, workload.checkpointing
+    return TensorStep(workload.strategy, training.size, *ranks, *settings, compiles=training.is_compiled)
 
 
 def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
-    """Return what a rank sends in a step; None where torch decides it."""
-    if not workload.strategy_record.sends:
+    """Return the bytes that a rank sends in a step; None where torch decides."""
+    record = workload.strategy_record
+    if not record.sends:
         return None
-    if workload.strategy_record.shares_layers:
+    if record.shares_layers:
         return _tensor_step(workload).sent_bytes
-    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
+    if record.splits_sequences and record.outer:
         training, ranks = workload.training, workload.world_size
         group = replace(training.size, batch_size=workload.share)
         settings = training.precision, workload.checkpointing
         weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
         return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
-    return sharded.predicted_sent_bytes(sharded_step(workload))
+    return sharded.predicted_sent_bytes(sharded.sharded_step(workload))
 
 
 def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory]:
+    """Predict what the fullest rank holds at each moment that formulas know."""
     if workload.strategy_record.shares_layers:
         return _memory_where_layers_are_shared(workload)
     if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
@@ -67,7 +47,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
         return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.writes_out_blocks:
         return kept_memory(kept_step(workload))
-    step = sharded_step(workload)
+    step = sharded.sharded_step(workload)
     if kept_blocks(workload.checkpointing) is None:
         return sharded.predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.
@@ -79,21 +59,20 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
 
 
 def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.RankMemory]:
-    """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
+    """Predict the moments; no peak where torch decides it, or where FSDP gathers parts of weights."""
     step, size = _tensor_step(workload), workload.training.size
     moments = sharded.memory_of_state(step.state, always_held_bytes(size))
     if not workload.strategy_record.is_torchs and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
-        other_bytes = peak.activations + 16 * (size.batch_size - workload.share) * size.context
-        moments.append(
-            sharded.RankMemory(sharded.MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, other_bytes)
-        )
+        rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context
+        state = peak.parameters, peak.gradients, peak.optimizer_state
+        moments.append(sharded.RankMemory(sharded.MOMENTS[-1], *state, rest))
     return moments
 
 
 def memory_of(cell: Cell) -> dict[str, list[sharded.RankMemory]]:
-    """Return what a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
+    """Return what a cell's fullest rank held at each moment, ``measured`` and, of our models, ``predicted``."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
         "measured": [sharded.RankMemory(**memory) for memory in cell.derived["memory"]],

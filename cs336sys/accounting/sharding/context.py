@@ -10,7 +10,6 @@
 
 from dataclasses import replace
 
-from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
@@ -27,7 +26,7 @@ def size_of_longest_slice(strategy: str, size: ModelSize, world_size: int) -> Mo
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:
-    """Return what a rank sends for one attention layer of ring attention.
+    """Return the bytes that a rank sends for one layer of ring attention.
 
     In ``W - 1`` hops of each pass it sends on the keys and values of ranks ``r``, ``r - 1``, ...; in ``W - 1`` more of
     the backward pass the sums, so far, of the gradients of ranks ``r - 1``, ``r - 2``, ..., on their way to those.
@@ -47,7 +46,7 @@ def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token
 def all_to_all_bytes(
     split: SequenceSplit, rank: int, query_token_bytes: int, key_value_token_bytes: int, passes: int
 ) -> int:
-    """Return what a rank sends for one attention layer of all-to-all attention.
+    """Return the bytes that a rank sends for one layer of all-to-all attention.
 
     In a forward pass its tokens of the other ranks' heads (query, key and value), then the other ranks' tokens of its
     own heads (the output); in a backward pass the gradients of the same the other way round. With equal slices:
@@ -67,14 +66,8 @@ def all_to_all_bytes(
     return (passes - 1) * (to_heads + to_tokens) + back_to_heads + back_to_tokens
 
 
-def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> float:
-    """Return what the busiest rank sends in a step of all layers: for attention, and to all-reduce fp32 gradients."""
-    gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
-    return attention_sent_bytes(strategy, size, world_size, precision, checkpointing) + gradients
-
-
 def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> int:
-    """Return what the busiest rank sends for attention in a step of all layers.
+    """Return the bytes that the busiest rank sends for attention in a step of all layers.
 
     Args:
         strategy: one that splits sequences; torch's counts as the ring.

@@ -13,17 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.flops import Components, parameter_shapes
+from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
-from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ModelSize
 
 # Of parameters, by name.
 Shapes = Mapping[str, tuple[int, ...]]
-
-# A search for what fits asks for the same few models again and again, at each moment of each step.
-_cached = functools.lru_cache(maxsize=1024)
 
 # Bytes of a parameter, of its gradient, of both moments, and of the weight's lower bits kept next to the parameter,
 # by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
@@ -31,12 +27,12 @@ STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)
 
 
 def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of the sharded parameters, by unit in the order of use."""
-    return units_of(parameter_shapes(size))
+    """Return the shapes of a model's sharded parameters, by unit in the order of use."""
+    return _units_of(parameter_shapes(size))
 
 
-def units_of(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
-    """Those of the shapes that have several dimensions, by unit in the order of use."""
+def _units_of(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
+    """Group the shapes with several dimensions, those of sharded parameters, by unit in the order of use."""
     units: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if len(shape) > 1:
@@ -45,12 +41,13 @@ def units_of(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
     return units
 
 
-def replicated_elements(size: ModelSize) -> int:
-    """Elements of the norms, which every rank holds whole."""
-    return sum(shape[0] for shape in parameter_shapes(size).values() if len(shape) == 1)
+def replicated_elements(shapes: Shapes) -> int:
+    """Count the elements of the norms, which every rank holds whole."""
+    return sum(shape[0] for shape in shapes.values() if len(shape) == 1)
 
 
-@_cached
+# A search for what fits asks for the same few models again and again, at each moment of each step.
+@functools.lru_cache(maxsize=1024)
 def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype: str = "fp32") -> TrainingState:
     """Return the bytes that a rank holds between backward pass and step: its rows, their gradients, AdamW's moments.
 
@@ -59,21 +56,18 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
 
     Args:
         state_dtype: a name of :data:`STATE_BYTES`.
-
-    Raises:
-        UsageError: there is no such rank.
     """
-    check_rank(rank, world_size)
-    elements = replicated_elements(size)
-    for shapes in sharded_units(size).values():
-        elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in shapes)
+    shapes = parameter_shapes(size)
+    matrices = [shape for shape in shapes.values() if len(shape) > 1]
+    elements = replicated_elements(shapes)
+    elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in matrices)
     # Lower bits of weights take the place of master parameters.
     return TrainingState(*(elements * element_bytes for element_bytes in STATE_BYTES[state_dtype]))
 
 
-@_cached
+@functools.lru_cache(maxsize=1024)
 def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapping[str, int]:
-    """Memory of each unit while it is gathered."""
+    """Return the bytes of each unit while it is gathered, by the unit's name."""
     return {
         name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
         for name, shapes in sharded_units(size).items()
@@ -81,7 +75,7 @@ def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapp
 
 
 def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
-    """The most bytes gathered at once: a unit in use, those fetched ahead, in either direction, and those that stay.
+    """Return the most bytes gathered at once: a unit in use, those fetched ahead in either direction, those that stay.
 
     Args:
         unit_bytes: of each unit, in the order of use.
@@ -94,30 +88,24 @@ def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int =
 
 @dataclass(frozen=True)
 class FullShardingPeak:
-    """An upper bound of what a rank holds in a step, in bytes, activations aside.
+    """An upper bound of what a rank holds in a step besides its state and activations, in bytes.
 
     Attributes:
-        state: from step to step, gradients of all rows among them.
         gathered: weights in use, fetched ahead, and staying.
         whole_gradients: of the unit whose backward pass runs, and of the one before it, which are being averaged.
         received: where those arrive.
     """
 
-    state: TrainingState
     gathered: int
     whole_gradients: int
     received: int
 
-    @property
-    def total(self) -> int:
-        return self.state.total + self.gathered + self.whole_gradients + self.received
 
-
-@_cached
+@functools.lru_cache(maxsize=1024)
 def fully_sharded_peak(
     size: ModelSize, element_bytes: int, world_size: int, *, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
-    """The bound for a model in blocks; errors as of :func:`fully_sharded_state`.
+    """Bound what a rank holds in a step of a model in blocks.
 
     Gradients in half precision, and those of rows that ranks do not share equally, arrive from all ranks side by side:
     as many bytes as the whole gradient. In fp32 the mean of the others arrives in the slice's gradient itself.
@@ -128,11 +116,11 @@ def fully_sharded_peak(
     received = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in arriving]
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
-    return FullShardingPeak(fully_sharded_state(size, 0, world_size), gathered, _widest(gradients, 2), max(received))
+    return FullShardingPeak(gathered, _widest(gradients, 2), max(received))
 
 
 @dataclass(frozen=True)
-class StepCommunication(Components):
+class StepCommunication:
     """Communication of a step in bytes of whole arrays: results of all-gathers, inputs of the others.
 
     Attributes:
@@ -151,50 +139,37 @@ class StepCommunication(Components):
 
 
 def step_communication(
-    size: ModelSize, element_bytes: int, world_size: int, keep_gathered: int = 0
+    shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0
 ) -> StepCommunication:
     """Count a training step with or without activation checkpointing, which finds the weights gathered.
 
     Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
     ``2 e N`` less one LM head and ``keep_gathered`` blocks. Its gradients are averaged once, ``e N``.
 
-    Raises:
-        UsageError: the world size is not positive.
+    Args:
+        shapes: of whole parameters by name.
     """
-    check_rank(0, world_size)
-    return _communication_of(parameter_shapes(size), element_bytes, world_size, keep_gathered)
-
-
-def _communication_of(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int) -> StepCommunication:
-    units = units_of(shapes).values()
+    units = _units_of(shapes).values()
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
     elements = sum(math.prod(shape) for unit in units for shape in unit)
-    norms = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
     all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
-    return StepCommunication(all_gather, element_bytes * elements, 4 * norms)
+    return StepCommunication(all_gather, element_bytes * elements, 4 * replicated_elements(shapes))
 
 
 def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> float:
-    """Return what the last rank sends in a step, which keeps the fewest rows of gradients and sends the most.
+    """Return the bytes that the last rank sends in a step: it keeps the fewest rows of gradients, and sends the most.
 
     Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
 
     Args:
         shapes: of whole parameters by name.
     """
-    communication = _communication_of(shapes, element_bytes, world_size, keep_gathered)
+    communication = step_communication(shapes, element_bytes, world_size, keep_gathered)
     matrices, last = [shape for shape in shapes.values() if len(shape) > 1], world_size - 1
     elements = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
     return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * elements
 
 
 def _widest(values: Sequence[int], count: int) -> int:
+    """Return the largest sum of so many neighbours, or of all where there are fewer."""
     return max(sum(values[start : start + count]) for start in range(max(1, len(values) - count + 1)))
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise a UsageError for a rank that there is not."""
-    if world_size < 1:
-        raise UsageError(f"world size {world_size}: must be at least 1")
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} of {world_size}: must be between 0 and {world_size - 1}")

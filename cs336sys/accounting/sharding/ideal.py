@@ -17,32 +17,26 @@ from typing import Any
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import TrainingState
-from cs336sys.errors import require_known
 from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.strategies import STRATEGIES
 
 OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 
-# AdamW's two moments, fp32.
-MOMENT_BYTES = 8
-
 
 def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int = 4) -> TrainingState:
-    """Bytes that a rank holds with ideal shares between backward pass and optimizer step.
+    """Return the bytes that a rank holds with ideal shares between backward pass and optimizer step.
 
     Args:
+        strategy: one of :data:`OWN_SHARDING_STRATEGIES`.
         parameters: of the model, P.
         ranks: N.
         element_bytes: of parameters and gradients. Less than 4 needs fp32 master parameters next to them; with fsdp the
             master parameters are the slices themselves, and gradients are fp32 as they are.
-
-    Raises:
-        UsageError: the strategy is unknown.
     """
-    require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
     record, whole = STRATEGIES[strategy], element_bytes * parameters
     share = parameters / ranks if record.shares_updates else parameters
-    moments = MOMENT_BYTES * share
+    # AdamW's two moments, fp32.
+    moments = 8 * share
     if record.shards_weights:
         return TrainingState(4 * share, 4 * share, moments)
     gradients = 4 * share if record.reduces_slices else whole
@@ -52,37 +46,27 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
 def sent_bytes(
     strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4, compute_bytes: int = 4
 ) -> Number:
-    """Bytes that a rank sends in a step, by rings: ``(N - 1) / N`` of what is gathered, scattered or broadcast.
+    """Return the bytes that a rank sends in a step: ``(N - 1) / N`` of what is gathered, scattered or broadcast.
 
-    - ``none``: an all-reduce of gradients, twice that share.
-    - ``optimizer``: likewise, and every updated parameter once to all ranks: three shares.
-    - ``optimizer-flat``: a reduce-scatter and an all-gather, two shares, as ZeRO stage 1 and 2.
-    - ``fsdp``: two all-gathers in the dtype of computing and a reduce-scatter of fp32 gradients, three shares; less
-      what stays gathered between the passes.
+    An all-reduce is a scatter and a gather; of fsdp nothing stays gathered between the passes.
 
     Args:
         element_bytes: of parameters and gradients.
-        compute_bytes: what fsdp gathers.
-
-    Raises:
-        UsageError: the strategy is unknown.
+        compute_bytes: of an element of what fsdp gathers.
     """
-    require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
     share = (ranks - 1) / ranks * parameters
     if STRATEGIES[strategy].shards_weights:
         return (2 * compute_bytes + 4) * share
     return {"none": 2, "optimizer": 3, "optimizer-flat": 2}[strategy] * element_bytes * share
 
 
-# Training state of one rank for each way of sharing it out, with numbers.
-#
-# Problems ``optimizer_state_sharding_accounting`` (a) and (c), ``fsdp_accounting`` (a).
-
-
 def state_answers(
     size: ModelSize, world_size: int, strategy: str, *, element_bytes: int = 4, compute_bytes: int = 4
 ) -> list[Derived]:
-    """Ideal shares of state, what there is at the handout's three times, and bytes that a rank sends in a step."""
+    """Answer ``optimizer_state_sharding_accounting`` (a), (c) and ``fsdp_accounting`` (a) for one strategy.
+
+    Ideal shares of the state, what there is at the handout's three times, and the bytes that a rank sends in a step.
+    """
     p, n = symbol("P", count_parameters(size)), symbol("N", world_size)
     state = ideal_state(strategy, p, n, element_bytes)
     problem = (

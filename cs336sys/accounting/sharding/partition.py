@@ -1,7 +1,6 @@
 """The division of tensors and sequences among ranks: arithmetic for what `parallel/` computes and `accounting/` counts.
 
-Both import these functions, so memory and traffic predicted on paper are those of the classes themselves. The module
-imports no other room and no torch.
+Both import these functions, so memory and traffic predicted on paper are those of the classes themselves.
 """
 
 import itertools
@@ -49,17 +48,14 @@ CUT_DIMENSIONS: dict[str, int | None] = {
 
 
 def greedy_partition(sizes: Sequence[int], held_sizes: Sequence[int]) -> list[int]:
-    """Give each of some tensors to one rank so that ranks hold about equally much.
+    """Give each tensor to one rank so that ranks hold about equally much, and return the rank of each.
 
     The largest first, each to the rank that holds least by then: the fullest rank gets at most 4/3 of what it would in
     the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies").
 
     Args:
         sizes: of the tensors, in any unit.
-        held: what each rank holds already.
-
-    Returns:
-        for each tensor, its rank.
+        held_sizes: what each rank holds already.
     """
     totals = list(held_sizes)
     owners = [0] * len(sizes)
@@ -84,7 +80,7 @@ class Piece:
     is_packed: bool
 
     def owned(self, index: int, size: int, rank: int) -> range:
-        """The elements of a tensor of this size that lie in a rank's slice; may be empty."""
+        """Return the elements of a tensor of this size that lie in a rank's slice; there may be none."""
         first = rank * self.slice_size - self.starts[index]
         return range(min(max(first, 0), size), min(max(first + self.slice_size, 0), size))
 
@@ -111,7 +107,7 @@ def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
 
 
 def rows_per_rank(rows: int, world_size: int) -> int:
-    """Rows of a parameter that each rank has room for: equally many, so the last ranks may hold fewer or none."""
+    """Count rows of a parameter that each rank has room for: equally many, so the last ranks may hold fewer or none."""
     return math.ceil(rows / world_size)
 
 
@@ -122,33 +118,25 @@ def own_rows(rows: int, rank: int, world_size: int) -> range:
 
 
 def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
-    """Bytes of one gathered parameter with room for equally many rows from each rank: what its all-gather sends."""
+    """Return the bytes of a gathered parameter, which has room for equally many rows of each rank."""
     return world_size * rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) * element_bytes
 
 
 def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
-    """Lay out the gathered parameters of a unit in its memory.
+    """Return the byte at which each gathered parameter of a unit starts in the unit's memory, and the bytes of it all.
 
     Args:
         parameters: shape and bytes an element of each.
-
-    Returns:
-        the byte at which each starts, and the bytes of the whole.
     """
     starts, end = [], 0
     for shape, element_bytes in parameters:
         starts.append(end)
-        size = padded_bytes(shape, element_bytes, world_size)
-        end += math.ceil(size / GATHER_ALIGNMENT_BYTES) * GATHER_ALIGNMENT_BYTES
+        end += _round_up_to(padded_bytes(shape, element_bytes, world_size), GATHER_ALIGNMENT_BYTES)
     return starts, end
 
 
 def cut_dimension(name: str) -> int | None:
-    """Along which dimension the parameter of this name in the state dict is cut; None if every rank holds the whole.
-
-    Raises:
-        UsageError: no ``cs336_basics`` has such a parameter.
-    """
+    """Return the dimension along which the parameter of this name in the state dict is cut; None if no rank cuts it."""
     parts = name.split(".")
     inner = ".".join(parts[2:]) if parts[0] == "layers" and len(parts) > 2 else name
     if inner not in CUT_DIMENSIONS:
@@ -172,11 +160,7 @@ def own_part(length: int, rank: int, world_size: int) -> range:
 
 
 def check_bucket_size(bucket_size: float | str | None) -> None:
-    """Refuse a size of buckets that is neither :data:`WHOLE_BLOCKS` nor a positive number of megabytes nor None.
-
-    Raises:
-        UsageError: it is none of them.
-    """
+    """Refuse a size of buckets that is neither :data:`WHOLE_BLOCKS` nor a positive number of megabytes nor None."""
     if isinstance(bucket_size, str) and bucket_size != WHOLE_BLOCKS:
         raise UsageError(f"bucket size '{bucket_size}': choose '{WHOLE_BLOCKS}', or megabytes, or None for one bucket")
     if isinstance(bucket_size, int | float) and not bucket_size > 0:
@@ -184,11 +168,7 @@ def check_bucket_size(bucket_size: float | str | None) -> None:
 
 
 def check_batch(batch_size: int, ranks: int, sharing: str = "ranks") -> None:
-    """Refuse ranks, or ``groups of ranks``, that cannot take an equal part of a batch each.
-
-    Raises:
-        UsageError: their number does not divide the batch, or there are none.
-    """
+    """Refuse ranks, or groups of them (``sharing``, in the plural), whose number does not divide the batch."""
     if ranks < 1:
         raise UsageError(f"--world-size {ranks}: must be at least 1")
     if batch_size % ranks:
@@ -206,7 +186,7 @@ def heads_refusal(num_heads: int, world_size: int) -> str | None:
 
 
 def _rank_choices(heads: int) -> str:
-    """The numbers of ranks that can share so many heads, for messages."""
+    """List the numbers of ranks that can share so many heads, for messages."""
     divisors = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
     return f"{', '.join(divisors[:-1])} or {divisors[-1]} ranks" if len(divisors) > 1 else "1 rank"
 
@@ -237,27 +217,23 @@ class SequenceSplit:
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """The positions that each rank holds, in order."""
+        """Return the positions that each rank holds, in order."""
         count = 2 * self.world_size if self.is_zigzag else self.world_size
         short, longer = divmod(self.length, count)
         starts = [number * short + min(number, longer) for number in range(count + 1)]
-        cut = [range(start, end) for start, end in itertools.pairwise(starts)]
+        chunks = [range(start, end) for start, end in itertools.pairwise(starts)]
         if not self.is_zigzag:
-            return tuple((chunk,) for chunk in cut)
-        return tuple((cut[rank], cut[-1 - rank]) for rank in range(self.world_size))
+            return tuple((chunk,) for chunk in chunks)
+        return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.world_size))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Count the tokens of each rank."""
         return tuple(sum(map(len, chunks)) for chunks in self.chunks)
 
 
 def require_heads(heads: int, world_size: int) -> None:
-    """Refuse heads that ranks of all-to-all attention cannot share equally.
-
-    Raises:
-        UsageError: naming the numbers of ranks that can.
-    """
+    """Refuse heads that ranks of all-to-all attention cannot share equally."""
     if heads % world_size:
         raise UsageError(
             f"all-to-all attention: {world_size} ranks do not divide {heads} head{'s' * (heads != 1)}; choose "
@@ -274,11 +250,7 @@ DIMENSIONS = ("ddp", "fsdp", "cp", "tp")
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """The sizes of dimensions of ``fsdp=2,tp=4``, outermost first, in whatever order they are given.
-
-    Raises:
-        UsageError: it is written otherwise, or names a dimension twice or one that does not exist.
-    """
+    """Return the sizes of ``fsdp=2,tp=4`` by dimension, the outermost first, in whatever order they are written."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
@@ -293,17 +265,13 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_text(sizes: dict[str, int]) -> str:
-    """The inverse of :func:`read_mesh`."""
+    """Write a mesh as :func:`read_mesh` reads it."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices by dimension.
-
-    Raises:
-        UsageError: a dimension has no device.
-    """
+    """Devices by dimension, at least 1 in each."""
 
     ddp: int = 1
     fsdp: int = 1
@@ -319,20 +287,12 @@ class Mesh:
 
     @property
     def text(self) -> str:
-        """As ``--mesh`` takes it, without dimensions of one rank."""
+        """Write the mesh as ``--mesh`` takes it, without dimensions of one rank."""
         return mesh_text({name: ranks for name, ranks in vars(self).items() if ranks > 1}) or "one device"
 
 
-def mesh_ranks(sizes: dict[str, int]) -> int:
-    return math.prod(sizes.values())
-
-
 def strategy_of_mesh(mesh: str) -> str:
-    """The strategy that has the dimensions of a mesh; of those that share sequences, the ring.
-
-    Raises:
-        UsageError: none has.
-    """
+    """Return the strategy that has the dimensions of a mesh; of those that share sequences, the ring."""
     names = "+".join(read_mesh(mesh))
     strategies = {
         "tp": "tensor",

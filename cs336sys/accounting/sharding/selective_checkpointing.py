@@ -18,74 +18,48 @@ from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
 from cs336sys.accounting.flops import attention_flops, linear_flops, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
-from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
-from cs336sys.accounting.sharding.partition import check_batch
-from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
+from cs336sys.accounting.sharding.fsdp import STATE_BYTES, gathered_bytes
+from cs336sys.accounting.sharding.step import (
+    MOMENTS,
+    RankMemory,
+    ShardedStep,
+    fullest_state,
+    memory_of_state,
+    sharded_step,
+)
 from cs336sys.errors import UsageError
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 
 @dataclass(frozen=True)
-class KeptStep:
-    """A step of fully sharded training with fused kernels, whose loss is computed without logits.
+class KeptStep(ShardedStep):
+    """A step of ``fsdp`` with fused kernels, whose loss is computed without logits.
 
     Attributes:
-        size: its batch is that of all ranks together, of which each has an equal part.
-        precision: of weights in use, activations and their gradients.
-        state_dtype: a name of :data:`~cs336sys.accounting.sharding.fsdp.STATE_BYTES`.
         blocks: how many of the last blocks keep gate and up.
-        prefetch: units gathered ahead of use.
-        keep_gathered: how many of the last blocks stay gathered between forward and backward pass.
 
     Raises:
         UsageError: the ranks do not divide the batch, or the model has not so many blocks.
     """
 
-    size: ModelSize
-    world_size: int
-    precision: str = "bf16"
-    state_dtype: str = "fp32"
     blocks: int = 0
-    prefetch: int = 1
-    keep_gathered: int = 0
 
     def __post_init__(self) -> None:
-        check_batch(self.size.batch_size, self.world_size)
-        if not 0 <= self.blocks <= self.size.num_layers:
-            raise UsageError(f"keep={self.blocks}: the model has {self.size.num_layers} blocks")
-        if not 0 <= self.keep_gathered <= self.size.num_layers:
-            raise UsageError(f"--keep-gathered {self.keep_gathered}: the model has {self.size.num_layers} blocks")
-
-    @property
-    def element_bytes(self) -> int:
-        return ELEMENT_BYTES[self.precision]
-
-    @property
-    def share(self) -> ModelSize:
-        """The size with this rank's part of the batch."""
-        return replace(self.size, batch_size=self.size.batch_size // self.world_size)
-
-    @property
-    def state(self) -> TrainingState:
-        """Training state of the first rank, which holds most rows, between backward pass and optimizer."""
-        return fully_sharded_state(self.size, 0, self.world_size, self.state_dtype)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank."""
-        return self.share.batch_size * self.size.context
+        super().__post_init__()
+        for option, count in (("keep=", self.blocks), ("--keep-gathered ", self.keep_gathered)):
+            if not 0 <= count <= self.size.num_layers:
+                raise UsageError(f"{option}{count}: the model has {self.size.num_layers} blocks")
 
 
 def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
-    """Return what a block keeps: ``6 e T d``, the logsumexp, both norms' factors, and maybe ``2 e T f``."""
-    e, tokens, size = step.element_bytes, step.tokens, step.size
+    """Return the bytes that a block keeps: ``6 e T d``, the logsumexp, both norms' factors, and maybe ``2 e T f``."""
+    e, tokens, size = step.computed_bytes, step.share.tokens, step.size
     always = 6 * e * tokens * size.d_model + 4 * tokens * size.num_heads + 2 * 4 * tokens
     return always + (2 * e * tokens * size.d_ff if gate_and_up else 0)
 
 
 def kept_moments(step: KeptStep) -> list[PeakMemory]:
-    """The moments that can be the peak of a second or later step; buffers of communication count as activations.
+    """Return the moments that can be the peak of a later step; buffers of communication count as activations.
 
     - Loss: everything kept; the input, output and output's gradient of the last norm; the LM head's weight, its
       gradient, and a chunk of logits; the weights of blocks that stay gathered.
@@ -95,47 +69,46 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
       before it, whole and as this rank's slice, which are being averaged.
     - Optimizer: the whole state.
     """
-    e, size, tokens = step.element_bytes, step.size, step.tokens
-    state = step.state
+    e, size, tokens, state = step.computed_bytes, step.size, step.share.tokens, fullest_state(step)
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
-    always = always_held_bytes(step.size)
+    always = always_held_bytes(size)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
-    of_block = [kept_block_bytes(step, gate_and_up=is_kept) for is_kept in (False, True)]
-    # Of the blocks, and of the units, before each.
-    kept = [0, *accumulate(of_block[block >= layers - step.blocks] for block in range(layers))]
+    first_keeping = layers - step.blocks
+    # Bytes that all blocks before each keep, and of all units before each when they are gathered. Unit 0 is the
+    # embedding, unit ``block + 1`` a block, the last one the LM head.
+    kept = [0, *accumulate(kept_block_bytes(step, gate_and_up=block >= first_keeping) for block in range(layers))]
     units = list(gathered_bytes(size, e, step.world_size).values())
-    of_units = [0, *accumulate(units)]
-    head = units[-1]
-    # An element of a gathered unit, in the gradient of a rank's slice.
-    to_slice = STATE_BYTES[step.state_dtype][1] / e / step.world_size
-
+    units_before = [0, *accumulate(units)]
+    # Bytes of a rank's slice of a gradient over those of the gathered unit.
+    slice_share = STATE_BYTES[step.state_dtype][1] / e / step.world_size
     chunk = min(LOGITS_CHUNK_BYTES, e * tokens * size.vocab_size)
     first_staying = 1 + layers - step.keep_gathered
-    at_loss = kept[-1] + 3 * stream + 2 * head + chunk + of_units[1 + layers] - of_units[first_staying]
+    staying = units_before[1 + layers] - units_before[first_staying]
+    at_loss = kept[-1] + 3 * stream + 2 * units[-1] + chunk + staying
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
-    done = 0.0
+    gradients = 0.0
     for block in reversed(range(layers)):
         averaged = units[block + 2]
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
-        arriving = averaged if to_slice * step.world_size != 1 else 0
-        recomputed_bytes = 2 * inner if block < layers - step.blocks else 0
-        gathered = of_units[block + 2] - of_units[max(0, min(block + 1 - step.prefetch, first_staying))]
+        arriving = averaged if slice_share * step.world_size != 1 else 0
+        recomputed_bytes = 2 * inner if block < first_keeping else 0
+        gathered = units_before[block + 2] - units_before[max(0, min(block + 1 - step.prefetch, first_staying))]
         live_bytes = kept[block + 1] + 2 * stream + 4 * inner + recomputed_bytes + gathered + averaged + arriving
-        done += to_slice * averaged
+        gradients += slice_share * averaged
         name = f"feed-forward backward, block {block + 1} of {layers}"
-        moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + live_bytes))
+        moments.append(PeakMemory(name, parameters, round(gradients), optimizer_state, always + live_bytes))
     moments.append(PeakMemory("optimizer", parameters, state.gradients, optimizer_state, always))
     return moments
 
 
 def kept_peak(step: KeptStep) -> PeakMemory:
-    """The widest of :func:`kept_moments`."""
+    """Return the widest of :func:`kept_moments`."""
     return max(kept_moments(step), key=lambda moment: moment.total)
 
 
 def kept_memory(step: KeptStep) -> list[RankMemory]:
     """Return what the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
-    state, peak = step.state, kept_peak(step)
+    state, peak = fullest_state(step), kept_peak(step)
     # Master weights, or their lower bits, are state of the optimizer.
     optimizer_state = state.optimizer_state + state.master_parameters
     saved_state = TrainingState(state.parameters, state.gradients, optimizer_state)
@@ -144,59 +117,53 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
 
 
 def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -> int | None:
-    """The highest number of blocks, from 0, whose peak is within the limit; peaks rise with it. None if none is."""
+    """Return the most blocks, from 0 on, whose peak is within the limit; peaks rise with them. None if none fits."""
     return bisect_right(range(highest + 1), limit_bytes, key=peak) - 1 if peak(0) <= limit_bytes else None
 
 
 def flops_again(step: KeptStep) -> int:
-    """FLOPs of all ranks together that a step spends on gate and up a second time."""
-    size = step.size
-    product = linear_flops(size.tokens, size.d_model, size.d_ff, backward=False)
-    return 2 * (size.num_layers - step.blocks) * product
+    """Count the FLOPs of all ranks together that a step spends on gate and up a second time."""
+    product = linear_flops(step.size.tokens, step.size.d_model, step.size.d_ff, backward=False)
+    return 2 * (step.size.num_layers - step.blocks) * product
 
 
 def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bool) -> KeptStep:
-    """The step in which most blocks keep gate and up, and whose predicted peak is within the limit.
+    """Return the step in which most blocks keep gate and up, and whose predicted peak is within the limit.
 
     Args:
         keeps_gathered: if all do and there is room for more, let the weights of as many blocks as fit stay gathered: an
             all-gather less saves less time for its memory than two products. Else as many stay as the step says.
-
-    Raises:
-        UsageError: there is none; the message says what is needed.
     """
     layers = step.size.num_layers
     blocks = _most_within(lambda count: kept_peak(replace(step, blocks=count)).total, layers, limit_bytes)
-    if keeps_gathered and blocks == layers:
-        every = replace(step, blocks=blocks)
-        staying = _most_within(lambda count: kept_peak(replace(every, keep_gathered=count)).total, layers, limit_bytes)
-        assert staying is not None, "none need stay"
-        return replace(every, keep_gathered=staying)
     if blocks is None:
         need = kept_peak(replace(step, blocks=0)).total_gib
         raise UsageError(
             f"--memory-limit {limit_bytes / GIB:.4g}GiB: a rank needs {need:.1f} GiB even if no block keeps gate "
             f"and up (state in {step.state_dtype}, {step.world_size} ranks); choose more ranks or a smaller state"
         )
-    return replace(step, blocks=blocks)
+    chosen = replace(step, blocks=blocks)
+    if not keeps_gathered or blocks < layers:
+        return chosen
+    staying = _most_within(lambda count: kept_peak(replace(chosen, keep_gathered=count)).total, layers, limit_bytes)
+    assert staying is not None, "none need stay"
+    return replace(chosen, keep_gathered=staying)
 
 
 def kept_step(workload: ParallelWorkload) -> KeptStep:
     """Describe a step whose blocks choose what to keep; any other as if none kept gate and up."""
-    training = workload.training
-    state_dtype = training.state_dtype if workload.has_half_weights else "fp32"
-    blocks, ahead = kept_blocks(workload.checkpointing) or 0, 1 if workload.prefetch is None else workload.prefetch
-    return KeptStep(
-        training.size, workload.world_size, training.precision, state_dtype, blocks, ahead, workload.keep_gathered
-    )
+    return KeptStep(**vars(sharded_step(workload)), blocks=kept_blocks(workload.checkpointing) or 0)
 
 
 def computed_flops(workload: ParallelWorkload) -> int:
-    """FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
+    """Count FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
     size, score_flops = workload.training.size, 0
     if not workload.training.keeps_scores:
         shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
+        # One of the forward pass's two products.
         score_flops = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
-    if kept_blocks(workload.checkpointing) is not None:
-        return model_flops(size) + score_flops + flops_again(kept_step(workload))
-    return model_flops(size) + score_flops + recomputed_flops(size, workload.checkpointing)
+    if kept_blocks(workload.checkpointing) is None:
+        checkpoint_flops = recomputed_flops(size, workload.checkpointing)
+    else:
+        checkpoint_flops = flops_again(kept_step(workload))
+    return model_flops(size) + score_flops + checkpoint_flops

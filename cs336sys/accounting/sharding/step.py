@@ -15,35 +15,28 @@ from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.flops import Components, count_parameters, parameter_shapes
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState
 from cs336sys.accounting.sharding import context, partition
-from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
+from cs336sys.accounting.sharding.fsdp import fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.settings.choices import StepChoices
+from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.settings.strategies import HasStrategy
-
-# Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
-#
-# ``parallel.sharded_optimizer`` shards by the same functions of ``partition``. Optimizer-state sharding is ZeRO stage 1
-# (https://arxiv.org/abs/1910.02054, section 5.1).
 
 
 def sharded_optimizer_state(
     sizes: Sequence[int], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0
 ) -> list[TrainingState]:
-    """Bytes that each rank holds between backward pass and step if every parameter's state lies on one rank.
+    """Return the bytes that each rank holds between backward pass and step if a parameter's state lies on one rank.
 
-    Parameters and gradients are whole on every rank; moments are of the dtype that is stepped. torch's AdamW keeps a
-    counter of 4 bytes for each parameter that a rank updates besides them, which is not counted.
+    Parameters and gradients are whole on every rank; moments are of the dtype that is stepped (ZeRO stage 1,
+    https://arxiv.org/abs/1910.02054, section 5.1). torch's AdamW keeps a counter of 4 bytes for each parameter that a
+    rank updates besides them, which is not counted.
 
     Args:
         sizes: elements of each parameter.
         element_bytes: of parameters and gradients.
         master_bytes: of a master parameter's element, 0 without master parameters.
-
-    Raises:
-        UsageError: the world size is not positive.
     """
-    check_rank(0, world_size)
     elements_of_ranks = [0] * world_size
     for size, owner in zip(sizes, partition.greedy_partition(sizes, elements_of_ranks), strict=True):
         elements_of_ranks[owner] += size
@@ -58,7 +51,7 @@ def sharded_optimizer_state(
 def flat_optimizer_state(
     buckets: Sequence[Sequence[int]], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0
 ) -> list[TrainingState]:
-    """Bytes that each rank holds between backward pass and step if every parameter is cut into slices.
+    """Return the bytes that each rank holds between backward pass and step if every parameter is cut into slices.
 
     Parameters are whole on every rank, packed ones with their padding. Of the gradients a rank has its slices of every
     bucket in which it owns anything. They and moments are of the dtype that is stepped.
@@ -66,11 +59,7 @@ def flat_optimizer_state(
     Args:
         buckets: elements of each parameter, bucket by bucket.
         element_bytes, master_bytes: as in :func:`sharded_optimizer_state`.
-
-    Raises:
-        UsageError: the world size is not positive.
     """
-    check_rank(0, world_size)
     stepped_bytes = master_bytes or element_bytes
     parameters = 0
     gradients, elements_of_ranks = [0] * world_size, [0] * world_size
@@ -138,7 +127,7 @@ class ShardedStep(StepChoices, HasStrategy):
 
     @property
     def share(self) -> ModelSize:
-        """The size with this rank's part of the batch."""
+        """Return the size with this rank's part of the batch, or of every sequence."""
         if self.strategy_record.splits_sequences:
             return context.size_of_longest_slice(self.strategy, self.size, self.world_size)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
@@ -150,8 +139,24 @@ class ShardedStep(StepChoices, HasStrategy):
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of an element of the weights with which the model computes, and of their gradients."""
+        """Return the bytes of an element of the weights with which the model computes, and of their gradients."""
         return 4 if self.uses_autocast else ELEMENT_BYTES[self.precision]
+
+
+def sharded_step(workload: ParallelWorkload) -> ShardedStep:
+    """Describe the step of a cell whose ranks share the batch or sequences."""
+    training = workload.training
+    return ShardedStep(
+        workload.strategy,
+        training.size,
+        workload.world_size,
+        training.precision,
+        training.attention,
+        workload.checkpointing,
+        1 if workload.prefetch is None else workload.prefetch,
+        state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
+        keep_gathered=workload.keep_gathered,
+    )
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,8 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     """Predict what ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
     Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count, or the tokens of its
-    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak: how many buffers torch keeps next to
-    is its own affair; nor has all-to-all attention that keeps the scores of its heads.
+    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak, as torch's buffers are unknown; nor
+    has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
     always = memory.always_held_bytes(step.size)
@@ -217,21 +222,17 @@ def memory_of_state(state: TrainingState, always_held_bytes: int, *, kept_gradie
 
 
 def fullest_state(step: ShardedStep) -> TrainingState:
-    """Bytes of the training state between backward pass and optimizer, on the rank that holds most of it.
-
-    Raises:
-        UsageError: the strategy is unknown.
-    """
+    """Return the bytes of the training state between backward pass and optimizer, on the rank that holds most of it."""
     return step.strategy_record.load("holds")(step)
 
 
 def whole_state(step: ShardedStep) -> TrainingState:
-    """All of it, on every rank."""
+    """Return the whole state, which every rank holds."""
     return memory.training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
 
 
 def optimizer_state(step: ShardedStep) -> TrainingState:
-    """The optimizer's state of some whole parameters, or of a slice of each, with its gradients."""
+    """Return the state of the rank that holds most: of some whole parameters, or of a slice of each."""
     sizes = [math.prod(shape) for shape in parameter_shapes(step.size).values()]
     stored = {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
     if step.strategy_record.reduces_slices:
@@ -242,24 +243,24 @@ def optimizer_state(step: ShardedStep) -> TrainingState:
 
 
 def sliced_state(step: ShardedStep) -> TrainingState:
-    """Rows of every matrix, with their gradients and moments."""
+    """Return the state of the first rank: rows of every matrix, with their gradients and moments."""
     return fully_sharded_state(step.size, 0, step.world_size, step.state_dtype)
 
 
 def torch_sliced_state(step: ShardedStep) -> TrainingState:
-    """As :func:`sliced_state`, of torch's ``fully_shard``, which cuts norms, too."""
+    """Return the same of torch's ``fully_shard``, which cuts norms, too."""
     shapes = parameter_shapes(step.size).values()
     elements = sum(partition.rows_per_rank(shape[0], step.world_size) * math.prod(shape[1:]) for shape in shapes)
     return TrainingState(4 * elements, 4 * elements, 8 * elements)
 
 
 def rank_peak(step: ShardedStep) -> PeakMemory:
-    """The widest of :func:`rank_moments`."""
+    """Return the widest of :func:`rank_moments`."""
     return max(rank_moments(step), key=lambda moment: moment.total)
 
 
 def rank_moments(step: ShardedStep) -> list[PeakMemory]:
-    """The moments of a step that can be its peak, on the fullest rank; an upper bound for ``fsdp``.
+    """Return the moments of a step that can be its peak, on the fullest rank; an upper bound for ``fsdp``.
 
     They are those of :func:`~cs336sys.accounting.memory.widest_moments`, with what this rank has of the state, and of a
     step after the first: the optimizer's state exists. Buffers count among the activations, master parameters among the
@@ -273,15 +274,10 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
         # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
         at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
     # Blocks of ring attention keep no scores, whatever computes them.
-    settings = (
-        step.share,
-        step.precision,
-        step.mode,
-        "flash" if step.strategy_record.splits_sequences else step.attention,
-    )
+    attention = "flash" if step.strategy_record.splits_sequences else step.attention
     saved: dict[str, Any] = {"autocast": step.uses_autocast, "at_loss": at_loss, "at_blocks": at_blocks}
     moments = []
-    for moment in memory.widest_moments(*settings, **saved):
+    for moment in memory.widest_moments(step.share, step.precision, step.mode, attention, **saved):
         gradients, buffers = _gradients_and_buffers(step, state, moment)
         activation_bytes = moment.activations + buffers
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
@@ -293,7 +289,8 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
 
 
 def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
-    """Return the gradients that this rank keeps, and what is under way: whole gradients, gathered weights."""
+    """Return the bytes of gradients that this rank keeps, and of whole gradients and gathered weights under way."""
+    # The moment is of one rank alone: so many elements have their gradients by then.
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
     if step.strategy_record.uses_torch_ddp:
         return state.gradients, 0
@@ -315,32 +312,33 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:
-    """Return what a rank sends: ``(W - 1) / W`` of gathers, scatters and broadcasts, of all-reduces twice that."""
+    """Return the bytes that a rank sends: ``(W - 1) / W`` of gathers, scatters, broadcasts; twice of all-reduces."""
     return step.strategy_record.load("sends")(step)
 
 
 def all_reduced_bytes(step: ShardedStep) -> float:
-    """Gradients are all-reduced, or reduce-scattered and updated parameters all-gathered."""
+    """Count bytes where gradients are all-reduced, or reduce-scattered and updated parameters all-gathered."""
     return number_of(sent_bytes("none", count_parameters(step.size), step.world_size))
 
 
 def broadcast_bytes(step: ShardedStep) -> float:
-    """Gradients are all-reduced, and updated parameters sent by their owners."""
+    """Count bytes where gradients are all-reduced, and updated parameters sent by their owners."""
     return number_of(sent_bytes("optimizer", count_parameters(step.size), step.world_size))
 
 
 def fully_sharded_bytes(step: ShardedStep) -> float:
-    """Weights are gathered in both passes, but for blocks that stay gathered, and gradients reduce-scattered."""
+    """Count bytes where weights are gathered in both passes, unless they stay, and gradients reduce-scattered."""
     shapes = parameter_shapes(step.size)
     return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)
 
 
 def torch_gathered_bytes(step: ShardedStep) -> float:
-    """torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients."""
+    """Count bytes of torch's ``fully_shard``: it gathers blocks twice and the rest once, and sends fp32 gradients."""
     outside, count = count_parameters(replace(step.size, num_layers=0)), count_parameters(step.size)
     return (step.world_size - 1) / step.world_size * (step.computed_bytes * (2 * count - outside) + 4 * count)
 
 
 def context_bytes(step: ShardedStep) -> float:
-    """Return what attention sends, and the all-reduce of gradients."""
-    return context.context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
+    """Count bytes of the busiest rank of ring or all-to-all attention, and of the all-reduce of fp32 gradients."""
+    settings = step.strategy, step.size, step.world_size, step.precision, step.checkpointing
+    return context.attention_sent_bytes(*settings) + all_reduced_bytes(step)

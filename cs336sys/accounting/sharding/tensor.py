@@ -46,7 +46,7 @@ class TensorStep(HasStrategy):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the first rank's parts of parameters, which are the largest."""
+        """Return the shapes of the first rank's parts of parameters, which are the largest, by name."""
         shapes = parameter_shapes(self.size)
         for name, shape in shapes.items():
             cut = cut_dimension(name)
@@ -56,7 +56,7 @@ class TensorStep(HasStrategy):
 
     @property
     def state(self) -> TrainingState:
-        """Bytes of fp32 parameters, gradients and AdamW's moments on the fullest rank."""
+        """Return the bytes of fp32 parameters, gradients and AdamW's moments on the fullest rank."""
         elements = 0
         for shape in self.shapes.values():
             rows = shape[0]
@@ -67,7 +67,7 @@ class TensorStep(HasStrategy):
 
     @property
     def sent_bytes(self) -> float:
-        """Return what the busiest rank sends in a step: for layers, and for the batch that groups share."""
+        """Return the bytes that the busiest rank sends in a step: for layers, and for the batch that groups share."""
         if self.strategy_record.gathers_ahead:
             return self.sent_for_layers + most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
         elements = sum(map(math.prod, self.shapes.values())) if self.strategy_record.outer == "ddp" else 0
@@ -75,8 +75,9 @@ class TensorStep(HasStrategy):
 
     @property
     def sent_for_layers(self) -> float:
-        """With ``T`` ranks, ``n`` tokens of the group, ``L`` blocks and ``e`` bytes a number,
+        """Return the bytes that a rank sends to those with which it shares layers, of which there are ``T``.
 
+        With ``n`` tokens of the group, ``L`` blocks and ``e`` bytes a number,
         ``2 (T - 1) / T (n d ((4 L + 1) e + e_0) + 12 n)``: in every block two sums of outputs and two of gradients, the
         gradient of the LM head's input, the embedded tokens in ``e_0`` bytes (weights' under autocast), and the loss
         with three fp32 numbers a token. A block that is computed again for its checkpoint sends what its forward pass
@@ -87,19 +88,19 @@ class TensorStep(HasStrategy):
         size, e = self.size, ELEMENT_BYTES[self.precision]
         tokens = size.batch_size // self.data_ranks * size.context
         embedded_bytes = e if self.strategy_record.gathers_ahead else 4
-        sums = (4 * size.num_layers + 1) * e + embedded_bytes
-        other = 12 * tokens
-        recomputed_sums = 0.0
-        if self.checkpointing == "block":
-            last = 1 if self.compiles else 0
-            recomputed_sums = size.num_layers * e * (1 + last)
+        # Bytes of sums a number of the residual stream, and those of other sums.
+        sums: float = (4 * size.num_layers + 1) * e + embedded_bytes
+        other_bytes = 12 * tokens
+        # A block that is computed again sends its first sum, and where it is compiled its last.
+        recomputed_sums = 2.0 if self.compiles else 1.0
         if self.strategy_record.is_sequence_parallel:
-            other += 4 * (2 * size.num_layers + 1) * size.d_model
-            if recomputed_sums:
-                # Halves of all-reduces: inputs are gathered, outputs scattered.
-                recomputed_sums = size.num_layers * e * (3 + last) / 2
+            other_bytes += 4 * (2 * size.num_layers + 1) * size.d_model
+            # Halves of all-reduces: inputs are gathered, outputs scattered.
+            recomputed_sums = (2 + recomputed_sums) / 2
+        if self.checkpointing == "block":
+            sums += size.num_layers * e * recomputed_sums
         ring = (self.tensor_ranks - 1) / self.tensor_ranks
-        return 2 * ring * (tokens * size.d_model * (sums + recomputed_sums) + other)
+        return 2 * ring * (tokens * size.d_model * sums + other_bytes)
 
 
 # The peak of a rank's memory where ranks share layers, on paper: eager execution, in fp32 or under autocast.
@@ -130,7 +131,7 @@ class _Part:
 
 
 def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
-    """The moments of a later step that can be its peak, on the first rank of a group, whose parts are largest.
+    """Return the moments of a later step that can be its peak, on the first rank of a group, whose parts are largest.
 
     As :func:`~cs336sys.accounting.memory.widest_moments`, of which
 
@@ -149,14 +150,13 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     at_loss, at_blocks = saved_schedule(step.checkpointing, size.num_layers)
     d, features, vocabulary = size.d_model, widths["ffn.w1"], widths["lm_head"]
     projection, w2 = d * widths["attn.q_proj"], d * features
+    # Bytes of an element of autocast's copy of a weight.
     copy = 2 if e == 2 else 0
     keeps_scores = ATTENTION[attention].keeps_scores
-    scores = sequences * size.num_heads // step.tensor_ranks * size.context**2 if keeps_scores else 0
+    scores = sequences * size.num_heads // step.tensor_ranks * size.context**2
     logit_bytes = e if step.compiles else 12
     always = 16 * tokens + 4 * size.context * size.head_dim
-    block_elements = 4 * projection + 3 * w2 + 2 * d
-    after_head = vocabulary * d + d
-
+    block_elements, head_elements = 4 * projection + 3 * w2 + 2 * d, vocabulary * d + d
     state = step.state
     elements = state.parameters // 4
 
@@ -169,7 +169,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
         moment("optimizer", elements, 4 * d * max(widths["attn.q_proj"], features, vocabulary)),
     ]
     for blocks in at_blocks:
-        gradients = after_head + (size.num_layers - blocks.block) * block_elements
+        gradients = head_elements + (size.num_layers - blocks.block) * block_elements
         saved_bytes = part.held(blocks) + 9 * tokens
         inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))

@@ -5,8 +5,7 @@ Eager steps, fused ones and shared states have formulas of their own (:mod:`cs33
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cs336sys.accounting.checkpointing import kept_blocks, saved_schedule
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
@@ -28,7 +27,7 @@ _OWN_BLOCK, _SHARED_BLOCK, _WHOLE, _LEAST_REST = 10 * _MIB, 20 * _MIB, 2 * _MIB,
 
 
 def allocated_bytes(size: int) -> float:
-    """Bytes that the allocator counts for a tensor in new blocks, of which it shares one with others of its size."""
+    """Return the bytes that the allocator counts for a tensor in a new block, shared with others of its size."""
     if size < _LEAST_REST:
         return size
     if size < _OWN_BLOCK:
@@ -40,76 +39,75 @@ def allocated_bytes(size: int) -> float:
 
 
 def _rounding(size: ModelSize) -> float:
-    """Bytes by which the allocator counts more than fp32 parameters have."""
-    tensors = parameter_shapes(replace(size, num_layers=1))
-    outside = parameter_shapes(replace(size, num_layers=0))
-
-    def rounding_bytes(shapes: Iterable[tuple[int, ...]]) -> float:
-        return sum(allocated_bytes(4 * math.prod(shape)) - 4 * math.prod(shape) for shape in shapes)
-
-    block = rounding_bytes(shape for name, shape in tensors.items() if name not in outside)
-    return size.num_layers * block + rounding_bytes(outside.values())
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """The most that one rank holds in a step.
-
-    Attributes:
-        peak: the widest moment, by component.
-        overhead: what the allocator's blocks and cuBLAS take besides.
-    """
-
-    peak: PeakMemory
-    overhead: float
-
-    @property
-    def total(self) -> float:
-        return self.peak.total + self.overhead
+    """Return the bytes by which the allocator counts more than fp32 parameters have."""
+    in_block = outside = 0.0
+    for name, shape in parameter_shapes(replace(size, num_layers=1)).items():
+        tensor_bytes = 4 * math.prod(shape)
+        rounding_bytes = allocated_bytes(tensor_bytes) - tensor_bytes
+        if name.startswith("layers."):
+            in_block += rounding_bytes
+        else:
+            outside += rounding_bytes
+    return size.num_layers * in_block + outside
 
 
-def step_memory(configuration: StepConfiguration) -> StepMemory:
-    """Predict the peak of a second or later step, as ``torch.cuda.max_memory_allocated`` counts it.
+def step_peak_bytes(configuration: StepConfiguration) -> float:
+    """Predict the peak of a rank in a later step, as ``torch.cuda.max_memory_allocated`` counts it.
 
     Gradients of earlier micro-batches are there from the start: with several, all moments hold all gradients.
     """
     training, size = configuration.training, configuration.training.size
-    moments = _moments(configuration)
+    moments = step_moments(configuration)
     if configuration.accumulation > 1:
         all_gradients = max(moment.gradients for moment in moments)
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
-    share = peak.optimizer_state / max(1, 8 * count_parameters(size))
-    copies = 0.0 if configuration.strategy_record.gathers_ahead else 1.0 + 2 * min(1.0, share)
     if training.splits_weights:
-        copies = 1.0
-    overhead = _WORKSPACES + copies * _rounding(size)
+        rounded_copies = 1.0
+    elif configuration.strategy_record.gathers_ahead:
+        rounded_copies = 0.0
+    else:
+        # Parameters, and as much of both moments as there is.
+        moment_share = peak.optimizer_state / max(1, 8 * count_parameters(size))
+        rounded_copies = 1.0 + 2 * min(1.0, moment_share)
+    overhead_bytes = _WORKSPACES + rounded_copies * _rounding(size)
     if training.cuda_graph == "on":
         # Captures have a stream, with workspaces, and a pool of their own: logits and their gradient are in both.
         logits = training.tokens * size.vocab_size
-        overhead += _WORKSPACES + 2 * ELEMENT_BYTES[training.precision] * logits
-    return StepMemory(peak, overhead)
+        overhead_bytes += _WORKSPACES + 2 * ELEMENT_BYTES[training.precision] * logits
+    return peak.total + overhead_bytes
 
 
-def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
+def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
+    """Return the moments of a step that can be its peak on one rank, by the formulas that fit its settings."""
     training, checkpointing = configuration.training, configuration.checkpointing
-    strategy, ranks = configuration.strategy, configuration.world_size
+    ranks = configuration.world_size
+    strategy = configuration.strategy if ranks > 1 else None
     whole = replace(training.size, batch_size=training.size.batch_size * ranks)
-    if kept_blocks(checkpointing) is not None:
-        blocks = kept_blocks(checkpointing) or 0
-        return kept_moments(KeptStep(whole, ranks, training.precision, training.state_dtype, blocks))
-    gathered = configuration.strategy_record.gathers_ahead and ranks > 1
+    blocks = kept_blocks(checkpointing)
+    if blocks is not None:
+        step = KeptStep("fsdp", whole, ranks, training.precision, training.attention, state_dtype=training.state_dtype)
+        return kept_moments(replace(step, blocks=blocks))
+    record, is_eager = configuration.strategy_record, not (training.is_compiled or training.is_fused)
+    gathered = record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
     if training.is_compiled or (gathered and training.is_fused):
         moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
-    elif training.is_fused or strategy is None or ranks == 1:
-        moments = training.widest_moments(checkpointing)
+    elif is_eager and strategy is not None:
+        settings = training.precision, training.attention, checkpointing
+        moments = rank_moments(ShardedStep(strategy, whole, ranks, *settings))
     else:
-        step = ShardedStep(strategy, whole, ranks, training.precision, training.attention, checkpointing)
-        return _with_batch(_averaged(rank_moments(step), configuration), training.size, ranks)
-    if strategy is None or ranks == 1:
+        moments = training.widest_moments(checkpointing)
+    if strategy is None:
         return moments
-    return _with_batch(_shared(moments, configuration, whole), training.size, ranks)
+    if not record.shares_updates:
+        moments = _averaged(moments, configuration)
+    elif not is_eager:
+        # Those of an eager step are of a rank already.
+        moments = _shared(moments, configuration, whole)
+    # Every rank holds the other ranks' parts of the batch, too.
+    other_bytes = 16 * training.size.tokens * (ranks - 1)
+    return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
 
 
 def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> list[PeakMemory]:
@@ -121,19 +119,17 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     - Sent in half precision: a copy of each bucket, ``2 N``, from its launch until all are waited for.
     """
     training, record, sent_in = configuration.training, configuration.strategy_record, configuration.gradient_dtype
-    if record.shares_updates:
-        return moments
     leaves_half = training.leaves_half_gradients
     if leaves_half and sent_in != "bf16":
         moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
-    whole = max(moment.gradients for moment in moments)
+    all_gradients = max(moment.gradients for moment in moments)
     if record.averages_at_once:
-        moments = [replace(moment, gradients=whole) for moment in moments]
+        moments = [replace(moment, gradients=all_gradients) for moment in moments]
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):
         return moments
     # Of activations, only the batch and the rotary table exist when all gradients are sent.
-    left = always_held_bytes(training.size)
-    sent = replace(moments[-1], moment="gradients sent", gradients=whole, activations=left + whole // 2)
+    activations = always_held_bytes(training.size) + all_gradients // 2
+    sent = replace(moments[-1], moment="gradients sent", gradients=all_gradients, activations=activations)
     if record.overlaps:
         # The optimizer comes when all have been waited for.
         moments = [
@@ -143,30 +139,22 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     return [*moments, sent]
 
 
-def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[PeakMemory]:
-    """Add the other ranks' parts of the batch, which every rank holds."""
-    other_bytes = 16 * size.tokens * (ranks - 1)
-    return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
-
-
 def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
     """Let moments of one rank alone hold this rank's part of the state, and what is gathered or under way."""
     training, ranks = configuration.training, configuration.world_size
-    if not configuration.strategy_record.shares_updates:
-        return _averaged(moments, configuration)
     step = ShardedStep(configuration.strategy or "none", whole, ranks, training.precision, training.attention)
     state, count = fullest_state(step), count_parameters(training.size)
-    shared = []
+    parameters = state.parameters + state.master_parameters
+    under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks)
+    moments_of_rank = []
     for moment in moments:
+        # The part of the gradients that exists by then.
         done = moment.gradients / (4 * count)
-        gradients, buffers = state.gradients * done, 0.0
-        if step.strategy_record.gathers_ahead and 0 <= done < 1:
-            under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks, prefetch=1)
-            buffers = under_way.gathered + (under_way.whole_gradients + under_way.received if done else 0)
-        parameters = state.parameters + state.master_parameters
-        activations = round(moment.activations + buffers)
-        shared.append(PeakMemory(moment.moment, parameters, round(gradients), state.optimizer_state, activations))
-    return shared
+        gradients, activations = round(state.gradients * done), moment.activations
+        if step.strategy_record.gathers_ahead and done < 1:
+            activations += under_way.gathered + (under_way.whole_gradients + under_way.received if done else 0)
+        moments_of_rank.append(PeakMemory(moment.moment, parameters, gradients, state.optimizer_state, activations))
+    return moments_of_rank
 
 
 def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights: bool) -> list[PeakMemory]:
@@ -182,9 +170,8 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
     """
     size, count = training.size, count_parameters(training.size)
-    step = FusedStep(size, "train", training.precision, "flash", "fused", "fp32")
-    e, stream, head = step.e, size.stream, step.head
-    logits = size.tokens * size.vocab_size
+    step = FusedStep(size, "train", training.precision, attention="flash", optimizer="fused", state_dtype="fp32")
+    e, stream, logits = step.e, size.stream, size.tokens * size.vocab_size
     block = step.block
     if training.keeps_scores:
         block += 2 * e * size.scores - e * stream
@@ -195,19 +182,19 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
         return blocks.saved * block + blocks.inputs * 4 * stream
 
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
-    cast = 2 * head if e == 2 and not gathers_weights else 0
-    around_loss = (4 + e) * stream + (4 + 2 * e) * logits + cast
+    head_cast = 2 * step.head if e == 2 and not gathers_weights else 0
+    around_loss = (4 + e) * stream + (4 + 2 * e) * logits + head_cast
     if training.is_compiled_whole:
         # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
         around_loss += 2 * e * logits
     moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
     for blocks in at_blocks:
-        gradients = 4 * (head + (size.num_layers - blocks.block) * step.block_matrices)
+        gradients = 4 * (step.head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
     temporary = largest_parameter(size) if training.optimizer_record.is_plain else stream
     moments.append(("optimizer", 4 * count, 4 * temporary))
-    always, moments_bytes = always_held_bytes(size), training.moment_bytes * count
+    always, optimizer_state = always_held_bytes(size), training.moment_bytes * count
     return [
-        PeakMemory(name, 4 * count, gradients, moments_bytes, activations + always)
+        PeakMemory(name, 4 * count, gradients, optimizer_state, activations + always)
         for name, gradients, activations in moments
     ]

@@ -60,7 +60,7 @@ class StepConfiguration(Configured):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, all ranks together."""
+        """Count the tokens of a step, all ranks together."""
         return self.training.tokens * self.accumulation * self.world_size
 
     @property
@@ -70,13 +70,13 @@ class StepConfiguration(Configured):
 
     @property
     def exposure_name(self) -> str:
-        """Name the strategy as exposures do."""
+        """Name the strategy as :attr:`.Rates.exposures` do."""
         name = _ALIASES.get(self.strategy or "", self.strategy or "")
         return name if self.transport == "collectives" else f"{name}, {self.transport}"
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a rank sends in a step."""
+        """Return the bytes that a rank sends in a step."""
         if self.strategy is None or self.world_size == 1:
             return 0.0
         training, ranks = self.training, self.world_size
@@ -91,7 +91,7 @@ _shared_bytes = functools.lru_cache(maxsize=64)(predicted_sent_bytes)
 
 
 def kind_of(configuration: StepConfiguration) -> str:
-    """Name what decides which rates a step needs: precision, and how its blocks, optimizer and attention run."""
+    """Name what decides which rates a step needs: precision, and how its blocks and attention run."""
     training = configuration.training
     blocks = "compiled" if training.is_compiled else "fused" if training.fused_kernels else "eager"
     if training.fused_kernels and not training.is_fused:
@@ -156,17 +156,17 @@ def predict_step(
         counted_model: the user's model instead of ours.
     """
     training, micro_batches = configuration.training, configuration.accumulation
-    share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
+    optimizer_share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
     if counted_model is None:
         parameters = count_parameters(training.size)
-        work = step_work(training, configuration.checkpointing, optimizer_share=share)
+        work = step_work(training, configuration.checkpointing, optimizer_share=optimizer_share)
     else:
         parameters, work = counted_model.parameters, counted_model.work(training, configuration.checkpointing)
-    repeated = {"forward": micro_batches, "backward": micro_batches}
+    times_a_step = {"forward": micro_batches, "backward": micro_batches, "optimizer": 1}
     terms_s = Amounts()
     phases_s = {}
     for phase, amounts in work.phases.items():
-        seconds = {term: repeated.get(phase, 1) * amount * rates.seconds[term] for term, amount in amounts.items()}
+        seconds = {term: times_a_step[phase] * amount * rates.seconds[term] for term, amount in amounts.items()}
         phases_s[phase] = sum(seconds.values())
         terms_s.add(seconds)
     # Gradients of each further micro-batch are added to those before: two reads and a write of fp32.
@@ -178,13 +178,14 @@ def predict_step(
         launch_s = 0.0
     hooks = _HOOK_LAUNCHES_PER_BLOCK.get(configuration.strategy or "", {})
     launches_s = {
-        phase: repeated.get(phase, 1) * launch_s * (count + training.size.num_layers * hooks.get(phase, 0.0))
+        phase: times_a_step[phase] * launch_s * (count + training.size.num_layers * hooks.get(phase, 0.0))
         for phase, count in work.launches.items()
     }
-    sent = configuration.sent_bytes * parameters / count_parameters(training.size)
-    communication_s, exposed_s, lacking = _communication_s(configuration, rates, sent)
+    sent_bytes = configuration.sent_bytes * parameters / count_parameters(training.size)
+    communication_s, exposed_s, unmeasured_communication = _communication_s(configuration, rates, sent_bytes)
     step_s = step_seconds(phases_s, launches_s) + exposed_s
-    unknown = (*lacking, *_unmeasured_reasons(configuration, rates, is_ours=counted_model is None))
+    unmeasured = _unmeasured_reasons(configuration, rates, is_ours=counted_model is None)
+    unknown = (*unmeasured_communication, *unmeasured)
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
 
 
@@ -194,11 +195,11 @@ _OF_OUR_MODEL = ("d_model", "head_dim", "vocab_size")
 
 def step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> float:
     """Return when the GPU is done: each phase ends after its launches, and after the phase before it."""
-    launched = done = 0.0
+    launched_s = done_s = 0.0
     for phase, gpu_s in phases_s.items():
-        launched += launches_s.get(phase, 0.0)
-        done = max(launched, done + gpu_s)
-    return done
+        launched_s += launches_s.get(phase, 0.0)
+        done_s = max(launched_s, done_s + gpu_s)
+    return done_s
 
 
 def _communication_s(
@@ -218,7 +219,7 @@ def _communication_s(
 
 
 def ranged_quantities(configuration: StepConfiguration) -> dict[str, float]:
-    """Return, by name, what rates were measured over ranges of."""
+    """Return what the rates were measured over ranges of, by the name of the range."""
     size = configuration.training.size
     return {
         "d_model": size.d_model,
@@ -232,12 +233,10 @@ def ranged_quantities(configuration: StepConfiguration) -> dict[str, float]:
 
 def _unmeasured_reasons(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) -> Sequence[str]:
     """Say in what a step is unlike all that was measured."""
-    reasons = []
     if rates.kinds == UNMEASURED:
         return ()
     kind = kind_of(configuration)
-    if kind not in rates.kinds:
-        reasons.append(f"steps in {kind}")
+    reasons = [] if kind in rates.kinds else [f"steps in {kind}"]
     if kept_blocks(configuration.checkpointing) is not None and "keep" not in rates.kinds:
         reasons.append("--checkpoint keep=N")
     for name, value in ranged_quantities(configuration).items():

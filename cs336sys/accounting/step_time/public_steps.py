@@ -37,7 +37,7 @@ def public_errors(rates: Rates) -> list[GroupError]:
             time = predict_step(StepConfiguration(Workload(size, "train", precision)), rates)
             phases_s = {phase: time.phases_s[phase] for phase in _TIMED_PHASES[timed]}
             errors[name] = 100 * (1e3 * step_seconds(phases_s, time.launches_s) / measured_ms - 1)
-        worst = max(errors, key=lambda name: abs(errors[name]))
+        worst = max(errors, key=lambda step: abs(errors[step]))
         mean = sum(map(abs, errors.values())) / len(errors)
         groups.append(GroupError(f"{short_gpu_name(rates.gpu)} {precision}", len(errors), mean, errors[worst], worst))
     return groups

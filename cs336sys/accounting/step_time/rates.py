@@ -138,17 +138,14 @@ class Rates:
             return f"Rates of {self.gpu} were measured alone ({measured_parts}); their error is not known."
         errors = "; ".join(map(str, self.errors))
         note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {errors}."
-        if self.scaled_from is not None:
-            by = (
-                "what doctor --ceilings measured"
-                if self.scaled_by == "ceilings"
-                else "datasheets and were not measured"
-            )
-            note += f" Rates of {self.gpu} are scaled by {by}."
+        scales = {"ceilings": "what doctor --ceilings measured", "datasheets": "datasheets and were not measured"}
+        if self.scaled_by is not None:
+            note += f" Rates of {self.gpu} are scaled by {scales[self.scaled_by]}."
         return note
 
 
 def _round_rate(value: Any) -> Any:
+    """Round every float in a tree of dictionaries and lists to four digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
@@ -163,11 +160,7 @@ def h200_rates() -> Rates:
 
 
 def read_rates(path: Path) -> Rates:
-    """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote.
-
-    Raises:
-        UsageError: it holds something else.
-    """
+    """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote, and refuse any other."""
     try:
         text = path.read_text()
         return _by_ceilings(Ceilings.from_json(json.loads(text))) if '"tflops"' in text else Rates.from_json(text)
@@ -181,11 +174,8 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
     """Return the rates of a GPU: as measured, or scaled by what datasheets say of both.
 
     Args:
-        gpu: a name of :data:`GPUS`, or as torch names it.
-        measured: rates to scale; None: the H200's.
-
-    Raises:
-        UsageError: the tables of :mod:`cs336sys.accounting.hardware` lack this GPU, or ``measured`` is scaled already.
+        gpu: a name of :data:`GPUS`, or as torch names it, that has a :class:`Datasheet`.
+        measured: rates to scale, unless they are this GPU's or scaled already; None: the H200's.
     """
     measured = measured or h200_rates()
     name = GPUS.get(gpu.lower(), gpu)
@@ -193,10 +183,10 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
         return measured
     if measured.scaled_from is not None:
         raise UsageError(f"--rates are those of {measured.gpu}, not of {name}: give the file of that GPU, or none")
-    ours, theirs = datasheet(measured.gpu), datasheet(name)
-    if ours is None or theirs is None:
+    measured_sheet, sheet = datasheet(measured.gpu), datasheet(name)
+    if measured_sheet is None or sheet is None:
         raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
-    return _scaled(measured, name, _on_paper(ours), _on_paper(theirs), "datasheets")
+    return _scaled(measured, name, _peaks_on_paper(measured_sheet), _peaks_on_paper(sheet), "datasheets")
 
 
 class _Peaks(NamedTuple):
@@ -208,32 +198,33 @@ class _Peaks(NamedTuple):
     link: float | None
 
 
-def _on_paper(sheet: Datasheet) -> _Peaks:
+def _peaks_on_paper(sheet: Datasheet) -> _Peaks:
     full, _, half, _ = sheet.tflops
     return _Peaks(half, full, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
 
 
-def _measured_rates(ceilings: Ceilings) -> _Peaks:
+def _measured_peaks(ceilings: Ceilings) -> _Peaks:
     return _Peaks(ceilings.tflops["bf16"], ceilings.tflops["fp32"], ceilings.copy_gbps, ceilings.link_gbps)
 
 
 def _by_ceilings(ceilings: Ceilings) -> Rates:
-    scaled = _scaled(h200_rates(), ceilings.gpu, _measured_rates(_H200_CEILINGS), _measured_rates(ceilings), "ceilings")
+    """Return the H200's rates, scaled by what ``doctor --ceilings`` measured on another GPU."""
+    scaled = _scaled(h200_rates(), ceilings.gpu, _measured_peaks(_H200_CEILINGS), _measured_peaks(ceilings), "ceilings")
     launch = ceilings.launch_us / _H200_CEILINGS.launch_us
     return replace(scaled, launch_s=launch * scaled.launch_s, usual_launch_s=launch * scaled.usual_launch_s)
 
 
-def _scaled(measured: Rates, gpu: str, ours: _Peaks, theirs: _Peaks, by: str) -> Rates:
-    """Rates of a GPU with ``theirs`` in the place of ``ours``; of communication none, where links are not known."""
-    times = dict.fromkeys(measured.seconds, ours.full / theirs.full)
-    times |= dict.fromkeys(_OF_HALF_PRODUCTS, ours.half / theirs.half)
-    times |= dict.fromkeys(_OF_MEMORY, ours.memory / theirs.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
-    seconds = {term: second * times[term] for term, second in measured.seconds.items()}
+def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
+    """Return the rates of ``gpu``, of those of a GPU with ``peaks``; none of communication where links are unknown."""
+    slower = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
+    slower |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
+    slower |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
+    seconds = {term: second * slower[term] for term, second in rates.seconds.items()}
     exposures: dict[str, Exposure] = {}
-    if ours.link and theirs.link:
-        for name, exposure in measured.exposures.items():
-            exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * theirs.link / ours.link)
-    return replace(measured, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=measured.gpu, scaled_by=by)
+    if peaks.link and gpu_peaks.link:
+        for name, exposure in rates.exposures.items():
+            exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * gpu_peaks.link / peaks.link)
+    return replace(rates, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=rates.gpu, scaled_by=by)
 
 
 def short_gpu_name(gpu: str) -> str:

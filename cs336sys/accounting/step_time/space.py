@@ -32,18 +32,18 @@ def refusal(configuration: StepConfiguration) -> str | None:
     """Say why a configuration of our model cannot run; None if it can."""
     training, checkpointing, strategy = configuration.training, configuration.checkpointing, configuration.strategy
     record = configuration.strategy_record
-    kept, shared, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
+    kept, has_ranks, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
         parse_checkpointing(checkpointing)
     in_graph, is_fused = training.cuda_graph == "on", training.is_fused
     is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
     checkpoints, keeps = checkpointing != "none", kept is not None
-    keeps_products = record.keeps_gathered and is_fused and not training.keeps_scores
+    can_keep = record.keeps_gathered and is_fused and not training.keeps_scores
     spans_blocks = kept is None and checkpointing not in ("none", "block")
     splits_weights = is_fused and training.splits_weights and strategy is not None and not record.gathers_ahead
     shards_our_adamw = record.shares_updates and not record.shards_weights and training.optimizer_record.is_ours
-    shares_state = shared and not record.has_buckets
+    shards_state = has_ranks and not record.has_buckets
     # The first that is true says why.
     rules = (
         (in_graph and training.optimizer_record.is_plain, "a CUDA graph: the course's AdamW counts steps on the CPU"),
@@ -52,11 +52,11 @@ def refusal(configuration: StepConfiguration) -> str | None:
         (checkpoints and is_whole, "checkpoints in a model compiled as a whole: there are no blocks to see"),
         (hides_layers, f"checkpoint {checkpointing}: compiled or fused blocks show no layers"),
         (kept is not None and kept > layers, f"checkpoint {checkpointing}: the model has {layers} blocks"),
-        (keeps and not keeps_products, "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"),
+        (keeps and not can_keep, "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"),
         (keeps and training.is_compiled, "checkpoint keep=N: compiled blocks show no products"),
-        (shared and spans_blocks, "checkpoints of several blocks with several ranks: shard has none and block"),
+        (has_ranks and spans_blocks, "checkpoints of several blocks with several ranks: shard has none and block"),
         (accumulates and in_graph, "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"),
-        (accumulates and shares_state, "micro-batches with a sharded state: gradients are reduced in each"),
+        (accumulates and shards_state, "micro-batches with a sharded state: gradients are reduced in each"),
         (splits_weights, "weights split in bf16 and low bits, with several ranks: measured with fsdp alone"),
         (shards_our_adamw, "a sharded optimizer with our AdamW: never measured here"),
     )
@@ -85,7 +85,7 @@ class Space:
 
     @property
     def checkpointings(self) -> Sequence[str]:
-        """Strategies of checkpointing that are tried: no group is larger than the model."""
+        """Return the strategies of checkpointing that are tried: no group is larger than the model."""
         if "checkpointing" in self.fixed:
             return self.fixed["checkpointing"]
         layers = self.training.size.num_layers
@@ -95,11 +95,7 @@ class Space:
 
     @property
     def micro_batches(self) -> list[tuple[int, int]]:
-        """Sequences of a rank at once, and how often.
-
-        Raises:
-            UsageError: no micro-batch adds up to the tokens of a step.
-        """
+        """Return the sequences of a rank at once, and how often in a step; refuse tokens that none adds up to."""
         context = self.training.size.context
         sizes = self.fixed.get("micro_batch") or [2**n for n in range(LARGEST_MICRO_BATCH.bit_length())]
         if self.tokens_per_step is None:
@@ -126,7 +122,7 @@ class Space:
         for reason in refused:
             refused[reason] *= variants
         for training, (batch, times) in product(trainings, self.micro_batches):
-            sized = training_with_batch(training, batch)
+            sized = replace(training, size=replace(training.size, batch_size=batch))
             for checkpointing, (strategy, gradient_dtype) in product(self.checkpointings, strategies):
                 step = StepConfiguration(sized, checkpointing, times, strategy, self.world_size, gradient_dtype)
                 why = refusal(step)
@@ -137,6 +133,7 @@ class Space:
         return runnable, refused
 
     def _trainings(self, refused: Counter[str]) -> Iterator[Workload]:
+        """Yield the workloads that can run, and count the others in ``refused`` by reason."""
         for combination in product(*map(self.values, SETTINGS)):
             settings = dict(zip(SETTINGS, combination, strict=True))
             settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
@@ -145,11 +142,3 @@ class Space:
             except UsageError as error:
                 # The reason, without what could be chosen instead.
                 refused[str(error).split(": choose")[0].split("; choose")[0]] += 1
-
-
-def training_with_batch(training: Workload, batch: int) -> Workload:
-    """Return the workload with another batch, without checking again what does not depend on it."""
-    changed = object.__new__(Workload)
-    changed.__dict__.update(training.__dict__)
-    changed.__dict__["size"] = replace(training.size, batch_size=batch)
-    return changed

@@ -1,4 +1,4 @@
-"""Count what a training step makes a GPU do: matrix products, bytes, attention, kernels. Arithmetic, no torch.
+"""Count what a training step makes a GPU do: matrix products, bytes, attention, kernels.
 
 Bytes of operations that are no products are counted operation by operation: what each one reads and writes. Eager
 execution was counted by a dispatch mode over one block of ``cs336_basics`` (operations that torch launches, tensors in
@@ -46,12 +46,13 @@ _WASTE = 1 / 3
 # forward at 2048 tokens and 616 at 16,384, backward 365 and 562 (docs/results/flash-h200, flash-fa4-lengths-h200).
 _ATTENTION_START = 1100
 
-# Bytes of an eager block's operations that are no products, by precision: ``T d`` and ``T f``, forward and backward.
+# By whether a step computes in half precision, forward and backward: bytes of an eager block's operations that are no
+# products, by ``T d`` and ``T f``.
 _EAGER_BYTES = {True: ((200, 18), (408, 38)), False: ((170, 32), (350, 72))}
-# Bytes a score of reference attention, forward and backward: eager, and compiled.
+# The same of bytes a score of reference attention, eager and compiled.
 _SCORE_BYTES = {True: (48, 60), False: (40, 52)}
 _COMPILED_SCORE_BYTES = {True: (8, 12), False: (16, 24)}
-# Kernels of a block, forward and backward: eager with reference attention, eager with another, as profiles count them.
+# The same of kernels of an eager block, with reference attention and with another, as profiles count them.
 _EAGER_KERNELS = {True: ((72, 122), (60, 108)), False: ((56, 103), (46, 90))}
 # What calling a block takes besides its launches, in launches, forward and backward: guards of a compiled block, Python
 # of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
@@ -96,7 +97,7 @@ class StepWork:
 
 
 def product_work(rows: int, columns: int, inner: int, device: str = "cuda") -> float:
-    """FLOPs of a product ``(rows, inner) @ (inner, columns)``, and a part of what idle multiprocessors could have done.
+    """Count FLOPs of ``(rows, inner) @ (inner, columns)``, and a part of what idle multiprocessors could have done.
 
     Whole tiles are computed by all multiprocessors in waves; the kernel whose tiles waste least is chosen. cuBLAS
     splits the inner dimension where that helps, so :data:`_WASTE` of the idle time remains. A CPU idles nowhere.
@@ -112,12 +113,12 @@ def product_work(rows: int, columns: int, inner: int, device: str = "cuda") -> f
 
 
 def attention_square(heads: int, context: int, head_dim: int, device: str = "cuda") -> int:
-    """Multiply-adds of one product of causal attention; on a GPU each query has :data:`_ATTENTION_START` more keys."""
+    """Count multiply-adds of a product of causal attention; on a GPU a query has :data:`_ATTENTION_START` more keys."""
     return heads * context * (context + (0 if device == "cpu" else _ATTENTION_START)) * head_dim
 
 
 def _products(shapes: Iterable[tuple[int, int, int, int]], device: str) -> tuple[float, float]:
-    """FLOPs of products of tokens with weights, (rows, columns, inner, how many), forward and backward."""
+    """Count FLOPs, forward and backward, of products of tokens with weights: (rows, columns, inner, how many)."""
     forward = backward = 0.0
     for rows, columns, inner, count in shapes:
         forward += count * product_work(rows, columns, inner, device)
@@ -133,27 +134,25 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
         checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`, or ``keep=N``.
         optimizer_share: the part of the parameters that this rank updates.
     """
-    size, half = workload.size, workload.is_half
-    layers, tokens = size.num_layers, size.tokens
+    size, layers, tokens = workload.size, workload.size.num_layers, workload.size.tokens
     work = StepWork()
     block_forward, block_backward, block_launches = _block_work(workload)
     work.forward.add(block_forward, layers)
     work.backward.add(block_backward, layers)
+    # The LM head and the loss.
     head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)], workload.device)
-    kind = "half_products" if half else "full_products"
-    e = 2 if half else 4
+    product, e = ("half_products", 2) if workload.is_half else ("full_products", 4)
     logits = tokens * size.vocab_size
     if "linear-cross-entropy" in workload.fused_kernels:
         # The forward pass makes the gradients, too.
-        work.forward.add({kind: head_forward + head_backward, "fused_bytes": logits * (e + 4), "kernels": 10})
+        work.forward.add({product: head_forward + head_backward, "fused_bytes": logits * (e + 4), "kernels": 10})
         work.backward["kernels"] += 6
+    elif workload.is_compiled:
+        work.forward.add({product: head_forward, "fused_bytes": logits * (e + 4), "kernels": 10})
+        work.backward.add({product: head_backward, "fused_bytes": logits * (e + 4), "kernels": 15})
     else:
-        work.forward[kind] += head_forward
-        work.backward[kind] += head_backward
-        compiled = workload.is_compiled
-        where = "fused_bytes" if compiled else "eager_bytes"
-        work.forward.add({where: logits * ((e + 4) if compiled else (e + 24)), "kernels": 10 if compiled else 20})
-        work.backward.add({where: logits * ((e + 4) if compiled else (e + 12)), "kernels": 15 if compiled else 30})
+        work.forward.add({product: head_forward, "eager_bytes": logits * (e + 24), "kernels": 20})
+        work.backward.add({product: head_backward, "eager_bytes": logits * (e + 12), "kernels": 30})
     # Looking embeddings up, and the gradient of the whole table.
     work.forward["fused_bytes"] += 8 * tokens * size.d_model
     work.backward["fused_bytes"] += 8 * size.vocab_size * size.d_model + 8 * tokens * size.d_model
@@ -169,68 +168,58 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
 
 
 def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, float]]:
-    """Return the work of one block, forward and backward, and what the CPU launches for it besides kernels."""
-    size, half, reference = workload.size, workload.is_half, workload.keeps_scores
+    """Return the work of one block, forward and backward, and the cost of calling it in each, in launches."""
+    size, half, has_scores = workload.size, workload.is_half, workload.keeps_scores
     tokens, d, f = size.tokens, size.d_model, size.d_ff
     stream, inner, scores = size.stream, size.inner, size.scores
     weights = 4 * d * d + 3 * d * f
-    forward = Amounts()
-    backward = Amounts()
-    kind = "half_products" if half else "full_products"
+    forward, backward = Amounts(), Amounts()
+    product = "half_products" if half else "full_products"
     products = [(tokens, d, d, 4), (tokens, f, d, 2), (tokens, d, f, 1)]
-    forward[kind], backward[kind] = _products(products, workload.device)
-    if reference:
-        kind = "half_products" if half else "full_scores"
-        forward[kind] += 4 * scores * size.head_dim
-        backward[kind] += 8 * scores * size.head_dim
+    forward[product], backward[product] = _products(products, workload.device)
+    if has_scores:
+        product = "half_products" if half else "full_scores"
+        forward[product] += 4 * scores * size.head_dim
+        backward[product] += 8 * scores * size.head_dim
     else:
         # Half of the square, two products forward and five backward (FlashAttention-2, 4.1).
         square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, workload.device)
         forward[f"{workload.attention_record.work}_forward"] += 2 * square
         backward[f"{workload.attention_record.work}_backward"] += 5 * square
     entries = (0.0, 0.0)
-    casts = half and not (workload.is_fused and workload.optimizer_record.is_ours)
     if workload.is_compiled or workload.is_fused:
         # Two norms with the additions before them (6 + 12 T d in half precision), rotation of q and k (8), the gate's
         # product; backward: two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12).
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
         backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
-        if reference:
-            other_kernels = (8, 15)
-        else:
-            other_kernels = (7, 12) if workload.is_compiled else (3, 3)
-        forward["kernels"] += 7 + other_kernels[0]
-        backward["kernels"] += 14 + other_kernels[1]
-        if not workload.is_compiled and reference:
-            forward["score_bytes"] += _SCORE_BYTES[half][0] * scores
-            backward["score_bytes"] += _SCORE_BYTES[half][1] * scores
-        elif reference:
-            forward["score_bytes"] += _COMPILED_SCORE_BYTES[half][0] * scores
-            backward["score_bytes"] += _COMPILED_SCORE_BYTES[half][1] * scores
-        if casts:
+        without_scores = (7, 12) if workload.is_compiled else (3, 3)
+        other_kernels = (8, 15) if has_scores else without_scores
+        # Those of products, and all others.
+        kernels = (7 + other_kernels[0], 14 + other_kernels[1])
+        score_bytes = _COMPILED_SCORE_BYTES[half] if workload.is_compiled else _SCORE_BYTES[half]
+        if half and not (workload.is_fused and workload.optimizer_record.is_ours):
+            # Autocast's casts of the weights.
             for work in (forward, backward):
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
-        if workload.is_compiled:
-            entries = (COMPILED_ENTRIES, COMPILED_ENTRIES) if workload.compiles_blocks else (0.0, 0.0)
-        else:
+        if not workload.is_compiled:
             entries = _FUSED_ENTRIES
+        elif workload.compiles_blocks:
+            entries = (COMPILED_ENTRIES, COMPILED_ENTRIES)
     else:
-        eager = _EAGER_BYTES[half]
-        kernels = _EAGER_KERNELS[half][0 if reference else 1]
-        for work, (per_stream, per_inner), per_score, count in zip(
-            (forward, backward), eager, _SCORE_BYTES[half], kernels, strict=True
-        ):
+        kernels, score_bytes = _EAGER_KERNELS[half][0 if has_scores else 1], _SCORE_BYTES[half]
+        for work, (per_stream, per_inner) in zip((forward, backward), _EAGER_BYTES[half], strict=True):
             work["eager_bytes"] += per_stream * stream + per_inner * inner + (6 * weights if half else 0)
-            work["kernels"] += count
-            if reference:
-                work["score_bytes"] += per_score * scores
+    for work, count, per_score in zip((forward, backward), kernels, score_bytes, strict=True):
+        work["kernels"] += count
+        if has_scores:
+            work["score_bytes"] += per_score * scores
     return forward, backward, entries
 
 
 def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
-    """Return what checkpoints compute again in the backward pass."""
-    size, tokens, half = workload.size, workload.tokens, workload.is_half
-    product = "half_products" if half else "full_products"
+    """Return what checkpoints compute again in the backward pass; ``block`` is the forward work of one."""
+    size, tokens = workload.size, workload.tokens
+    product = "half_products" if workload.is_half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
         gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
@@ -241,14 +230,15 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
         parts = SUBLAYERS[checkpointing]
         attention, _ = _products([(tokens, size.d_model, size.d_model, 3)], workload.device)
         feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
+        # What is no product: about two thirds of it belong to attention.
         share = 0.65 * ("attn" in parts) + 0.35 * ("ffn" in parts)
         amounts = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
         amounts[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
         return amounts
     blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
     amounts = Amounts({name: blocks * amount for name, amount in block.items()})
-    last, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
-    amounts[product] -= ends * last
+    last_product, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
+    amounts[product] -= ends * last_product
     return amounts
 
 
@@ -271,14 +261,14 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
 
 
 def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, float]) -> None:
-    layers = workload.size.num_layers
+    """Add gaps between kernels and launches to each phase; ``entries`` are launches of a block besides, by pass."""
     for (phase, amounts), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
         amounts["gaps"] = amounts["kernels"]
         cost = 1.0 if phase != "optimizer" else OPTIMIZER_LAUNCH
-        work.launches[phase] = cost * amounts["kernels"] + layers * entry
+        work.launches[phase] = cost * amounts["kernels"] + workload.size.num_layers * entry
 
 
-# Of our model, half precision against fp32 in eager execution: bytes and kernels (accounting/step_time/work.py).
+# Of our model, half precision against fp32 in eager execution: bytes and kernels.
 _HALF_BYTES, _HALF_KERNELS = 0.89, 1.24
 # Of our model, a compiled block against an eager one.
 _COMPILED_BYTES, _COMPILED_KERNELS = 0.18, 0.24
@@ -289,7 +279,7 @@ class CountedPass:
     """Work of a pass with batches of 1 and of 2 sequences, from which other batches follow.
 
     Attributes:
-        products: rows, columns, inner dimension and how many, of each batch.
+        products: rows, columns and inner dimension of each product, by batch.
         bytes: of operations that are no products, in fp32.
         kernels: operations.
     """
@@ -298,17 +288,18 @@ class CountedPass:
     bytes: tuple[float, float]
     kernels: int
 
-    def products_of(self, batch: int, device: str) -> float:
-        """Return FLOPs, with what idle multiprocessors of a GPU waste."""
-        total = 0.0
-        for first, second in zip(*self.products, strict=True):
-            rows, columns, inner = (max(1, a + (b - a) * (batch - 1)) for a, b in zip(first, second, strict=True))
-            total += product_work(rows, columns, inner, device)
-        return total
+    def product_flops(self, batch: int, device: str) -> float:
+        """Return the FLOPs of a batch's products, with what idle multiprocessors of a GPU waste."""
+        flops = 0.0
+        for of_one, of_two in zip(*self.products, strict=True):
+            rows, columns, inner = (max(1, _extrapolated(*pair, batch)) for pair in zip(of_one, of_two, strict=True))
+            flops += product_work(rows, columns, inner, device)
+        return flops
 
-    def bytes_of(self, batch: int) -> float:
-        """Return bytes of a batch."""
-        return self.bytes[0] + (self.bytes[1] - self.bytes[0]) * (batch - 1)
+
+def _extrapolated(of_one: Any, of_two: Any, batch: int) -> Any:
+    """Return what grows evenly from a batch of 1 sequence to one of 2, of so many."""
+    return of_one + (of_two - of_one) * (batch - 1)
 
 
 @dataclass(frozen=True)
@@ -332,19 +323,17 @@ class CountedModel:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> "CountedModel":
-        """Read what the counting process returned."""
-        passes = {name: CountedPass(**columns[name]) for name in ("forward", "backward")}
-        return cls(**{**columns, **passes})
+        """Build it of what the counting process returned."""
+        return cls(**{**columns, **{name: CountedPass(**columns[name]) for name in ("forward", "backward")}})
 
     def work(self, workload: Workload, checkpointing: str) -> StepWork:
-        """Count a step as :func:`~cs336sys.accounting.step_time.work.step_work` does for our model."""
-        half, batch = workload.is_half, workload.size.batch_size
-        compiled = workload.is_compiled
+        """Count a step as :func:`step_work` does for our model."""
+        half, batch, compiled = workload.is_half, workload.size.batch_size, workload.is_compiled
         work = StepWork()
-        for amounts, counted_phase in ((work.forward, self.forward), (work.backward, self.backward)):
-            amounts["half_products" if half else "full_products"] += counted_phase.products_of(batch, workload.device)
-            moved = counted_phase.bytes_of(batch) * (_HALF_BYTES if half else 1.0)
-            kernels = counted_phase.kernels * (_HALF_KERNELS if half else 1.0)
+        for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
+            amounts["half_products" if half else "full_products"] += counted.product_flops(batch, workload.device)
+            moved = _extrapolated(*counted.bytes, batch) * (_HALF_BYTES if half else 1.0)
+            kernels = counted.kernels * (_HALF_KERNELS if half else 1.0)
             if compiled:
                 moved, kernels = moved * _COMPILED_BYTES, kernels * _COMPILED_KERNELS
             # Autocast's casts of all weights.
@@ -359,10 +348,10 @@ class CountedModel:
             work.recomputed = Amounts(work.forward)
             work.backward.add(work.recomputed)
         if workload.optimizer_record.is_plain:
-            work.optimizer.add({"course_parameters": self.parameters, "kernels": 7 * self.tensors})
+            kernels = _COURSE_KERNELS * self.tensors
+            work.optimizer.add({"course_parameters": self.parameters, "kernels": kernels})
         else:
-            moved = (12 + 2 * workload.moment_bytes) * self.parameters
-            work.optimizer.add({"state_bytes": moved, "kernels": 4})
+            work.optimizer.add({"state_bytes": (12 + 2 * workload.moment_bytes) * self.parameters, "kernels": 4})
         entry = COMPILED_ENTRIES if workload.compiles_blocks else 0.0
         _add_launches(work, workload, (entry, entry))
         return work
@@ -373,7 +362,7 @@ class CountedModel:
         Args:
             passes: micro-batches; with several, all gradients are there from the start.
         """
-        one_sequence, two_sequences = self.peaks[checkpointing]
-        peak = one_sequence + (two_sequences - one_sequence) * (workload.size.batch_size - 1)
+        peak = _extrapolated(*self.peaks[checkpointing], workload.size.batch_size)
         gradients = 4 * self.parameters if passes > 1 else 0
+        # The dry run has AdamW's moments in fp32.
         return peak + gradients - (8 - workload.moment_bytes) * self.parameters

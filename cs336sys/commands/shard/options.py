@@ -1,5 +1,6 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import typer
 
 import cs336sys.run.ranks as across_ranks
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh, strategy_of_mesh
+from cs336sys.accounting.sharding.partition import read_mesh, strategy_of_mesh
 from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
@@ -95,7 +96,7 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
                 _require_for_board(training)
         if self.memory_limit is not None and "auto" not in self.checkpoint:
             raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
-        ranks_of_mesh = [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
+        ranks_of_mesh = [] if self.mesh is None else [math.prod(read_mesh(self.mesh).values())]
         world_sizes = across_ranks.choose_world_sizes(self.world_size or ranks_of_mesh)
         chosen = []
         for cell in self.cells(trainings, world_sizes, "checkpointing", "strategy", "prefetch", "keep_gathered"):

@@ -33,8 +33,8 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
     and backward passes, and tokens count all of them.
     """
     chosen = StepConfiguration.from_configuration(configuration)
-    with telling_user_errors(chosen.training):
-        workload = chosen.training
+    workload = chosen.training
+    with telling_user_errors(workload):
         device = choose_device(workload.device)
         set_matmul_precision(workload)
         checked, failure = check_training(workload, device, progress)
@@ -66,8 +66,8 @@ def _run_passes(step: TrainStep, count: int) -> None:
         step.phases["backward"]()
 
 
-# Repetitions of an operation, whose median counts, and seconds after which there are enough.
-_REPETITIONS, _ENOUGH_S = 7, 1.0
+# Repetitions of an operation, whose median counts; fewer once they have taken so many seconds.
+_REPETITIONS, _LONGEST_S = 7, 1.0
 
 
 def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -77,52 +77,54 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     where they are launched: what one costs besides its work is in ``kernels``.
     """
     workload = Workload.from_configuration(configuration)
-    size = workload.size
-    tokens = size.batch_size * size.context
-    dtype = DTYPES[workload.precision]
+    size, dtype = workload.size, DTYPES[workload.precision]
     progress("measuring products, copies, attention and optimizers")
-    shapes = (tokens, size.d_model), (size.d_model, size.d_ff)
-    product = _seconds(torch.mm, *(torch.randn(shape, dtype=dtype) for shape in shapes))
+    shapes = (size.tokens, size.d_model), (size.d_model, size.d_ff)
+    product_s = _median_seconds(torch.mm, *(torch.randn(shape, dtype=dtype) for shape in shapes))
     # Most bytes of a small model are those of logits, whose memory is often returned and mapped again.
-    wide = torch.randn(tokens, size.vocab_size)
-    per_byte = _seconds(torch.mul, wide, wide) / (12 * wide.numel())
-    per_flop = product / product_work(tokens, size.d_ff, size.d_model, "cpu")
+    logits = torch.randn(size.tokens, size.vocab_size)
+    # Two reads and a write of fp32.
+    byte_s = _median_seconds(torch.mul, logits, logits) / (12 * logits.numel())
+    flop_s = product_s / product_work(size.tokens, size.d_ff, size.d_model, "cpu")
     small = torch.randn(8, requires_grad=True)
-    operation = _seconds(lambda: [small * small for _ in range(100)]) / 100
+    operation_s = _median_seconds(lambda: [small * small for _ in range(100)]) / 100
     seconds = dict.fromkeys(TERMS, 0.0)
-    seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), per_flop)
-    seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes"), per_byte)
-    heads = size.batch_size, size.num_heads, size.context, size.head_dim
+    seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), flop_s)
+    seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes"), byte_s)
+    shape = size.batch_size, size.num_heads, size.context, size.head_dim
     square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, "cpu")
     for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
-        forward, backward = _attention_seconds(attention, heads)
-        seconds |= {f"{name}_forward": forward / (2 * square), f"{name}_backward": backward / (5 * square)}
+        forward_s, backward_s = _attention_seconds(attention, shape)
+        seconds |= {f"{name}_forward": forward_s / (2 * square), f"{name}_backward": backward_s / (5 * square)}
     # Over a tensor as large as the embedding.
     parameters = size.vocab_size * size.d_model
     seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters
     seconds["state_bytes"] = _update_seconds(replace(workload, optimizer="fused"), parameters) / (28 * parameters)
-    seconds["kernels"] = operation
+    seconds["kernels"] = operation_s
     return Outcome("ok", derived={"seconds": seconds})
 
 
 def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the seconds of causal attention on queries, keys and values of a shape, forward and backward."""
     inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     run = functools.partial(attention, *inputs, is_causal=True)
     output = run()
     gradient = torch.ones_like(output)
-    return _seconds(run), _seconds(lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True))
+    backward = functools.partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
+    return _median_seconds(run), _median_seconds(backward)
 
 
 def _update_seconds(workload: Workload, parameters: int) -> float:
     parameter = torch.nn.Parameter(torch.randn(parameters))
     parameter.grad = torch.ones_like(parameter)
-    return _seconds(build_optimizer(workload, [parameter]).step)
+    return _median_seconds(build_optimizer(workload, [parameter]).step)
 
 
-def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
+def _median_seconds(run: Callable[..., Any], *arguments: Any) -> float:
+    """Return the median time of a call, after one that is not measured."""
     run(*arguments)
     times: list[float] = []
-    while len(times) < _REPETITIONS and sum(times) < _ENOUGH_S:
+    while len(times) < _REPETITIONS and sum(times) < _LONGEST_S:
         started = time.perf_counter()
         run(*arguments)
         times.append(time.perf_counter() - started)

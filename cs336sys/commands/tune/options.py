@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
+from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.choice import Candidate, Choice, choose, evaluate
 from cs336sys.accounting.step_time.prediction import StepConfiguration, ranged_quantities
-from cs336sys.accounting.step_time.rates import GPUS
-from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
+from cs336sys.accounting.step_time.rates import GPUS, UNMEASURED, Exposure, Rates, rates_of, read_rates
+from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal
+from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
 from cs336sys.command_line.options.bytes import read_memory_limit
@@ -29,9 +32,7 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
-    from cs336sys.accounting.step_time.choice import Candidate, Choice
-    from cs336sys.accounting.step_time.rates import Rates
-    from cs336sys.accounting.step_time.work import CountedModel
+    from cs336sys.run.cells import Outcome
     from cs336sys.tables.table import Table
 
 # Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
@@ -42,8 +43,8 @@ _USABLE_SHARE = 0.95
 _GLOO_BYTES_PER_S = 1e9
 
 # Rounds of measuring, at most: the fewest that can decide are four.
-_ROUNDS = 12
-# The next best of so many stand in for candidates that do not run.
+_MOST_ROUNDS = 12
+# So many of the next best stand in for candidates that do not run.
 _MOST_RESERVES = 10
 
 # Settings of the implementation that have one value each; the optimizer has its state's dtype with it.
@@ -84,8 +85,7 @@ class SearchOptions:
     launch_us: Annotated[float | None, setting(help="CPU microseconds of a kernel launch.", min=0, max=1e4)] = None
     lines: Annotated[int, setting(help="Print PyTorch code for this many of the best.", min=0, max=10)] = 1
     measure: Annotated[
-        int,
-        setting(help="Measure this many of the best, and yours.", min=0, max=100, rich_help_panel=MEASURING),
+        int, setting(help="Measure this many of the best, and yours.", min=0, max=100, rich_help_panel=MEASURING)
     ] = 0
     budget: Annotated[
         float, setting(help="Stop measuring after this many seconds.", min=1, rich_help_panel=MEASURING)
@@ -100,16 +100,14 @@ class SearchOptions:
         return device == "cpu" or (bool(self.measure) and gpu_capacity(device) is None)
 
     def limit_bytes(self, device: str) -> float:
-        """Return what tensors of a rank may take."""
-        from cs336sys.accounting.hardware import datasheet
-        from cs336sys.accounting.step_time.rates import read_rates
+        """Return the bytes that tensors of a rank may take."""
         from cs336sys.machine.system import capacity, gpu_capacity
 
         if self.memory is not None:
             return read_memory_limit(self.memory, "--memory")
         if device == "cpu":
-            device_capacity = capacity(device)
-            return _USABLE_SHARE * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
+            cpu = capacity(device)
+            return _USABLE_SHARE * (4.0 if cpu is None else cpu.memory_gib) * GIB
         local_gpu = gpu_capacity(device) if self.gpu is None else None
         if local_gpu is not None:
             return _USABLE_SHARE * local_gpu.memory_gib * GIB
@@ -129,9 +127,8 @@ class SearchOptions:
             name: list(getattr(implementation, name)) for name in _SINGLE_SETTINGS if is_given(ctx, name)
         }
         if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
-            fixed["optimizer"] = list(
-                dict.fromkeys((ways["optimizer"], ways["state_dtype"]) for ways in implementation.implementations())
-            )
+            implementations = implementation.implementations()
+            fixed["optimizer"] = list(dict.fromkeys((way["optimizer"], way["state_dtype"]) for way in implementations))
         if is_given(ctx, "update"):
             raise UsageError("--update: tune updates in a step of its own; leave it out")
         if on_cpu:
@@ -150,10 +147,8 @@ class SearchOptions:
                 raise UsageError(f"--gradient-dtype {dtype}: buckets alone have the choice; choose bucketed")
         return fixed
 
-    def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> "Rates":
+    def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> Rates:
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
-        from cs336sys.accounting.hardware import datasheet
-        from cs336sys.accounting.step_time.rates import rates_of, read_rates
         from cs336sys.machine.system import gpu_capacity
 
         measured = None if self.rates is None else read_rates(self.rates)
@@ -222,9 +217,8 @@ def tune(
         return
     chosen = predictor.with_plain_configuration(choices.fitting[: search.measure])
     configurations = [candidate.configuration for candidate in chosen]
-    reserves = [other for other in choices.fitting[search.measure :] if other.configuration not in configurations]
-    race = _Race(chosen, reserves[:_MOST_RESERVES], search.measure, search.budget)
-    race.run(predicted, sweeping, output)
+    next_best = [best for best in choices.fitting[search.measure :] if best.configuration not in configurations]
+    _Race(chosen, next_best[:_MOST_RESERVES], search.measure, search.budget).run(predicted, sweeping, output)
 
 
 def _base_workload(training: options.TrainingOptions) -> Workload:
@@ -235,21 +229,26 @@ def _base_workload(training: options.TrainingOptions) -> Workload:
     return workloads[0]
 
 
-def _counted_model(base_workload: Workload) -> "CountedModel":
-    from cs336sys.accounting.step_time.work import CountedModel
+def _measured_in_worker(measure: str, workload: Workload, timeout_s: float | None = None) -> "Outcome":
+    """Call ``module:function`` with a workload's settings in a process of its own."""
     from cs336sys.run.cells import Worker
 
-    with contextlib.closing(Worker("cs336sys.training.operation_counting:count_model", ())) as worker:
-        outcome = worker.measure(base_workload.configuration(), timeout_s=None, progress=lambda stage: None)
+    with contextlib.closing(Worker(measure, ())) as worker:
+        return worker.measure(workload.configuration(), timeout_s=timeout_s, progress=lambda stage: None)
+
+
+def _counted_model(base_workload: Workload) -> CountedModel:
+    """Count the user's model, in a process of its own that imports torch."""
+    outcome = _measured_in_worker("cs336sys.training.operation_counting:count_model", base_workload)
     if outcome.status != "ok":
         raise CapabilityError(str(outcome.reason))
     return CountedModel.from_columns(outcome.derived)
 
 
 def _fixed_for_user_model(
-    fixed: Mapping[str, Sequence[Any]], counted_model: "CountedModel", world_size: int
+    fixed: Mapping[str, Sequence[Any]], counted_model: CountedModel, world_size: int
 ) -> dict[str, Sequence[Any]]:
-    """Return the fixed settings, without choices that a user's model does not have."""
+    """Return the fixed settings, and of the others the choices that a user's model has."""
     attention = ["sdpa", "flash"] if counted_model.attention else ["sdpa"]
     optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
     defaults: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
@@ -264,28 +263,31 @@ def _fixed_for_user_model(
     return chosen
 
 
-def _cpu_rates(base_workload: Workload) -> "Rates":
-    from cs336sys.accounting.step_time.rates import UNMEASURED, Exposure, Rates
+def _cpu_rates(base_workload: Workload) -> Rates:
+    """Measure the rates of this machine's CPU on the workload's shapes; they hold for every step."""
     from cs336sys.machine.system import cpu_model
-    from cs336sys.run.cells import Worker
 
-    with contextlib.closing(Worker("cs336sys.commands.tune.measure:measure_rates", ())) as worker:
-        outcome = worker.measure(base_workload.configuration(), timeout_s=120.0, progress=lambda stage: None)
+    outcome = _measured_in_worker("cs336sys.commands.tune.measure:measure_rates", base_workload, timeout_s=120.0)
     if outcome.status != "ok":
         raise CapabilityError(f"the rates of this CPU cannot be measured: {outcome.reason}")
-    everything = dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf))
-    name = cpu_model() or "this CPU"
-    exposures = {strategy: Exposure(_GLOO_BYTES_PER_S, 1.0) for strategy, _ in STRATEGIES}
-    return Rates(name, outcome.derived["seconds"], 0.0, 0.0, exposures, everything, UNMEASURED)
+    return Rates(
+        gpu=cpu_model() or "this CPU",
+        seconds=outcome.derived["seconds"],
+        launch_s=0.0,
+        usual_launch_s=0.0,
+        exposures={strategy: Exposure(_GLOO_BYTES_PER_S, exposed=1.0) for strategy, _ in STRATEGIES},
+        ranges=dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf)),
+        kinds=UNMEASURED,
+    )
 
 
-def _nothing_fits(choices: "Choice") -> str:
-    smallest = min(choices.predicted, key=lambda candidate: candidate.memory, default=None)
-    limit = f"--memory {choices.limit / GIB:.4g}GiB"
-    if smallest is None:
+def _nothing_fits(choices: Choice) -> str:
+    """Say why no configuration is left, and what to change."""
+    if not choices.predicted:
         reasons = "; ".join(choices.unknown or choices.refused)
         return f"no configuration has a predicted time: {reasons}; choose settings near those that were measured"
-    needs = f"{smallest.memory / GIB:.1f} GiB"
+    limit = f"--memory {choices.limit / GIB:.4g}GiB"
+    needs = f"{min(candidate.memory for candidate in choices.predicted) / GIB:.1f} GiB"
     return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
 
 
@@ -294,18 +296,16 @@ class _Predictor:
     """The predictor of a space's configurations; ``counted_model`` is the user's model in place of ours."""
 
     space: Space
-    rates: "Rates"
+    rates: Rates
     limit_bytes: float
     launch_s: float | None
-    counted_model: "CountedModel | None"
+    counted_model: CountedModel | None
 
-    def choose(self, space: Space) -> "Choice":
-        from cs336sys.accounting.step_time.choice import choose
-
+    def choose(self, space: Space) -> Choice:
         return choose(space, self.rates, self.limit_bytes, self.launch_s, self.counted_model)
 
-    def with_one_more_gpu(self, choices: "Choice") -> "Choice | None":
-        """Return the choice with one more GPU, of configurations like the fastest one."""
+    def with_one_more_gpu(self, choices: Choice) -> Choice | None:
+        """Return the choice with one more GPU, of configurations like the fastest; None if they cannot share a step."""
         best, space = choices.fitting[0].configuration.training, self.space
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
         fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
@@ -313,29 +313,27 @@ class _Predictor:
         try:
             return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))
         except UsageError:
-            # So many ranks do not divide the step.
             return None
 
-    def with_plain_configuration(self, best: Sequence["Candidate"]) -> list["Candidate"]:
+    def with_plain_configuration(self, best: Sequence[Candidate]) -> list[Candidate]:
         """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
-        from cs336sys.accounting.step_time.choice import evaluate
-
         fixed, training = self.space.fixed, self.space.training
         defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
         defaults |= {} if self.counted_model is None else {"attention": "sdpa"}
+        defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
+        # Of several values that the user gives, the first.
         settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
-        optimizer, state_dtype = (fixed.get("optimizer") or [("course", "fp32")])[0]
-        batches = dict(self.space.micro_batches)
-        batch = training.size.batch_size if training.size.batch_size in batches else max(batches)
-        training = replace(training, optimizer=optimizer, state_dtype=state_dtype, **settings)
-        strategy, gradient_dtype = (fixed.get("strategy") or [(None, "fp32")])[0]
+        (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
+        settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
+        micro_batches = dict(self.space.micro_batches)
+        batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
         plain = StepConfiguration(
-            training_with_batch(training, batch),
-            (fixed.get("checkpointing") or ["none"])[0],
-            batches[batch],
-            strategy,
-            self.space.world_size,
-            gradient_dtype,
+            replace(training, size=replace(training.size, batch_size=batch), **settings),
+            checkpointing,
+            accumulation=micro_batches[batch],
+            strategy=strategy,
+            world_size=self.space.world_size,
+            gradient_dtype=gradient_dtype,
         )
         if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
             return list(best)
@@ -350,23 +348,22 @@ def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:
     """Return the configuration of the cell that measures a predicted step: of ``bench``, or of ranks."""
     if configuration.world_size == 1:
         return configuration.configuration()
-    training = configuration.training
-    batch = training.size.batch_size * configuration.world_size
-    bucketed = configuration.strategy_record.has_buckets
+    training, record = configuration.training, configuration.strategy_record
+    size = replace(training.size, batch_size=training.size.batch_size * configuration.world_size)
     # As predicted: a bucket for each block, and one unit gathered ahead.
     return ParallelWorkload(
-        training_with_batch(training, batch),
+        replace(training, size=size),
         str(configuration.strategy),
         configuration.world_size,
-        bucket_mb="block" if bucketed else None,
+        bucket_mb="block" if record.has_buckets else None,
         gradient_dtype=configuration.gradient_dtype,
-        prefetch=1 if configuration.strategy_record.gathers_ahead else None,
+        prefetch=1 if record.gathers_ahead else None,
         checkpointing=configuration.checkpointing,
     ).configuration()
 
 
 class _Race:
-    """Candidates that are measured in turn until one is the fastest by ``compare``'s statistic, or time is over.
+    """Candidates that are measured in rounds until one is the fastest by ``compare``'s statistic, or time is over.
 
     Args:
         chosen: the ``count`` best, and maybe the plain configuration.
@@ -374,7 +371,7 @@ class _Race:
         budget_s: after which no more is measured.
     """
 
-    def __init__(self, chosen: Sequence["Candidate"], reserves: Sequence["Candidate"], count: int, budget_s: float):
+    def __init__(self, chosen: Sequence[Candidate], reserves: Sequence[Candidate], count: int, budget_s: float):
         self.ranks = chosen[0].configuration.world_size
         if self.ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
             raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
@@ -383,17 +380,14 @@ class _Race:
         keys = [configuration_key(configuration) for configuration in self.configurations]
         self.count, self.chosen_keys = count, keys[: len(chosen)]
         self.best_keys = {*keys[:count], *keys[len(chosen) :]}
-        self.predictions = {
-            key: {
-                "predicted_ms": None if candidate.time.unknown else 1e3 * candidate.time.step_s,
-                "predicted_gib": candidate.memory / GIB,
-            }
-            for key, candidate in zip(keys, candidates, strict=True)
-        }
+        self.predictions: dict[str, dict[str, float | None]] = {}
+        for key, candidate in zip(keys, candidates, strict=True):
+            predicted_ms = None if candidate.time.unknown else 1e3 * candidate.time.step_s
+            self.predictions[key] = {"predicted_ms": predicted_ms, "predicted_gib": candidate.memory / GIB}
         self.end_s = time.monotonic() + budget_s
 
     def is_wanted(self, configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
-        """Return whether this candidate is measured in this round: the first finds who runs, the others the fastest."""
+        """Return whether this candidate is measured in this round: the first finds who runs, later ones the fastest."""
         from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided, running
         from cs336sys.tables.titles import by_configuration
 
@@ -407,21 +401,20 @@ class _Race:
         best = fastest(groups)
         if best is None:
             return False
-        compared = compared_to_best(groups, best)
-        still_open = {other for other, result in compared.items() if not is_decided(result, configuration["device"])}
-        return bool(still_open) and key in {best, *still_open}
+        comparisons = compared_to_best(groups, best)
+        undecided = {other for other, result in comparisons.items() if not is_decided(result, configuration["device"])}
+        return bool(undecided) and key in {best, *undecided}
 
     def run(self, predicted: Sequence["Table"], sweeping: SweepOptions, output: OutputOptions) -> None:
         """Measure, and print the measured tables before the predicted ones."""
         from cs336sys.commands.tune.tables import tune_tables
 
-        measure = "cs336sys.commands.tune.measure:measure_configuration"
-        if self.ranks > 1:
-            measure = "cs336sys.commands.rank_training.measure:measure_parallel_training"
+        one_device = "cs336sys.commands.tune.measure:measure_configuration"
+        several_ranks = "cs336sys.commands.rank_training.measure:measure_parallel_training"
         run_sweep(
             "tune",
-            measure,
-            in_rounds(self.configurations, _ROUNDS),
+            one_device if self.ranks == 1 else several_ranks,
+            in_rounds(self.configurations, _MOST_ROUNDS),
             sweeping,
             across_ranks=self.ranks > 1,
             is_wanted=self.is_wanted,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
+from cs336sys.accounting.step_time.choice import Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
@@ -20,7 +20,9 @@ from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_r
 from cs336sys.tables.titles import by_configuration, known_values
 
 # Rows of the tables of candidates.
-SHOWN = 10
+_SHOWN = 10
+# The table of what more would buy asks about so many more bytes.
+_MORE_MEMORY = 20 * GIB
 
 _PREDICTED = (Column("configuration", "configuration"), *PREDICTED_COLUMNS)
 
@@ -36,7 +38,7 @@ def choice_tables(
 
     ``more_rank`` is the choice with one more GPU; lines of PyTorch are written for ``lines_of`` of the fastest.
     """
-    best = choice.fitting[:SHOWN]
+    best = choice.fitting[:_SHOWN]
     limit_gib = choice.limit / GIB
     runnable_count = len(choice.predicted) + sum(choice.unknown.values())
     notes = [
@@ -50,26 +52,23 @@ def choice_tables(
             "as ours, the memory is the eager step's, and the error above is our model's."
         )
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
-    ranked = list(enumerate(best, 1))
-    rows = [{"number": i} | _candidate_row(candidate, rates) for i, candidate in ranked]
-    commands: list[dict[str, Value]] = [
-        {"number": i, "command": measuring_command(candidate.configuration)} for i, candidate in ranked
-    ]
-    lines: list[dict[str, Value]] = [
-        {"number": i, "line": line}
-        for i, candidate in ranked[:lines_of]
-        for line in pytorch_lines(candidate.configuration)
-    ]
+    rows, commands, lines = [], [], []
+    for rank, candidate in enumerate(best, 1):
+        number = {"number": rank}
+        rows.append(number | _candidate_row(candidate, rates))
+        commands.append(number | {"command": measuring_command(candidate.configuration)})
+        if rank <= lines_of:
+            lines += [number | {"line": line} for line in pytorch_lines(candidate.configuration)]
     front = [_candidate_row(candidate, rates) for candidate in choice.front]
     unlike = [(f"unlike what was measured: {reason}", count) for reason, count in choice.unknown.most_common()]
     reasons = [*choice.refused.most_common(), *unlike]
     left_out: list[dict[str, Value]] = [{"reason": reason, "combinations": count} for reason, count in reasons]
-    number = Column("number", "#")
+    numbered = Column("number", "#")
     left_out_columns = (Column("reason", "because"), Column("combinations", "combinations", "count"))
     return with_rows(
-        Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), rows, notes),
-        Table("commands", "Commands that measure them", (number, Column("command", "command")), commands),
-        Table("lines", "The same as lines of PyTorch", (number, Column("line", "line")), lines),
+        Table("best", f"The fastest that fit{title}", (numbered, *_PREDICTED), rows, notes),
+        Table("commands", "Commands that measure them", (numbered, *named_columns("command")), commands),
+        Table("lines", "The same as lines of PyTorch", (numbered, *named_columns("line")), lines),
         Table("front", "Least memory for its speed", _PREDICTED, front),
         _rejected_table(choice, rates),
         _more_table(choice, more_rank),
@@ -78,10 +77,11 @@ def choice_tables(
 
 
 def _rejected_table(choice: Choice, rates: Rates) -> Table:
+    """Return the table of the fastest candidates that do not fit."""
     columns = (*_PREDICTED[:-1], Column("over_gib", "over the limit by", "gib"))
     rows = [
         _candidate_row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
-        for candidate in choice.too_large[:SHOWN]
+        for candidate in choice.too_large[:_SHOWN]
     ]
     count = sum(candidate.memory > choice.limit for candidate in choice.predicted)
     notes = (
@@ -91,6 +91,7 @@ def _rejected_table(choice: Choice, rates: Rates) -> Table:
 
 
 def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
+    """Return the table of the fastest within the limit, with more memory, and with one more GPU."""
     now = choice.best_within(choice.limit)
     columns = (
         Column("with", "with"),
@@ -98,11 +99,11 @@ def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
         Column("gain", "gain", "ratio", lambda best: None if now is None else best.tokens_per_s / now.tokens_per_s),
         Column("configuration", "configuration", value=lambda best: configuration_words(best.configuration)),
     )
-    limits = (choice.limit, choice.limit + MORE_MEMORY)
-    options = {f"{limit / GIB:.4g} GiB": choice.best_within(limit) for limit in limits}
+    limits = (choice.limit, choice.limit + _MORE_MEMORY)
+    bests = {f"{limit / GIB:.4g} GiB": choice.best_within(limit) for limit in limits}
     if more_rank is not None:
-        options["one more GPU"] = more_rank.best_within(choice.limit)
-    rows = [{"with": name} | fill_row(columns, best) for name, best in options.items() if best is not None]
+        bests["one more GPU"] = more_rank.best_within(choice.limit)
+    rows = [{"with": name} | fill_row(columns, best) for name, best in bests.items() if best is not None]
     return Table("more", "What more would buy", columns, rows)
 
 
@@ -111,7 +112,8 @@ def plot_front(choice: Choice, path: Path) -> None:
     figure, ((axes,),) = new_axes(8, 5)
 
     def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        return [best.memory / GIB for best in candidates], [best.tokens_per_s for best in candidates]
+        memories_gib = [candidate.memory / GIB for candidate in candidates]
+        return memories_gib, [candidate.tokens_per_s for candidate in candidates]
 
     axes.scatter(*points(choice.predicted), s=4, color="0.7", label="configurations")
     front_style: dict[str, Any] = {"where": "post", "marker": "o", "markersize": 4}
@@ -199,19 +201,19 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[str, Comparison]) -> dict[str, Value]:
-    first = cells[0]
+    """Return the row of one configuration's rounds: their step and how it compares, if all of them ran."""
+    first, configuration = cells[0], configuration_of(cells[0])
     row: dict[str, Value] = dict(first.configuration)
-    row |= {"configuration": configuration_words(configuration_of(first)), "rounds": len(cells)}
+    row |= {"configuration": configuration_words(configuration), "rounds": len(cells)}
     row |= {"status": next((cell.status for cell in cells if cell.status != "ok"), "ok")}
     row |= {name: first.derived.get(name) for name in ("predicted_ms", "predicted_gib")}
     if row["status"] != "ok":
         return row
-    values = [value for cell in cells for value in cell.samples["step"].measured]
-    median = statistics.median(values)
-    predicted = first.derived.get("predicted_ms")
-    peak_gib = max(known_values(cells, "peak_gib"), default=None)
-    row |= {"step_ms": median, "tokens_per_s": 1e3 * configuration_of(first).tokens / median, "peak_gib": peak_gib}
-    row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
+    step_ms = statistics.median(value for cell in cells for value in cell.samples["step"].measured)
+    predicted_ms = first.derived.get("predicted_ms")
+    row |= {"step_ms": step_ms, "tokens_per_s": 1e3 * configuration.tokens / step_ms}
+    row["off_percent"] = None if predicted_ms is None else 100 * (predicted_ms / step_ms - 1)
+    row["peak_gib"] = max(known_values(cells, "peak_gib"), default=None)
     if key in compared:
         comparison = compared[key]
         is_shown = comparison.verdict == "same" or is_decided(comparison, first.configuration["device"])
@@ -222,8 +224,8 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     return row
 
 
-def _winner(groups: dict[str, list[Cell]], best_key: str, compared: dict[str, Comparison]) -> str:
-    winner = configuration_words(configuration_of(groups[best_key][0]))
+def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Comparison]) -> str:
+    """Name the best configuration, from how many others it is told apart, and by how much they are slower."""
     intervals = []
     for key, comparison in compared.items():
         difference = comparison.difference
@@ -232,10 +234,11 @@ def _winner(groups: dict[str, list[Cell]], best_key: str, compared: dict[str, Co
         other = configuration_words(configuration_of(groups[key][0]))
         low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
         intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
-    device = groups[best_key][0].configuration["device"]
-    undecided = sum(not is_decided(comparison, device) for comparison in compared.values())
+    winner = groups[best][0]
+    undecided = sum(not is_decided(comparison, winner.configuration["device"]) for comparison in compared.values())
     distinction = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
-    return f"Winner: {winner}, {distinction}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
+    sentence = f"Winner: {configuration_words(configuration_of(winner))}, {distinction}"
+    return sentence + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
 
 
 SAVED = SavedCommand(of_run(tune_tables))

@@ -37,7 +37,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def averaged_in_buckets(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """All state on every rank."""
+    """Hold all state on every rank."""
     return averaging_replica(build_plain_model(workload, device), optimizer)
 
 
@@ -57,7 +57,7 @@ def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: 
 
 
 def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
-    """A rank updates a slice of every parameter, and gets the mean gradient of that slice alone."""
+    """Update a slice of every parameter on each rank, which gets the mean gradient of that slice alone."""
     model = build_plain_model(workload, device)
     optimizer = ShardedOptimizer(model.parameters(), choice.optimizer_class, flat=True, module=model, **choice.settings)
     return Replica(
@@ -76,7 +76,7 @@ def fully_sharded(
     optimizer: OptimizerChoice,
     attention: models.CausalAttention | None = None,
 ) -> Replica:
-    """Weights, gradients and optimizer state in slices; no rank ever holds the whole model.
+    """Hold weights, gradients and optimizer state in slices; no rank ever holds the whole model.
 
     An exception is a user's model with layers that cannot be initialized alone: each rank builds it on the CPU first.
 
@@ -91,17 +91,19 @@ def fully_sharded(
     initialize = models.initializer_of(training)
     # All weights alike, not those of the blocks alone.
     in_fp32 = replace(training, state_dtype="fp32")
-    where = _CPU if initialize is None else _META
-    plain = build_plain_model(replace(workload, training=in_fp32), where, attention)
+    build_device = _CPU if initialize is None else _META
+    plain = build_plain_model(replace(workload, training=in_fp32), build_device, attention)
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
     torch.manual_seed(training.seed)
+    # FSDP finds our blocks itself.
     blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
-    if blocks is not None and (half := AUTOCAST_DTYPES.get(training.precision)) is not None:
+    half = AUTOCAST_DTYPES.get(training.precision)
+    if blocks is not None and half is not None:
         return_dtype_of_sharded(plain, blocks, half)
     model = FSDP(
         plain,
-        AUTOCAST_DTYPES.get(workload.training.precision),
+        half,
         prefetch=workload.prefetch,
         keep_gathered=workload.keep_gathered,
         unit_modules=blocks,
@@ -134,18 +136,17 @@ def return_dtype_of_sharded(model: nn.Module, blocks: Collection[nn.Module], dty
 
 
 def torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
-    """torch's DDP and its ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
+    """Wrap in torch's DDP and ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
-    return replica_of_torch(
-        model, ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
+    return replica_of_torch(model, optimizer)
 
 
 def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``fully_shard`` of each block and of the rest; our model is built one layer at a time, a user's whole."""
+    """Apply torch's ``fully_shard`` to each block and to the rest; our model is filled by layers, a user's whole."""
     _require_blocks(workload)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -190,12 +191,13 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
 
 
 def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
+    """Return the parameters once those that other ranks have updated are there."""
     optimizer.wait_for_parameters()
     return dict(model.named_parameters())
 
 
 def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """All parameters by name, those that are DTensors whole. All ranks call it together."""
+    """Return all parameters by name, those that are DTensors whole. All ranks call it together."""
     from torch.distributed.tensor import DTensor
 
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -203,6 +205,7 @@ def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:
+    """Refuse a model that is compiled as a whole."""
     if workload.training.is_compiled_whole:
         raise CapabilityError(
             f"strategy '{workload.strategy}': compiled as a whole, the model leaves no place to gather its parts; "

@@ -16,7 +16,7 @@ from cs336sys.machine.device import choose_device, synchronize
 from cs336sys.settings.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.training import user_models
-from cs336sys.training.cuda_graphs import CudaRecorder, Recorder, require_graphs
+from cs336sys.training.cuda_graphs import CudaRecorder, require_graphs
 from cs336sys.training.profiler_ranges import Marks, NvtxMarks, phase
 from cs336sys.training.ranks.strategies import OptimizerChoice, Replica, sequences_of_rank
 from cs336sys.training.step import TrainStep, set_matmul_precision
@@ -56,10 +56,12 @@ class ParallelStep(TrainStep):
         # torch's DDP holds on to the stream that it is built on.
         with self.on_launch_stream():
             replica: Replica = workload.strategy_record.load("wraps")(workload, device, choice)
+        training = workload.training
+        if not workload.uses_autocast:
+            # The wrapper computes in half precision itself.
+            training = replace(training, precision="fp32", state_dtype="fp32")
         super().__init__(
-            workload.training
-            if workload.uses_autocast
-            else replace(workload.training, precision="fp32", state_dtype="fp32"),
+            training,
             device,
             model=replica.model,
             optimizer=replica.optimizer,
@@ -82,7 +84,7 @@ class ParallelStep(TrainStep):
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
             if in_graphs and replica.communicates_in_backward:
-                self.phases["backward"] = functools.partial(_in_turn, self.backward, replica.synchronize)
+                self.phases["backward"] = functools.partial(_call_in_turn, self.backward, replica.synchronize)
             else:
                 self.phases["synchronize"] = replica.synchronize
             self.phases["optimizer"] = optimizer
@@ -90,11 +92,12 @@ class ParallelStep(TrainStep):
             # Sent after the last phase they would arrive while the step is waited for, and cost nothing that is timed.
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
-            self.phases["forward"] = functools.partial(_in_turn, *exchange)
+            self.phases["forward"] = functools.partial(_call_in_turn, *exchange)
         if in_graphs and replica.wait_for_gathers is not None:
-            self.phases["forward"] = functools.partial(_in_turn, self.forward, replica.wait_for_gathers)
+            self.phases["forward"] = functools.partial(_call_in_turn, self.forward, replica.wait_for_gathers)
 
     def forward(self) -> None:
+        """Compute this rank's loss, weighted, within what the strategy puts around both passes."""
         if self.replica.around is None:
             super().forward()
         else:
@@ -112,9 +115,9 @@ class ParallelStep(TrainStep):
             super().backward()
 
     def __call__(self) -> None:
-        """One step. Replays have ended when it returns, so that collectives may be launched.
+        """Run one step. Replays have ended when it returns, so that collectives may be launched.
 
-        Beside a graph that has some, NCCL allows none after ``NCCL_GRAPH_MIXING_SUPPORT=0``.
+        While a graph with collectives runs, NCCL allows none after ``NCCL_GRAPH_MIXING_SUPPORT=0``.
         """
         super().__call__()
         if self.graphs is not None:
@@ -131,14 +134,14 @@ class ParallelStep(TrainStep):
         that one graph must hold both (pytorch #171835).
         """
         if self._is_captured_whole and self.workload.cuda_graph == "on":
-            self._launched = {"step": functools.partial(_in_turn, *self._launched.values())}
+            self._launched = {"step": functools.partial(_call_in_turn, *self._launched.values())}
         super().capture(**{"recorder": self._recorder, **settings})
 
     def mark(self, marks: Marks) -> None:
         """Show phases and launches as ranges of a profiler from now on."""
         self.phases = {name: _within(phase, name, marks, run=run) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
-            # Of this bucket alone.
+            # An attribute of this bucket, not of its class.
             bucket.launch = _within(marks.range, f"launch bucket {number}", run=bucket.launch)
 
 
@@ -152,25 +155,21 @@ def _refuse_unsupported(workload: ParallelWorkload) -> None:
         )
 
 
-def recorder_of(device: torch.device) -> Recorder:
-    """Return the recorder that captures a rank's step.
-
-    Raises:
-        CapabilityError: its collectives cannot be captured.
-    """
+def recorder_of(device: torch.device) -> CudaRecorder:
+    """Return the recorder that captures a rank's step; refuse one whose collectives cannot be captured."""
     require_graphs(device)
     if dist.get_backend() != "nccl":
         raise CapabilityError("backend 'gloo' communicates on the CPU, which no CUDA graph can hold: choose nccl")
     return CudaRecorder(device)
 
 
-def _in_turn(*runs: Callable[[], None]) -> None:
-    for run in runs:
-        run()
+def _call_in_turn(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 def warmup_of_capture(workload: ParallelWorkload) -> int:
-    """Steps before a step is captured in CUDA graphs."""
+    """Count the steps before a step is captured in CUDA graphs."""
     return WARM_UP_STEPS_OF_TORCH_DDP if workload.strategy_record.uses_torch_ddp else WARM_UP_STEPS
 
 
@@ -185,6 +184,8 @@ def rank_device(workload: ParallelWorkload) -> torch.device:
 
 
 def _within(around: Callable[..., AbstractContextManager[None]], *arguments: Any, run: Callable[[], None]) -> Any:
+    """Return ``run``, within ``around(*arguments)`` at each call."""
+
     @functools.wraps(run)
     def marked() -> None:
         with around(*arguments):

@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_order import GatherWatch
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
-# Checkpoints inside of blocks: torch's selective checkpointing by what each product costs to compute again.
-#
-# ``keep=N`` of blocks whose backward pass is torch's own, compiled or not. Blocks of fused kernels that nothing
-# compiles have a backward pass of their own, :mod:`cs336sys.board.transformer_block`, which keeps the same.
-
 # torch's compiler asks, on every rank, for regions without operations in place. These have none.
 _CHECKPOINT_LOG = logging.getLogger("torch._higher_order_ops.wrap")
 
@@ -51,7 +46,8 @@ def _without_warning(record: logging.LogRecord) -> bool:
 def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: int) -> None:
     """Let blocks keep their inputs, the products of d_model columns, and attention; the last so many gate and up, too.
 
-    Everything else is computed again in the backward pass. Products are told apart by their shapes.
+    Everything else is computed again in the backward pass. Products are told apart by their shapes. This is ``keep=N``
+    where the backward pass is torch's own; :mod:`cs336sys.board.transformer_block` keeps the same in one of its own.
 
     Args:
         model: with ``layers``, which may be compiled each by itself: the compiler sees what is kept.
@@ -65,6 +61,7 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
 
 
 def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
+    """Return a block's ``forward`` within torch's selective checkpoint."""
     _CHECKPOINT_LOG.addFilter(_without_warning)
     policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -79,6 +76,7 @@ def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up
 
 
 def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decide whether the result of an operator is kept or computed again."""
     # Attention's operators: their outputs and logsumexps are kept.
     is_kept = any(name in str(operator) for name in ("scaled_dot_product", "flash_attention_forward"))
     if operator is torch.ops.aten.mm.default:
@@ -188,7 +186,7 @@ def build_plain_model(
     attention: CausalAttention | None = None,
     compile_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The model that a strategy wraps: with checkpoints around its blocks if the workload says so.
+    """Build the model that a strategy wraps: with checkpoints around its blocks if the workload says so.
 
     They are outside the compiled code, which all blocks go on sharing, and inside what a wrapper puts around calls of
     a block.
@@ -215,13 +213,13 @@ def build_plain_model(
 
 
 def unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """Every rank trains a model of its own: the step of the others without their communication."""
+    """Train a model of its own on every rank: the step of the other strategies without their communication."""
     model = build_plain_model(workload, device)
     return replica_of_torch(model, _optimizer_of(model, workload, optimizer))
 
 
 def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: OptimizerChoice) -> torch.optim.Optimizer:
-    """The optimizer of a model that no wrapper has seen yet: a wrapper asks what dtype gradients will have."""
+    """Make the optimizer of a model that no wrapper has seen yet: a wrapper asks what dtype gradients will have."""
     trained = optimizer(model.parameters())
     if workload.has_half_gradients:
         from cs336sys.kernels.fuse import fused_kernels
@@ -233,7 +231,7 @@ def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: Optim
 
 
 def replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """All state on every rank; a wrapper of ours averages gradients."""
+    """Hold all state on every rank; a wrapper of ours averages gradients."""
     plain = build_plain_model(workload, device)
     trained = _optimizer_of(plain, workload, optimizer)
     settings: dict[str, Any] = {"gradient_dtype": AUTOCAST_DTYPES.get(workload.gradient_dtype)}
@@ -245,7 +243,7 @@ def replicated(workload: ParallelWorkload, device: torch.device, optimizer: Opti
 
 
 def torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass."""
+    """Wrap in torch's DDP, with gradients that are views of its buckets; it waits at the end of the backward pass."""
     if workload.gradient_dtype == "bf16" and dist.get_backend() != "nccl":
         raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL; choose fp32")
     plain = build_plain_model(workload, device)

@@ -36,7 +36,7 @@ from cs336sys.training.step import AUTOCAST_DTYPES
 
 
 def _data_tensor_mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
-    """(groups, ranks that share layers): the latter are neighbours."""
+    """Return the mesh (groups, ranks that share layers), of which the latter are neighbours."""
     return _kept_mesh(process_group(None), device.type, workload.data_ranks, workload.group_ranks)
 
 
@@ -47,9 +47,8 @@ def _kept_mesh(default: dist.ProcessGroup, device_type: str, data_ranks: int, te
 
 
 def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """Layers shared by the neighbours of a mesh; what is outside of them shares the batch."""
-    record = workload.strategy_record
-    training = workload.training
+    """Share layers among the neighbours of a mesh, whose groups share the batch."""
+    record, training = workload.strategy_record, workload.training
     mesh = _data_tensor_mesh(workload, device)
     # Layers are filled on the device one after the other, so that the whole model never exists.
     plain = build_plain_model(workload, torch.device("meta"), compile_options=COMPILE_OPTIONS)
@@ -79,7 +78,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
     return Replica(
         model,
         optimizer(model.parameters()),
-        _take_turns(model, shared),
+        _gradient_completion(model, shared),
         whole,
         getattr(model, "buckets", ()),
         scaler_class=ShardedGradScaler,
@@ -88,8 +87,8 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
     )
 
 
-def _take_turns(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
-    """Complete gradients over groups that share the batch, then over ranks that share layers."""
+def _gradient_completion(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
+    """Return what completes gradients over groups that share the batch, then over ranks that share layers, if any."""
 
     def finish() -> None:
         model.finish_gradient_synchronization()
@@ -101,7 +100,7 @@ def _take_turns(model: Any, shared: TensorParallel) -> Callable[[], None] | None
 
 
 def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``parallelize_module`` as torchtitan uses it, with ``loss_parallel``."""
+    """Apply torch's ``parallelize_module`` as torchtitan does, with ``loss_parallel``."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -141,7 +140,7 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
 
 
 def _as_torch_layers(model: nn.Module) -> None:
-    """Put torch's layers, which ``ColwiseParallel`` and ``RowwiseParallel`` know, in the places of ours."""
+    """Replace our layers by torch's, which ``ColwiseParallel`` and ``RowwiseParallel`` know."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             weight = getattr(child, "weight", None)
@@ -155,6 +154,7 @@ def _as_torch_layers(model: nn.Module) -> None:
 
 
 def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Give each layer its style, with the residual stream whole or in slices of the sequence between layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -204,7 +204,7 @@ def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-# What computes a block of ring attention, by the name of workload.ATTENTION: torch's own has no logsumexp.
+# Implementations of a block of ring attention by a workload's attention: torch's own has no logsumexp.
 _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
 
 
@@ -241,23 +241,18 @@ def _all_to_all(context: ContextGroup, workload: ParallelWorkload) -> AllToAllAt
 
 
 def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """A slice of every sequence of its group on each rank; all state on all ranks, or in slices on them."""
-    record = workload.strategy_record
-    compute = _all_to_all if record.trades_heads else _ring
-    ranks = workload.group_ranks
+    """Hold a slice of every sequence of its group on each rank, and all state or a slice of that."""
+    record, ranks = workload.strategy_record, workload.group_ranks
     split = split_of(workload.strategy, workload.training.size, ranks)
-    context = ContextGroup(
-        split, _own_group(process_group(None), workload.timeout_s, ranks), communicates=record.communicates
-    )
-    attention = compute(context, workload)
+    group = _own_group(process_group(None), workload.timeout_s, ranks)
+    context = ContextGroup(split, group, communicates=record.communicates)
+    attention: Any = _all_to_all(context, workload) if record.trades_heads else _ring(context, workload)
     if workload.training.is_compiled:
         # Its collectives are launched between the compiled parts.
         attention = torch.compiler.disable(attention)
     positions = context.positions(device)
-    of_this_rank: dict[str, Any] = {
-        "share": (sequences_of_rank(workload), positions),
-        "loss_weight": context.loss_weight,
-    }
+    share = (sequences_of_rank(workload), positions)
+    of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
     if record.gathers_ahead:
         # Over all ranks: each has gradients of tokens of its own.
         replica = fully_sharded(workload, device, optimizer, attention)
@@ -285,7 +280,7 @@ def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist
 
 
 def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``."""
+    """Use torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``."""
     training, world_size = workload.training, workload.world_size
     if device.type != "cuda":
         raise CapabilityError("strategy 'torch-context': torch's context_parallel supports only SDPA's CUDA kernels")
@@ -314,6 +309,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
+        """Within this, torch's attention is that of the ring."""
         # Inputs are cut already, as it would cut them: it needs to be shown a sequence to know its length.
         sequence = torch.empty(1, training.size.context, device=device)
         torch_attention = F.scaled_dot_product_attention

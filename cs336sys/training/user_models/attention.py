@@ -33,10 +33,9 @@ def replace_attention(name: str) -> None:
     global _flash_attention
     if ATTENTION[name].is_ours:
         _flash_attention = _flash_attention or ATTENTION[name].load()
-        chosen = our_attention if _drops else _our_attention_keeping_all
+        F.scaled_dot_product_attention = our_attention if _drops else _our_attention_keeping_all
     else:
-        chosen = torch_attention if _drops else _torch_attention_keeping_all
-    F.scaled_dot_product_attention = chosen
+        F.scaled_dot_product_attention = torch_attention if _drops else _torch_attention_keeping_all
 
 
 class AttentionCall(NamedTuple):
@@ -52,7 +51,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
     def by(self, attention: Callable[..., Tensor], *, drops: bool = True) -> Tensor:
-        """This call, computed by torch's attention or one in its place."""
+        """Compute this call by torch's attention, or one in its place."""
         dropout_p = self.dropout_p if drops else 0.0
         mask, scale = self.mask if attention is torch_attention else self.attn_mask, self.scale
         query, key, value = self.query, self.key, self.value
@@ -60,13 +59,13 @@ class AttentionCall(NamedTuple):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask as a plain tensor: a ``CausalBias`` works only in a function that is still called torch's."""
+        """Return the mask as a plain tensor: a ``CausalBias`` works only in a function that is still torch's."""
         mask: Any = self.attn_mask
         return mask._materialize(self.query.device) if is_causal_bias(mask) else mask
 
     @property
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Key and value with a head for each of the query's."""
+        """Return key and value with a head for each of the query's."""
         groups = self.query.shape[-3] // self.key.shape[-3]
         return self.key.repeat_interleave(groups, -3), self.value.repeat_interleave(groups, -3)
 
@@ -91,7 +90,7 @@ def is_causal_bias(mask: Tensor | None) -> bool:
 
 
 def our_attention(*arguments: Any, **named: Any) -> Tensor:
-    """This project's attention in the signature of torch's; what it cannot do, torch's does."""
+    """Compute this project's attention in the signature of torch's; what it cannot do, torch's does."""
     call = AttentionCall(*arguments, **named)
     query, key, value, mask = call.query, call.key, call.value, cast("Any", call.attn_mask)
     reason = why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
@@ -152,13 +151,13 @@ _drops = True
 
 
 def without_dropout() -> None:
-    """From now on no model of this process drops anything: what is checked must be the same twice."""
+    """Let no model of this process drop anything from now on: what is checked must be the same twice."""
     _let_drop(False)
 
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """As :func:`without_dropout`, within this alone; attention is chosen when a model is built."""
+    """Let nothing be dropped within this alone; of attention, in models that are built in it."""
     before = _drops
     _let_drop(False)
     try:

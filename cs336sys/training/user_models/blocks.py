@@ -10,16 +10,13 @@ from cs336sys.errors import UserCodeError
 
 
 def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
-    """The blocks by their names, in the order of the model's modules.
+    """Return the blocks by their names, in the order of the model's modules.
 
     They are the modules of one class in lists (``nn.ModuleList``, ``nn.Sequential``) that are in no other list of
     blocks; of several classes, of the one that has most. There may be none.
 
     Args:
         patterns: of names, separated by commas, a star for what stands between two dots: ``encoder.layers.*``.
-
-    Raises:
-        UserCodeError: no module has such a name.
     """
     if patterns is not None:
         named, pattern_list = dict(model.named_modules()), patterns.split(",")
@@ -45,28 +42,28 @@ def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = {type(child) for child in children.values()}
     if is_list and len(classes) == 1:
-        (kind,) = classes
-        # Layers of torch's own in a row are what blocks are made of.
-        if any(True for child in children.values() for _ in child.children()) and not issubclass(
-            kind, nn.ModuleList | nn.Sequential | nn.ModuleDict
-        ):
-            by_class.setdefault(kind, {}).update(children)
+        (block_class,) = classes
+        # Layers of torch's own in a row, without children, are what blocks are made of.
+        have_children = any(list(child.children()) for child in children.values())
+        if have_children and not issubclass(block_class, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            by_class.setdefault(block_class, {}).update(children)
             return
     for child_name, child in children.items():
         _collect(child, child_name, by_class)
 
 
-_NAMED = 3
+# Names in a warning.
+_MOST_NAMES = 3
 
 
 def hidden_parameters(model: nn.Module) -> list[str]:
-    """Names of tensors that require gradients in attributes, lists and dictionaries, modules in these among them."""
+    """Name tensors that require gradients in attributes, lists and dictionaries, and in modules in these."""
     registered = {id(parameter) for parameter in model.parameters()}
     hidden: dict[int, str] = {}
     visited = {id(part) for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
-            # Of these modules know themselves.
+            # What is in these is registered.
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 for where, tensor in _tensors(value, f"{name}.{attribute}".removeprefix("."), visited):
                     if id(tensor) not in registered:
@@ -75,19 +72,20 @@ def hidden_parameters(model: nn.Module) -> list[str]:
 
 
 def hidden_warnings(reference: str, names: list[str]) -> list[str]:
-    """A note where :func:`hidden_parameters` has found some."""
+    """Return a note where :func:`hidden_parameters` has named some, as a list."""
     if not names:
         return []
-    named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+    listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if names[_MOST_NAMES:] else "")
     return [
-        f"warning: {reference}: {len(names)} tensors that require gradients ({named}) are not among its parameters(), "
+        f"warning: {reference}: {len(names)} tensors that require gradients ({listed}) are not among its parameters(), "
         "so nothing trains or counts them: keep modules in nn.ModuleList, tensors as nn.Parameter"
     ]
 
 
 def _tensors(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the trained tensors in an attribute's value by name, outside of objects with ``visited`` ids."""
     if isinstance(value, Tensor):
-        # What was computed is of no concern, only what was made to be trained.
+        # Not what was computed, which is no leaf.
         if value.requires_grad and value.is_leaf:
             yield name, value
         return

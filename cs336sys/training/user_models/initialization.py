@@ -25,10 +25,10 @@ _POISON: tuple[dict[str, float | int | bool], ...] = (
     {"floating": 3e4, "integer": 57, "bool": True},
 )
 
-# Two samples differ if chance would make them differ so much once in a million times: for the largest distance of
-# their distributions (Kolmogorov and Smirnov), and in standard deviations of mean and log variance.
-_DISTRIBUTION = 2.7
-_MOMENTS = 5.0
+# Two samples differ if chance would make them differ so much once in a million times: by the largest distance of their
+# distributions (Kolmogorov and Smirnov), and by mean and log variance in standard deviations.
+_LARGEST_DISTANCE = 2.7
+_MOST_DEVIATIONS = 5.0
 
 
 def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
@@ -48,7 +48,7 @@ def why_built_whole(reference: str, size: ModelSize) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
-    """Return what fills the model layer by layer, or None and why that is not known to do the same."""
+    """Return what fills the model layer by layer, and an empty reason; or None, and why nothing is known to."""
     try:
         with torch.device("meta"), copied_code():
             model = build(reference, size)
@@ -68,18 +68,18 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
     for tiny in tiny_sizes(size):
         try:
             with copied_code(), torch.random.fork_rng(devices=[]):
-                different = _differs(reference, tiny)
+                differing_tensor = _first_difference(reference, tiny)
         except Exception as raised:
             error = raised
             continue
-        if different:
-            return None, f"{different} would start otherwise"
+        if differing_tensor:
+            return None, f"{differing_tensor} would start otherwise"
         return _initializer(model), ""
     return None, f"no copy of a tiny size can be built to compare ({type(error).__name__})"
 
 
 def tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
-    """Sizes at which a copy of a model is built, the smallest first; not all models can be built at all."""
+    """Yield sizes at which a copy of a model is built, the smallest first; some models can be built at none."""
     head = size.d_model // size.num_heads
     heads = min(_HEADS, size.num_heads)
     tiny = replace(
@@ -97,6 +97,7 @@ def tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
 
 
 def _initializer(model: nn.Module) -> Initialize:
+    """Return what fills one layer by the model's ``_init_weights``, or else by its own ``reset_parameters``."""
     init_weights = getattr(model, "_init_weights", None)
 
     @torch.no_grad()
@@ -116,7 +117,7 @@ def fill(
     device: torch.device,
     poison: Mapping[str, float | int | bool] | None = None,
 ) -> nn.Module:
-    """Give a meta-device model memory, with ``poison`` by kind of dtype, and values by layer; tied weights stay so."""
+    """Give a meta-device model memory, with ``poison`` by kind of dtype, and values by layer; keep weights tied."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
         before = dict(layer._parameters)
@@ -144,8 +145,8 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
-def _differs(reference: str, size: ModelSize) -> str:
-    """The name of a tensor that starts otherwise where the model is filled layer by layer; nothing if none does."""
+def _first_difference(reference: str, size: ModelSize) -> str:
+    """Name a tensor that starts otherwise where the model is filled layer by layer; "" if none does."""
     whole, filled = [], []
     with torch.device("meta"):
         if sum(parameter.numel() for parameter in build(reference, size).parameters()) > _MOST_ELEMENTS:
@@ -167,8 +168,8 @@ def _differs(reference: str, size: ModelSize) -> str:
         if not _start_alike(*(named[name] for named in tensors)):
             return name
     # Blocks that are copies of one are the same at first.
-    of_layers, of_whole = _identical_blocks(tensors[2]), _identical_blocks(first)
-    return next((name for name, copies in of_whole.items() if copies != of_layers.get(name, copies)), "")
+    copies_of_layers, copies_of_whole = _identical_tensors(tensors[2]), _identical_tensors(first)
+    return next((name for name, copies in copies_of_whole.items() if copies != copies_of_layers.get(name, copies)), "")
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -177,7 +178,10 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_again: Tensor) -> bool:
-    """Return whether a tensor of two seeds is from the same distribution as it is where layers are filled."""
+    """Return whether a tensor, of two seeds each, is from one distribution built whole and filled by layers.
+
+    Elements that both seeds draw alike are not random, and must be equal.
+    """
     tensors = first, second, of_layers, of_layers_again
     if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
         return False
@@ -202,17 +206,20 @@ def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_aga
 
 
 def _equal(first: Tensor, second: Tensor) -> Tensor:
+    """Return whether elements are equal, NaN to NaN, too."""
     return (first == second) | ((first != first) & (second != second))
 
 
 def _same_distribution(first: Tensor, second: Tensor) -> bool:
+    """Return whether two samples of one length may be from one distribution: by its shape, mean and variance."""
     if not (first.isfinite().all() and second.isfinite().all()):
         return False
     size = len(first)
     values = torch.cat([first, second]).sort().values
     shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (first, second)]
-    if (shares[0] - shares[1]).abs().max() > _DISTRIBUTION * math.sqrt(2 / size):
+    if (shares[0] - shares[1]).abs().max() > _LARGEST_DISTANCE * math.sqrt(2 / size):
         return False
+    # Of so few numbers neither mean nor variance says anything.
     if size < 8:
         return True
     spread = torch.cat([first - first.mean(), second - second.mean()])
@@ -220,15 +227,15 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     if variance == 0 or first.var() == 0 or second.var() == 0:
         return bool(torch.equal(first, second))
     kurtosis = spread.pow(4).mean().item() / variance**2
-    mean_off = abs((first.mean() - second.mean()).item())
-    variance_off = abs(math.log((first.var() / second.var()).item()))
-    return mean_off <= _MOMENTS * math.sqrt(2 * variance / size) and variance_off <= _MOMENTS * math.sqrt(
-        2 * max(0.5, kurtosis - 1) / size
-    )
+    mean_difference = abs((first.mean() - second.mean()).item())
+    variance_difference = abs(math.log((first.var() / second.var()).item()))
+    mean_deviation, variance_deviation = math.sqrt(2 * variance / size), math.sqrt(2 * max(0.5, kurtosis - 1) / size)
+    has_same_mean = mean_difference <= _MOST_DEVIATIONS * mean_deviation
+    return has_same_mean and variance_difference <= _MOST_DEVIATIONS * variance_deviation
 
 
-def _identical_blocks(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """For each tensor with more than one value, the names of those that are bit by bit the same."""
+def _identical_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return, for each tensor with more than one value, the names of those that are bitwise the same."""
     names: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() > 1 and (tensor != tensor.flatten()[0]).any():

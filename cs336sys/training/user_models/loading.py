@@ -42,16 +42,14 @@ _theirs: dict[str, ModuleType] = {}
 def their_course_package() -> Iterator[None]:
     """Within this, ``import cs336_basics`` finds the one next to the user's file, or the first on ``sys.path``.
 
-    Outside it finds ours again.
-
-    A course package of the user's has the same name as ours, with which this process has begun. If it is ours that
-    comes first, it is the very modules that are in use, not a copy of them.
+    Outside it finds ours again, which has the same name and with which this process has begun. If ours comes first, the
+    very modules that are in use are found, not copies of them.
     """
     ours = _pop_course_modules()
-    first = first_folder(user_folders)
-    if first is not None and PACKAGE in _theirs and str(first) in _theirs[PACKAGE].__path__:
+    folder = first_folder(user_folders)
+    if folder is not None and PACKAGE in _theirs and str(folder) in _theirs[PACKAGE].__path__:
         sys.modules.update(_theirs)
-    finder = _Finder(ours)
+    finder = _CoursePackageFinder(ours)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -71,13 +69,16 @@ def _pop_course_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _CoursePackageFinder(importlib.abc.MetaPathFinder):
+    """Finds the user's course package, or the modules in ``ours`` where they come first."""
+
     def __init__(self, ours: dict[str, ModuleType]):
         self._ours = ours
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Find a module of the first course package; None for any other, and where other finders know the package."""
         if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
             return None
         if name == PACKAGE and (first := first_folder(user_folders)) is not None:
@@ -118,12 +119,7 @@ _packages: set[str] = set()
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Return the function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names; import it once.
-
-    Raises:
-        UsageError: there is no such file or module.
-        UserCodeError: the file or module raises when it is imported, or has no such name that can be called.
-    """
+    """Return the function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names; import it once."""
     if (installed := named_object(reference)) is not None:
         return installed
     if reference in _loaded:
@@ -145,6 +141,7 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def _is_users(name: str) -> bool:
+    """Return whether a module is the user's: neither installed nor ours."""
     file = getattr(sys.modules[name], "__file__", None) or ""
     installed = sysconfig.get_paths()
     return (
@@ -219,15 +216,11 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def build(reference: str, size: ModelSize) -> nn.Module:
-    """The user's model of a size, on the present default device, ready to be trained.
-
-    Raises:
-        UserCodeError: the function raises or returns no module, or there is nothing to train.
-    """
+    """Build the user's model of a size, on the present default device, ready to be trained."""
     function = load(reference)
     try:
         with _telling([reference], f"{reference} failed"), their_course_package():
-            # A module that the caller has built is trained as it is, and stays so.
+            # A module that the caller has built is copied, so that training leaves it as it is.
             model = copy.deepcopy(function) if isinstance(function, nn.Module) else function(size)
     except UserCodeError as error:
         if isinstance(error.__cause__, AttributeError | TypeError):
@@ -241,11 +234,7 @@ def build(reference: str, size: ModelSize) -> nn.Module:
 
 
 def make_user_batch(reference: str, size: ModelSize, seed: int, device: torch.device) -> tuple[Any, Any]:
-    """Inputs and targets of the user's, of a seed.
-
-    Raises:
-        UserCodeError: the function raises, or returns something else.
-    """
+    """Make the user's inputs and targets of a seed."""
     function = load(reference)
     with _telling([reference], f"{reference} failed"):
         batch = function(size, torch.Generator(device).manual_seed(seed), device)
@@ -273,10 +262,9 @@ def first_tensor(value: Any) -> Any:
 
 
 def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) -> Tensor:
-    """The logits in what a model of tokens returned: itself, its ``.logits``, or the first of nanoGPT's (logits, loss).
+    """Return the logits, (batch, context, vocabulary), in what a model of tokens returned.
 
-    Raises:
-        UserCodeError: they are not (batch, context, vocabulary).
+    They are that itself, its ``.logits``, or the first of a tuple, as of nanoGPT's (logits, loss).
     """
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
     if not isinstance(logits, Tensor):
@@ -297,11 +285,7 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
 
 
 def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
-    """Return the loss, if it is one.
-
-    Raises:
-        UserCodeError: it is no scalar, or depends on no parameter.
-    """
+    """Return the loss, if it is one: a floating scalar that depends on parameters."""
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else a_value(loss)
         raise UserCodeError(f"{reference} returned {shape}: a loss is one number, the mean over the batch")
@@ -311,7 +295,7 @@ def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
 
 
 def references_of(workload: Workload) -> list[str]:
-    """List the user's functions that a workload names."""
+    """List the user's functions that a workload names, the model first."""
     user = workload.user
     named = [user.model, user.loss, user.batch, workload.optimizer if is_user_code(workload.optimizer) else None]
     return [reference for reference in named if reference is not None]
@@ -322,9 +306,6 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
     """Within this, what a workload's own code raises is told in one sentence with its line, and so is cs336_basics'.
 
     What this program says itself or raises elsewhere, and that memory has run out, goes through.
-
-    Raises:
-        UserCodeError: in place of any other error.
     """
     references = references_of(workload)
     # A cell begins: what an earlier one left to torch is no concern of its.
@@ -334,7 +315,7 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
 
 
 def telling_errors_of(reference: str) -> AbstractContextManager[None]:
-    """As :func:`telling_user_errors`, for one function."""
+    """Tell errors as :func:`telling_user_errors`, of one function."""
     return _telling([reference], f"{reference} failed")
 
 
@@ -390,14 +371,7 @@ def _is_raised_by_kernels(error: BaseException) -> bool:
 
 
 def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The user's optimizer.
-
-    Args:
-        settings: what to change in each of its groups, where groups have it.
-
-    Raises:
-        UserCodeError: the function raises, or returns something else.
-    """
+    """Make the user's optimizer; ``settings`` are changed in each of its groups, where groups have them."""
     function = load(reference)
     with telling_errors_of(reference):
         optimizer = function(parameters)
@@ -409,7 +383,7 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
 
 
 def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that take the place of an optimizer's own: all that it has, if it is like AdamW."""
+    """Return the settings that replace an optimizer's own: all that it has, if it is like AdamW, else none."""
     # Without eps, lr scales something else than a bounded step; Adafactor has two, of other meanings.
     if not isinstance(defaults.get("eps"), int | float):
         return {}
@@ -417,11 +391,7 @@ def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of what the user's function makes, and its settings: for what makes one of some of the parameters.
-
-    Raises:
-        CapabilityError: it gives parameters different settings by their shape.
-    """
+    """Return the class of what the user's function makes, and its settings, to make one of some of the parameters."""
     # Groups are often made of matrices and of all else.
     optimizer = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
     setting_names = inspect.signature(type(optimizer)).parameters

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from cs336sys.accounting.sharding.context import all_to_all_bytes, context_sent_bytes, ring_bytes
+from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.sharding.context import all_to_all_bytes, attention_sent_bytes, ring_bytes
 from cs336sys.accounting.sharding.partition import SequenceSplit, require_heads
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import UsageError
@@ -68,14 +69,16 @@ def test_step_of_equal_slices_sends_as_much_as_predicted():
     layers, width = 12, 768
     # Keys and values in bf16 twice, their gradients in fp32 once.
     ring = layers * tokens * width * (2 * 2 * 2 + 2 * 4)
-    assert context_sent_bytes("context-ring", size, 2, "bf16", "none") == ring + gradients
+    assert predicted_sent_bytes(ShardedStep("context-ring", size, 2, "bf16", "flash", "none")) == ring + gradients
     again = layers * tokens * width * 2 * 2
-    assert context_sent_bytes("context-ring", size, 2, "bf16", "block") == ring + again + gradients
+    assert (
+        predicted_sent_bytes(ShardedStep("context-ring", size, 2, "bf16", "flash", "block")) == ring + again + gradients
+    )
     # Query, key, value and output: half of them, twice.
-    assert context_sent_bytes("context-all-to-all", size, 2, "fp32", "none") == pytest.approx(
+    assert predicted_sent_bytes(ShardedStep("context-all-to-all", size, 2, "fp32", "flash", "none")) == pytest.approx(
         layers * tokens * width * 4 * 4 / 2 * 2 + gradients
     )
-    assert context_sent_bytes("context-ring", size, 1, "bf16", "block") == 0
+    assert predicted_sent_bytes(ShardedStep("context-ring", size, 1, "bf16", "flash", "block")) == 0
 
 
 def test_a_rank_holds_the_whole_state_and_the_activations_of_its_slice():
@@ -86,8 +89,9 @@ def test_a_rank_holds_the_whole_state_and_the_activations_of_its_slice():
     moments = {held.moment: held for held in predicted_memory(step)}
     short = ShardedStep("none", choose_size("small", context=1024, batch_size=1), 1, "bf16", "flash")
     peak = {held.moment: held for held in predicted_memory(short)}["peak"]
+    sent = attention_sent_bytes("context-ring", size, 4, "bf16", "none")
     # Beside those of a sequence of its length: where its tokens stand, and the angles of all positions.
     assert moments["peak"].total == peak.total + 8 * 1024 + 4 * (4096 - 1024) * 64
-    assert predicted_sent_bytes(step) == context_sent_bytes("context-ring", size, 4, "bf16", "none")
+    assert predicted_sent_bytes(step) == sent + 8 * 3 / 4 * count_parameters(size)
     with pytest.raises(UsageError, match="a sequence of 4 tokens"):
         ShardedStep("context-ring", choose_size("small", context=4), 8, "bf16", "flash").share  # noqa: B018

@@ -16,11 +16,11 @@ from cs336sys.accounting.sharding.selective_checkpointing import (
     kept_moments,
     kept_peak,
 )
-from cs336sys.accounting.sharding.step import MOMENTS
+from cs336sys.accounting.sharding.step import MOMENTS, fullest_state
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import SIZES
 
-STEP = KeptStep(SIZES["8b"], world_size=2, state_dtype="bf16")
+STEP = KeptStep("fsdp", SIZES["8b"], 2, "bf16", "flash", state_dtype="bf16")
 
 
 def test_bytes_of_a_block():
@@ -33,7 +33,7 @@ def test_bytes_of_a_block():
 def test_state_by_dtype():
     shard = count_parameters(STEP.size) / 2
     for dtype, each in {"fp32": 16, "bf16": 8, "split": 14}.items():
-        assert replace(STEP, state_dtype=dtype).state.total == pytest.approx(each * shard, rel=1e-4)
+        assert fullest_state(replace(STEP, state_dtype=dtype)).total == pytest.approx(each * shard, rel=1e-4)
 
 
 def test_moments_are_those_that_shard_measures():
@@ -42,7 +42,7 @@ def test_moments_are_those_that_shard_measures():
     memory = {held.moment: held for held in kept_memory(step)}
     assert list(memory) == list(MOMENTS)
     assert memory["peak"].total == kept_peak(step).total
-    assert memory["before the optimizer"].total == pytest.approx(step.state.total, rel=1e-3)
+    assert memory["before the optimizer"].total == pytest.approx(fullest_state(step).total, rel=1e-3)
     assert memory["before the first optimizer step"].optimizer_state == 0
 
 
@@ -51,7 +51,7 @@ def test_peak_is_where_the_backward_pass_begins():
     step = replace(STEP, blocks=34)
     peak = kept_peak(step)
     assert peak.moment == "feed-forward backward, block 34 of 34"
-    state = step.state
+    state = fullest_state(step)
     beside = peak.total - (state.parameters + state.optimizer_state) - 34 * kept_block_bytes(step, gate_and_up=True)
     assert 5 * GIB < beside < 7 * GIB
     assert {moment.moment for moment in kept_moments(step)} >= {"loss", "optimizer"}

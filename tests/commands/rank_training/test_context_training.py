@@ -8,8 +8,7 @@ import sharding_ranks
 import torch
 import training_ranks
 
-from cs336sys.accounting.sharding.cells import sharded_step
-from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
+from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes, sharded_step
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.shard.tables import shard_plan
 from cs336sys.errors import CapabilityError, UsageError

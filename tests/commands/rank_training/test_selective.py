@@ -57,4 +57,4 @@ def test_gate_and_up_alone_are_computed_again(compiles):
             torch.testing.assert_close(gradient, expected)
         if compiles:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each kind of block"
-        assert trained_flops - flops == flops_again(KeptStep(SIZE, 1, "fp32", blocks=blocks))
+        assert trained_flops - flops == flops_again(KeptStep("fsdp", SIZE, 1, "fp32", "flash", blocks=blocks))

@@ -10,8 +10,7 @@ import sharding_ranks
 import torch
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.sharding.cells import sharded_step
-from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes, sharded_step
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import RankMeasurement

@@ -64,7 +64,7 @@ def test_whatever_is_kept_results_are_the_same(model):
         assert gradients.keys() == expected_gradients.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
-        step = KeptStep(SIZE, 1, precision="fp32", blocks=blocks)
+        step = KeptStep("fsdp", SIZE, 1, "fp32", "flash", blocks=blocks)
         blocks_bytes = [kept_block_bytes(step, gate_and_up=block >= 2 - blocks) for block in range(2)]
         assert kept_bytes == sum(blocks_bytes)
         if first is None:

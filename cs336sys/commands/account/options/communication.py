@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
 from cs336sys.command_line.options.bytes import byte_count
@@ -15,8 +15,7 @@ from cs336sys.commands.account import MOST_DEVICES
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
-# NVLink 4 of an H100 or H200: 18 links of 25 GB/s each way. Their dense bf16 peak.
-_BANDWIDTH = 450e9
+# The dense bf16 peak of an H100 or H200.
 _TFLOPS = peak_tflops("NVIDIA H200", "bf16")
 assert _TFLOPS is not None
 _FLOPS = _TFLOPS * 1e12
@@ -56,7 +55,8 @@ def parallel(
         float | None, setting(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.")
     ] = None,
     bandwidth: Annotated[
-        float | None, setting(help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.")
+        float | None,
+        setting(help=f"Bytes/s that a device sends, W. Default: as measured, else {NVLINK_BYTES_PER_S:g}."),
     ] = None,
     measured: Annotated[
         list[Path],
@@ -82,18 +82,19 @@ def parallel(
     from cs336sys.commands.account.tables.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
-    assumed = _FLOPS if flops is None else flops, _BANDWIDTH if bandwidth is None else bandwidth
+    assumed = _FLOPS if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth
     rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (assumed, [])
     layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
-    asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
-    count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
+    fixed_mesh = None if mesh is None else _read_mesh(mesh, devices)
+    count = devices or (fixed_mesh.devices if fixed_mesh else 8)
     output.check(plot=plot)
-    output.emit([*parallel_tables(strategy, layer, count, asked_mesh), *compared])
+    output.emit([*parallel_tables(strategy, layer, count, fixed_mesh), *compared])
     if plot is not None:
         plot_parallel(strategy, layer, plot)
 
 
 def _read_mesh(text: str, devices: int | None) -> Mesh:
+    """Read ``4x2`` as 4 devices of FSDP by 2 of TP, and refuse another number of devices than that of --devices."""
     fsdp, _, tp = text.partition("x")
     if not (fsdp.isdecimal() and tp.isdecimal()):
         raise UsageError(f"--mesh '{text}': must be N_FSDPxN_TP, such as 4x2")

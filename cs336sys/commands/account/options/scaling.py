@@ -80,7 +80,7 @@ def scaling(
 
 
 def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -> dict[str, int]:
-    """The batch of each kind of scaling that is asked for; an option of the other kind would be ignored."""
+    """Return the batch of each requested kind of scaling, and refuse an option that would be ignored."""
     scalings = {name: batches[name] for name in scaling}
     for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
         if name not in scalings and is_given(ctx, option):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def bucket_tables(
     gradient_bytes: float, bucket_bytes: Sequence[float], bytes_per_s: float, call_s: float, title: str
 ) -> list[Table]:
-    """The formulas at the first bucket size, and the overhead of every size; ``title`` says of whose gradients."""
+    """Return the formulas at the first bucket size, and the overhead of all; ``title`` says of whose gradients."""
     rows = []
     for size in bucket_bytes:
         buckets = max(1.0, gradient_bytes / size)
@@ -64,30 +64,33 @@ _OVERLAP = (
 
 
 def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh: Mesh | None = None) -> list[Table]:
-    """A table of answers for each strategy, and one that compares them.
+    """Return a table of answers for each strategy, and one that compares them.
 
     Args:
         devices: of dp, fsdp and tp, and of the fastest mesh.
         mesh: of fsdp-tp instead of the fastest one.
     """
-    tables, summary = [], []
+    tables, summary_rows = [], []
     for strategy in strategies:
         chosen = _choose_mesh(strategy, layer, devices, mesh)
         answers = parallelism_answers(strategy, layer, chosen)
-        count = f"{chosen.fsdp} x {chosen.tp} devices" if strategy == "fsdp-tp" else f"{chosen.devices} devices"
-        title = f"{_TITLES[strategy]}: B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {count}"
+        shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {_devices_text(strategy, chosen)} devices"
         notes = (_SETTING.format(bytes=layer.element_bytes), _OVERLAP)
-        tables.append(answers_table(strategy, title, answers, notes))
+        tables.append(answers_table(strategy, f"{_TITLES[strategy]}: {shape}", answers, notes))
         if strategy == "tp":
             title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
             note = "* multiplies element by element; everything else by matrices."
             rows = [{"equation": equation, "shape": shape, "reason": why} for equation, shape, why in TP_BACKWARD]
             tables.append(Table("tp_backward", title, _TP_COLUMNS, rows, (note,)))
-        summary.append(_summary_row(strategy, layer, chosen))
-    if len(summary) > 1:
+        summary_rows.append(_summary_row(strategy, layer, chosen))
+    if len(summary_rows) > 1:
         note = "fsdp-tp: its axes share the network. dp communicates in the backward pass alone."
-        tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary, (note,)))
+        tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary_rows, (note,)))
     return tables
+
+
+def _devices_text(strategy: str, mesh: Mesh) -> str:
+    return f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
 
 
 _TP_COLUMNS = (Column("equation", "equation"), Column("shape", "shape"), Column("reason", "because"))
@@ -109,16 +112,16 @@ def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -
 
 
 def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
-    devices = f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
-    row: dict[str, Value] = {"strategy": strategy, "devices": devices}
+    """Return the row that compares a strategy with others, its axes sharing the network."""
+    row: dict[str, Value] = {"strategy": strategy, "devices": _devices_text(strategy, mesh)}
+    axes = {"fsdp": mesh.fsdp, "tp": mesh.tp}
     for which in PASSES:
-        computing_s = number_of(parallelism.layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s)
-        sent_s = parallelism.communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False)
-        seconds = number_of(sent_s)
+        computing_s = number_of(parallelism.layer_flops(layer, which, **axes) / layer.flops_per_s)
+        communication_s = number_of(parallelism.communication_s(strategy, layer, which, **axes, overlapped=False))
         row |= {
             f"{which}_computing_ms": computing_s * 1e3,
-            f"{which}_communication_ms": seconds * 1e3,
-            f"{which}_bound": "communication" if seconds > computing_s else "computing",
+            f"{which}_communication_ms": communication_s * 1e3,
+            f"{which}_bound": "communication" if communication_s > computing_s else "computing",
             f"{which}_most_devices": number_of(parallelism.most_devices(strategy, layer, which, overlapped=False)),
         }
     return row
@@ -128,7 +131,7 @@ _POINTS = 121
 
 
 def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
-    """Computing and communication time over the devices, forward above backward, and where they cross."""
+    """Draw computing and communication time over the devices, forward above backward, and where they cross."""
     figure, axes = new_axes(1 + 3.6 * len(strategies), 6.5, len(PASSES), len(strategies), sharex="col")
     for column, strategy in enumerate(strategies):
         curves = {which: _curves(strategy, layer, which) for which in PASSES}
@@ -153,15 +156,15 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
         return 1e3 * number_of(parallelism.layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
 
     drawing.plot(counts, [computing_ms(n) for n in counts], color="C0", label="computing")
+    # A white box, as other curves may cross the number.
+    box: dict[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
+    style: dict[str, Any] = {"fontsize": 9, "textcoords": "offset points", "bbox": box}
     for number, (name, (seconds, crossing)) in enumerate(curves.items(), start=1):
+        color = f"C{number}"
         # One device communicates nothing, which a logarithmic axis cannot show.
-        drawing.plot(counts[1:], [1e3 * seconds(n) for n in counts[1:]], color=f"C{number}", label=name)
-        drawing.axvline(crossing, color=f"C{number}", linestyle=":", linewidth=1)
-        point, color = (crossing, computing_ms(crossing)), f"C{number}"
-        # Other curves may cross the number.
-        box: dict[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
-        style: dict[str, Any] = {"fontsize": 9, "textcoords": "offset points", "color": color, "bbox": box}
-        drawing.annotate(f"{crossing:.4g}", point, (4, 6), **style)
+        drawing.plot(counts[1:], [1e3 * seconds(n) for n in counts[1:]], color=color, label=name)
+        drawing.axvline(crossing, color=color, linestyle=":", linewidth=1)
+        drawing.annotate(f"{crossing:.4g}", (crossing, computing_ms(crossing)), (4, 6), color=color, **style)
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")
     drawing.grid(alpha=0.3)
@@ -169,7 +172,7 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
 
 
 def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable[[float], float], float]]:
-    """Name of each communication time: seconds as a function of the devices, and where it crosses computing."""
+    """Return by name each communication time as a function of the devices, in seconds, and where it is computing's."""
 
     def seconds(devices: float, overlapped: bool) -> float:
         axes = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}
@@ -179,23 +182,18 @@ def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable
     if (strategy, which) == ("dp", "forward"):
         return {}
     of_mesh = {"axes overlapped": True, "axes sharing the network": False}
-    curves: dict[str, tuple[Callable[[float], float], float]] = {}
-    for name, overlapped in of_mesh.items() if strategy == "fsdp-tp" else [("communication", True)]:
-        crossing = number_of(parallelism.most_devices(strategy, layer, which, overlapped=overlapped))
-        curves[name] = (partial(seconds, overlapped=overlapped), crossing)
-    return curves
+    names = of_mesh if strategy == "fsdp-tp" else {"communication": True}
+    most = partial(parallelism.most_devices, strategy, layer, which)
+    return {
+        name: (partial(seconds, overlapped=overlapped), number_of(most(overlapped=overlapped)))
+        for name, overlapped in names.items()
+    }
 
 
 def xxl_tables(
-    stack: FeedForwardStack,
-    tokens: int,
-    gpu_bytes: float,
-    device_bytes: float,
-    mesh: TpuMesh,
-    *,
-    weight_copies: bool = False,
+    stack: FeedForwardStack, tokens: int, gpu_bytes: float, device_bytes: float, mesh: TpuMesh, *, weight_copies: bool
 ) -> list[Table]:
-    """The two tables of problem ``communication_accounting``: memory, and the batch."""
+    """Return the two tables of problem ``communication_accounting``: memory, and the batch."""
     shape = f"D {stack.d_model}, F {stack.d_ff}, {stack.num_blocks} blocks"
     copies = (
         "a bf16 copy of every weight is counted too (--weight-copies)"

@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
-    """Parts, the handout's three times and the peak; then the derivation for each size and number of ranks."""
+    """Return parts, the handout's three times and the peak; then the derivation for each size and number of ranks."""
     notes = [
         "The fullest rank, eager mode; the batch is shared out equally. Forward alone makes no gradients and needs no "
         "optimizer."
@@ -50,28 +50,27 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
         )
     batches = dict.fromkeys(f"batch {step.size.batch_size}, {step.attention} attention" for step in steps)
     title = f"Memory of a rank: {', '.join(batches)}"
-    tables = [Table("memory", title, _COLUMNS, [_model_row(step) for step in steps], notes)]
-    states: dict[str, dict[str, list[Derived]]] = {}
+    tables = [Table("memory", title, _COLUMNS, [_rank_row(step) for step in steps], notes)]
+    answers_by_group: dict[str, dict[str, list[Derived]]] = {}
     for step in steps:
         if step.updates_parameters:
             # Activations, and so context, precision and attention, are no part of the state.
             group = f"{step.size.name}, {step.world_size} rank{'s' * (step.world_size != 1)}"
             bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
             answers = state_answers(step.size, step.world_size, step.strategy, **bytes_)
-            states.setdefault(group, {}).setdefault(step.strategy, answers)
-    for group, of_strategies in states.items():
+            answers_by_group.setdefault(group, {}).setdefault(step.strategy, answers)
+    note = (
+        "Ideal shares: optimizer-state sharding gives whole parameters to ranks, and fsdp cuts matrices by rows and "
+        "keeps norms whole, so the fullest rank, in the table above, can hold slightly more."
+    )
+    for group, of_strategies in answers_by_group.items():
         answers = [answer for answers in of_strategies.values() for answer in answers]
-        tables.append(answers_table("state", f"Ideal shares of training state: {group}", answers, _STATE_NOTES))
+        tables.append(answers_table("state", f"Ideal shares of training state: {group}", answers, (note,)))
     return tables
 
 
-_STATE_NOTES = (
-    "Ideal shares: optimizer-state sharding gives whole parameters to ranks, and fsdp cuts matrices by rows and keeps "
-    "norms whole, so the fullest rank, in the table above, can hold slightly more.",
-)
-
-
-def _model_row(step: ShardedStep) -> dict:
+def _rank_row(step: ShardedStep) -> dict:
+    """Return the row of a step: gradients and an optimizer where its mode has them."""
     state, row = fullest_state(step), fill_row(_COLUMNS, step)
     if state.master_parameters:
         row["master_parameters_gib"] = state.master_parameters / GIB
@@ -90,7 +89,7 @@ _BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations 
 
 
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
-    """A bar for each way of training, stacked by component: what is there at the peak."""
+    """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
     labels = [_bar_label(step, steps) for step in steps]
     figure, ((drawing,),) = new_axes(2 + 1.1 * len(steps), 5)
@@ -108,7 +107,7 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
 
 
 def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
-    """The strategy, and below it what differs between the bars."""
+    """Return the strategy, and on lines below it what differs between the bars."""
 
     def step_labels(labelled: ShardedStep) -> tuple[str, ...]:
         size = labelled.size
@@ -127,7 +126,7 @@ def _describe_size(size: ModelSize) -> str:
 
 
 def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: str) -> list[Table]:
-    """Single tensors, and what one block saves for backward, for each size."""
+    """Return single tensors, and what one block saves for backward, for each size."""
     tables = []
     notes = ("Assumed: eager execution; compilation saves less. Parameters are not counted.",)
     for size in sizes:
@@ -139,7 +138,7 @@ def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: st
 
 
 def flops_tables(sizes: Sequence[ModelSize]) -> list[Table]:
-    """FLOPs by component, for each size."""
+    """Return FLOPs by component, for each size."""
     notes = (
         "Assumed: matrix products alone, a multiply-add is two; attention computes the whole square and masks it, as "
         "cs336_basics does. TFLOP/s and MFU of other commands count the half that causal attention needs.",
@@ -158,15 +157,15 @@ def attention_tables(
     *,
     causal: bool,
 ) -> list[Table]:
-    """Memory of every shape, and for each implementation the smallest that does not fit, tensor by tensor."""
+    """Return memory of every shape, and for each implementation the smallest that does not fit, tensor by tensor."""
 
     def memory(implementation: str, context: int, head_dim: int) -> AttentionMemory:
         return attention_memory(batch, context, head_dim, dtype, causal=causal, implementation=implementation)
 
     rows: list[dict[str, Value]] = []
+    tried = sorted(contexts)
     for implementation, head_dim in product(implementations, head_dims):
-        rising = sorted(contexts)
-        for shorter, context in zip([None, *rising], rising, strict=False):
+        for shorter, context in zip([None, *tried], tried, strict=False):
             needs = memory(implementation, context, head_dim)
             row: dict[str, Value] = {"implementation": implementation, "head_dim": head_dim, "context": context}
             row |= {"held_gib": needs.held / GIB, "peak_gib": needs.peak / GIB, "fits": needs.peak <= capacity_bytes}
@@ -185,7 +184,6 @@ def attention_tables(
         "context itself for FlashAttention, which computes them again.",
     )
     tables = [Table("attention", title, columns, rows, notes)]
-    tried = sorted(contexts)
     while tried[-1] < _LONGEST_CONTEXT:
         tried.append(2 * tried[-1])
     for implementation in implementations:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.accounting.communication import bus_factor
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
+from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, Cluster, OverlapSlowdown
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.accounting.sharding.cells import sharding_sent_bytes
 from cs336sys.errors import UsageError
@@ -23,9 +23,6 @@ from cs336sys.tables.table import Column, Table, fill_row, named_columns
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 _FLOPS = 4e14
 
-# NVLink 4: 18 links of 25 GB/s each way.
-_NVLINK_BYTES_PER_S = 450e9
-
 
 @dataclass(frozen=True)
 class MeasuredRate:
@@ -36,11 +33,7 @@ class MeasuredRate:
 
 
 def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
-    """The most model FLOP/s that a whole training step of ``bench`` reached on one device.
-
-    Raises:
-        UsageError: no cell of ``bench`` computes in this precision.
-    """
+    """Return the most model FLOP/s that a whole training step of ``bench`` reached on one device."""
     steps = [cell for cell in _bench(cells, {"precision": precision, "mode": "train"}) if cell.derived.get("tflops")]
     if not steps:
         raise UsageError(
@@ -53,11 +46,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """Return what a rank sent per second in the largest all-reduces, the busbw of ``allreduce``; NCCL's before Gloo's.
-
-    Raises:
-        UsageError: no cell of ``allreduce`` is there.
-    """
+    """Return the bytes/s that a rank sent in the largest all-reduce, its bus bandwidth; NCCL's before Gloo's."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
         raise UsageError(
@@ -71,16 +60,16 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
-    """The same for each number of ranks: bytes a second."""
-    by_ranks: dict[int, list[Cell]] = {}
+    """Return :func:`measured_bandwidth` for each number of ranks, the fewest first."""
+    cells_by_ranks: dict[int, list[Cell]] = {}
     for cell in _all_reduces(cells):
         if cell.derived.get("back_to_back_busbw_gbps"):
-            by_ranks.setdefault(cell.configuration["world_size"], []).append(cell)
-    return {ranks: measured_bandwidth(by_ranks[ranks]).value for ranks in sorted(by_ranks)}
+            cells_by_ranks.setdefault(cell.configuration["world_size"], []).append(cell)
+    return {ranks: measured_bandwidth(of_ranks).value for ranks, of_ranks in sorted(cells_by_ranks.items())}
 
 
 def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
-    """Seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
+    """Return the seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
     all_reduces = [cell for cell in _all_reduces(cells) if "back_to_back" in cell.samples]
     if not all_reduces:
         return MeasuredRate(0.0, "left out")
@@ -90,14 +79,14 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
-    """Return what communication and computing cost each other in how many steps of ``ddp`` in CUDA graphs.
+    """Return what communication and computing cost each other, the median of steps of ``ddp``, and of how many.
 
     Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
     same step without communication, and of communication alone, how long each takes by itself. What kernels took longer
     they lost while both ran. Launched steps are left out, in which a GPU also waits, and steps of copy engines, which
-    take no multiprocessors. Medians over the steps.
+    take no multiprocessors.
     """
-    computing, communication = [], []
+    computing_speeds, communication_speeds = [], []
     for cell in cells:
         timeline, settings = cell.derived.get("timeline"), cell.configuration
         is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
@@ -106,13 +95,14 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
             continue
         overlap_ms, sent_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        # What mostly runs by itself says nothing of this.
+        # Communication that mostly runs by itself says nothing of this.
         if overlap_ms >= sent_ms / 2 and 0 <= lost_ms < overlap_ms:
-            computing.append(1 - lost_ms / overlap_ms)
-            communication.append(min(1.0, cell.samples["communication"].median / sent_ms))
-    if not computing:
+            computing_speeds.append(1 - lost_ms / overlap_ms)
+            communication_speeds.append(min(1.0, cell.samples["communication"].median / sent_ms))
+    if not computing_speeds:
         return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
-    return OverlapSlowdown(median(computing), median(communication)), f"ddp, {len(computing)} steps in CUDA graphs"
+    source = f"ddp, {len(computing_speeds)} steps in CUDA graphs"
+    return OverlapSlowdown(median(computing_speeds), median(communication_speeds)), source
 
 
 def measured_device_time(
@@ -122,9 +112,6 @@ def measured_device_time(
 
     Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters. Steps that
     update parameters in the backward pass do not tell the two apart.
-
-    Raises:
-        UsageError: there is none in this precision with this state.
     """
     settings = {"precision": precision, "state_dtype": state_dtype, "update": "step"}
     steps = [
@@ -140,7 +127,7 @@ def measured_device_time(
         )
     shape = ("d_model", "d_ff", "num_layers", "context")
     alike = [cell for cell in steps if all(cell.configuration.get(name) == getattr(size, name) for name in shape)]
-    cell = min(alike or steps, key=_seconds_per_flop)
+    cell = min(alike or steps, key=_ms_per_flop)
     workload = Workload.from_configuration(cell.configuration)
     passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
     optimizer_s = cell.samples["optimizer"].median / 1e3
@@ -153,11 +140,7 @@ def measured_device_time(
 
 
 def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: float | None) -> tuple[DeviceTime, str]:
-    """One device's time, measured or from FLOP/s, and a note that says which.
-
-    Raises:
-        UsageError: there are both, or what was measured says nothing of it.
-    """
+    """Return one device's time, measured or from FLOP/s, and a note that says which."""
     if flops is not None and cells:
         raise UsageError("--flops and --measured: both say how fast a device is; give one of them")
     if cells:
@@ -175,19 +158,21 @@ def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: f
 def simulated_cluster(
     cells: Sequence[Cell], bandwidth: float | None, node_bandwidth: float, node_devices: int, memory_bytes: float
 ) -> tuple[Cluster, list[str]]:
-    """Devices with the links that were measured, or given, and notes that say which."""
-    call, of_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
+    """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
+    call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
     if bandwidth is not None:
         in_node, source = bandwidth, f"{bandwidth / 1e9:.4g} GB/s in a node (--bandwidth)."
     elif not any(cell.command == "allreduce" for cell in cells):
-        in_node, source = _NVLINK_BYTES_PER_S, "450 GB/s in a node: NVLink 4, assumed (--bandwidth)."
+        in_node, source = NVLINK_BYTES_PER_S, "450 GB/s in a node: NVLink 4, assumed (--bandwidth)."
     else:
         rate = measured_bandwidth(cells)
-        fewer = [f", {of_ranks[ranks] / 1e9:.4g} among {ranks} ranks" for ranks in sorted(of_ranks)[:-1]]
-        in_node, source = rate.value, f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}){''.join(fewer)}."
+        # The last, of the most ranks, is the rate itself.
+        fewer_ranks = list(bandwidths_by_ranks.items())[:-1]
+        others = "".join(f", {bytes_per_s / 1e9:.4g} among {ranks} ranks" for ranks, bytes_per_s in fewer_ranks)
+        in_node, source = rate.value, f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}){others}."
     slowdown, steps = measured_slowdown(cells)
-    ranks_bytes_per_s = tuple(of_ranks.items())
-    cluster = Cluster(node_devices, in_node, node_bandwidth, call.value, memory_bytes, ranks_bytes_per_s, slowdown)
+    links = in_node, node_bandwidth, call.value
+    cluster = Cluster(node_devices, *links, memory_bytes, tuple(bandwidths_by_ranks.items()), slowdown)
     return cluster, [
         source,
         f"{1e6 * call.value:.4g} us a collective, besides its bytes ({call.source}).",
@@ -203,28 +188,28 @@ def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
 
 
 def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
-    """Measured by ``allreduce``; NCCL's, or Gloo's where there are no others."""
+    """Return all-reduces that ``allreduce`` measured: NCCL's, or Gloo's where there are no others."""
     all_reduces = [
         cell for cell in cells if cell.command == "allreduce" and cell.configuration.get("collective") == "all_reduce"
     ]
     return [cell for cell in all_reduces if cell.configuration["backend"] == "nccl"] or all_reduces
 
 
+# By setting: its name in a label, and its default, which labels leave out.
+_LABEL = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
+
+
 def _bench_step_label(cell: Cell) -> str:
+    """Name a cell of ``bench`` by its settings."""
     settings = cell.configuration
-    parts = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
-    parts += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
-    # What everybody assumes is not named.
-    for name, (word, assumed) in _NAMED.items():
-        if settings.get(name, assumed) != assumed:
-            parts.append(f"{word} {settings[name]}")
-    return " ".join(parts)
+    label = "{size} {precision} context {context} batch {batch_size} compile {compile}".format(**settings)
+    for name, (word, default) in _LABEL.items():
+        if settings.get(name, default) != default:
+            label += f" {word} {settings[name]}"
+    return label
 
 
-_NAMED = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
-
-
-def _seconds_per_flop(cell: Cell) -> float:
+def _ms_per_flop(cell: Cell) -> float:
     passes_ms = cell.samples["forward"].median + cell.samples["backward"].median
     return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)
 
@@ -234,10 +219,10 @@ _TOLERANCE = 0.10
 
 
 def read_measured(paths: Sequence[Path]) -> list[Cell]:
-    """The cells of these files that have numbers; a path may name several, ``a.jsonl,b.jsonl``.
+    """Return the cells of these files that have numbers; a path may name several, ``a.jsonl,b.jsonl``.
 
     Raises:
-        UsageError: a file cannot be read, or all of them together are of several kinds of GPUs (CPUs, without any).
+        UsageError: a file cannot be read, or they are of several kinds of GPUs, or of CPUs where they have no GPU.
     """
     files: list[Results] = [read_several(str(path)) for path in paths]
     machines = [run.machine for file in files for run in file.runs.values()]
@@ -252,13 +237,10 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
 def compare_with_measured(
     cells: Sequence[Cell], flops: float | None, bandwidth: float | None
 ) -> tuple[tuple[float, float], list[Table]]:
-    """The rates C and W, in FLOP/s of bf16 steps and bytes/s, and the tables of measured steps next to them.
+    """Return the rates C and W, FLOP/s of bf16 steps and bytes/s, and the table of measured steps, if there are any.
 
     Args:
         flops, bandwidth: instead of what was measured.
-
-    Raises:
-        UsageError: there is neither a rate nor a measurement of it.
     """
     c = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
     w = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
@@ -266,10 +248,15 @@ def compare_with_measured(
     return (c.value, w.value), [measured_steps_table(cells, c, w)] if has_steps else []
 
 
+def _strategy_label(workload: ParallelWorkload) -> str:
+    engines = "copy engines" if workload.uses_copy_engines else None
+    return " ".join(word for word in (workload.strategy, workload.mesh, engines) if word is not None)
+
+
 # Of the workload of a step.
 _STEP_COLUMNS = (
     Column("command", "command"),
-    Column("strategy", "strategy", value=lambda workload: _strategy(workload)),
+    Column("strategy", "strategy", value=_strategy_label),
     Column("size", "size", value=lambda workload: workload.training.size.name),
     Column("precision", "precision", value=lambda workload: workload.training.precision),
     Column("compile", "compile", value=lambda workload: workload.training.compile),
@@ -301,6 +288,7 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
 
 
 def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
+    """Return the row of a step; None without the step without communication, or the bytes that were sent."""
     if not {"step", "unsynchronized"} <= cell.samples.keys():
         return None
     workload = ParallelWorkload.from_configuration(cell.configuration)
@@ -308,18 +296,25 @@ def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate)
     if sent is None:
         return None
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
-    predicted_ms = model_flops(workload.training.size) / workload.world_size / flops.value * 1e3
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
-    nearer = min(max(step_ms, overlapped_ms), in_turn_ms)
-    row = fill_row(_STEP_COLUMNS, workload) | {"command": cell.command, "sent_bytes": sent, "step_ms": step_ms}
-    row |= {"predicted_computing_ms": predicted_ms, "computing_ms": computing_ms, "communication_ms": communication_ms}
-    row |= {"overlapped_ms": overlapped_ms, "in_turn_ms": in_turn_ms, "off_percent": 100 * (step_ms / nearer - 1)}
-    return row | {"verdict": _verdict(cell, step_ms, overlapped_ms, in_turn_ms)}
+    nearest_ms = min(max(step_ms, overlapped_ms), in_turn_ms)
+    return fill_row(_STEP_COLUMNS, workload) | {
+        "command": cell.command,
+        "predicted_computing_ms": model_flops(workload.training.size) / workload.world_size / flops.value * 1e3,
+        "computing_ms": computing_ms,
+        "sent_bytes": sent,
+        "communication_ms": communication_ms,
+        "overlapped_ms": overlapped_ms,
+        "in_turn_ms": in_turn_ms,
+        "step_ms": step_ms,
+        "off_percent": 100 * (step_ms / nearest_ms - 1),
+        "verdict": _verdict(cell, step_ms, overlapped_ms, in_turn_ms),
+    }
 
 
 def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:
-    """Say what a step outside of both predictions has that they do not count."""
+    """Say what a step outside of both predictions has that they do not count; nothing of one between them."""
     if step_ms < overlapped_ms * (1 - _TOLERANCE):
         if STRATEGIES[cell.configuration["strategy"]].shares_updates:
             return "faster than its parts: less is updated than without communication"
@@ -334,7 +329,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
-    """Return what a rank sends in a step: as counted, else by the formula, of data parallel ones of all-reduces."""
+    """Return the bytes that a rank sends in a step, counted or else by the formula; None where it has none."""
     sent_bytes: Any = cell.derived.get("sent_bytes")
     if sent_bytes:
         return float(sent_bytes)
@@ -342,8 +337,3 @@ def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
         communicated = cell.derived.get("communicated_bytes")
         return None if not communicated else communicated * bus_factor("all_reduce", workload.world_size)
     return sharding_sent_bytes(workload)
-
-
-def _strategy(workload: ParallelWorkload) -> str:
-    engines = "copy engines" if workload.uses_copy_engines else None
-    return " ".join(word for word in (workload.strategy, workload.mesh, engines) if word is not None)

@@ -22,11 +22,11 @@ _COLUMNS = (
     Column("batch_size", "batch", value=lambda step: step.batch_size),
     Column("accumulation", "passes", value=lambda step: step.accumulation),
     Column("step_ms", "step", "ms", lambda step: 1e3 * step.step_s),
-    Column("computing_ms", "computing", "ms", lambda step: 1e3 * step.computing_s),
-    Column("exposed_fsdp_ms", "fsdp, exposed", "ms", lambda step: 1e3 * step.exposed_fsdp_s),
-    Column("exposed_ddp_ms", "ddp, exposed", "ms", lambda step: 1e3 * step.exposed_ddp_s),
-    Column("tensor_ms", "tp", "ms", lambda step: 1e3 * step.tensor_s),
-    Column("optimizer_ms", "optimizer", "ms", lambda step: 1e3 * step.optimizer_s),
+    Column("computing_ms", "computing", "ms", lambda step: 1e3 * step.parts_s["computing"]),
+    Column("exposed_fsdp_ms", "fsdp, exposed", "ms", lambda step: 1e3 * step.parts_s["fsdp"]),
+    Column("exposed_ddp_ms", "ddp, exposed", "ms", lambda step: 1e3 * step.parts_s["ddp"]),
+    Column("tensor_ms", "tp", "ms", lambda step: 1e3 * step.parts_s["tp"]),
+    Column("optimizer_ms", "optimizer", "ms", lambda step: 1e3 * step.parts_s["optimizer"]),
     Column("tokens_per_s", "tokens/s", "count"),
     *named_columns(efficiency_percent="of one device's rate", tflops="a device"),
     Column("memory_gib", "peak of a rank", "gib", lambda step: step.memory_gib),
@@ -37,7 +37,7 @@ _COLUMNS = (
 def simulate_scaling(
     simulation: Simulation, scalings: Mapping[str, int], devices: Sequence[int], dimension: str | None = None
 ) -> Simulated:
-    """The fastest mesh for each number of devices.
+    """Find the fastest mesh for each kind of scaling and number of devices.
 
     Args:
         scalings: ``strong`` with the batch of all devices, ``weak`` with that of each.
@@ -51,9 +51,8 @@ def simulate_scaling(
 
 
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
-    """A row for each kind of mesh, kind of scaling and number of devices; ``notes`` say where its rates come from."""
-    simulated_steps = [item for meshes in simulated for item in meshes.items()]
-    rows = [_scaling_row(*setting, fastest_steps, simulation) for setting, fastest_steps in simulated_steps]
+    """Return a row for each kind of mesh, scaling and number of devices; ``notes`` say where its rates come from."""
+    rows = [_scaling_row(*setting, steps, simulation) for of_mesh in simulated for setting, steps in of_mesh.items()]
     size = simulation.size
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
@@ -68,27 +67,27 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
 def _scaling_row(
     scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
-    """Return the row of the fastest step that fits: its parts, its rates, and what limits it."""
+    """Return the row of the fastest step that fits, the first of two; the other one has no accumulation."""
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
     step, ignoring_memory = fastest_steps
     context, capacity = simulation.size.context, simulation.cluster.memory_bytes
     tokens_per_s = step.batch_size * context / step.step_s
-    # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
-    ideal = context / simulation.device.sequence_s * count
+    # Of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
+    ideal_tokens_per_s = context / simulation.device.sequence_s * count
     limit = step.longest_part
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
     elif ignoring_memory.step_s < step.step_s:
         time_and_memory = f"{1e3 * ignoring_memory.step_s:.4g} ms, {ignoring_memory.memory_gib:.4g} GiB"
         limit = f"memory: {ignoring_memory.mesh.text} at once: {time_and_memory}"
-    row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal, "limit": limit}
+    row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal_tokens_per_s, "limit": limit}
     return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
 
 def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
-    """Above, tokens/s of a device over the devices, by strategy and by the fastest mesh; below, a rank's memory."""
+    """Draw tokens/s of a device over the devices, by strategy and by the fastest mesh, above a rank's memory."""
     size, capacity = simulation.size, simulation.cluster.memory_bytes
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")

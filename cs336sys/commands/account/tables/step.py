@@ -78,6 +78,7 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
 
 
 def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
+    """Return the table of a step's terms, of its communication, and of the GPU's wait for launches."""
     rows: list[dict[str, Value]] = []
 
     def add(term: str, seconds: float, amount: float, unit: str, formula: str, rate: float | None = None) -> None:
