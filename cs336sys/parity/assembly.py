@@ -10,7 +10,7 @@ _OF_WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkp
 
 
 def model_name(name: str, plain_names: Sequence[str]) -> str | None:
-    """The name in the plain model of a parameter of the wrapped one; None if it is none of its."""
+    """Return the name in the plain model of a parameter of the wrapped one; None if that is not clear."""
     if name in plain_names:
         return name
     cleaned = _without_wrappers(name)
@@ -27,7 +27,7 @@ def _without_wrappers(name: str) -> str:
 def assemble(
     rank_tensors: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], groups: Sequence[Sequence[int]]
 ) -> tuple[list[dict[str, Tensor]], set[str]]:
-    """Whole tensors on every rank that has a part of them, and the names of those that do not fit together.
+    """Return, for each rank, whole tensors of which it has a part, and the names of those that do not fit together.
 
     Args:
         rank_tensors: slices or whole tensors of each rank, by name.
@@ -52,9 +52,11 @@ def assemble(
 
 
 def _join_slices(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
+    """Join flat pieces, or slices along one dimension, in the order of ranks; None if they do not make ``shape``."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
+    # An empty piece has one dimension, whatever it is of.
     dimensions = {part.dim() for part in present if part.numel() or part.dim() > 1}
     if dimensions <= {1} and len(shape) != 1:
         flat = torch.cat([part.flatten() for part in present])
@@ -63,8 +65,8 @@ def _join_slices(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | 
     if any(part.dim() != len(shape) for part in present):
         return None
     for dimension in range(len(shape)):
-        sizes = [size for number, size in enumerate(shape) if number != dimension]
-        fits = all([size for n, size in enumerate(part.shape) if n != dimension] == sizes for part in present)
-        if fits and sum(part.shape[dimension] for part in present) == shape[dimension]:
-            return torch.cat(list(present), dimension)
+        total = sum(part.shape[dimension] for part in present)
+        # All other sizes are those of the whole.
+        if all((*part.shape[:dimension], total, *part.shape[dimension + 1 :]) == shape for part in present):
+            return torch.cat(present, dimension)
     return None

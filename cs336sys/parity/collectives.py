@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,25 +36,16 @@ _MOST_DELAYS = 8
 
 @dataclass(frozen=True)
 class CollectiveLaunch:
-    """A collective that this rank launched.
+    """A collective that this rank launched."""
 
-    Attributes:
-        name: of torch's operator: ``allreduce_``, ``_allgather_base_``, ``send``.
-        elements: of its tensors.
-        step, phase: when: ``wrap``, ``forward``, ``backward``, ``finish``, ``clip``, ``optimizer``.
-        line: of the user's code that led to it, ``mine.py, line 12``; empty where none did.
-        incomplete: parameters that shared memory with its tensors, and whose gradients were not complete.
-        ranks: those of its process group; empty where that is unknown.
-    """
-
-    name: str
-    elements: int
+    name: str  # Of torch's operator: ``allreduce_``, ``_allgather_base_``, ``send``.
+    elements: int  # Of its tensors.
     dtype: str
-    step: int
-    phase: str
-    line: str = ""
-    incomplete: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
+    step: int  # From 0.
+    phase: str  # ``wrap``, ``forward``, ``backward``, ``finish``, ``clip``, ``optimizer``.
+    line: str = ""  # Of the user's code that led to it, ``mine.py, line 12``.
+    incomplete: tuple[str, ...] = ()  # Parameters that shared memory with it while their gradients were not complete.
+    ranks: tuple[int, ...] = ()  # Those of its process group, where they are known.
 
     @property
     def signature(self) -> tuple[str, int, str]:
@@ -88,9 +80,7 @@ def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 class CollectiveMode(DispatchMode):
-    """Calls :meth:`before` and :meth:`after` around every collective that goes through torch's dispatcher, those of the
-    C++ reducer of torch's DDP too.
-    """
+    """Calls :meth:`before` and :meth:`after` around collectives in torch's dispatcher, its DDP's C++ reducer's, too."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -104,6 +94,7 @@ class CollectiveMode(DispatchMode):
         """Take the result of any operator; ``arguments`` is None if it is no collective."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operator, between the two methods if it is a collective."""
         kwargs, arguments = kwargs or {}, None
         if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
             # DTensors launch theirs below: let them, and see what they launch.
@@ -127,29 +118,31 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> t
     Returns:
         what the ranks of a group launch first that is not the same, in a sentence, and the launch of a rank there.
     """
-    everyone = tuple(range(len(rank_launches)))
-    by_group: dict[tuple[int, ...], dict[int, list[CollectiveLaunch]]] = {}
+    all_ranks = tuple(range(len(rank_launches)))
+    launches_by_group: dict[tuple[int, ...], dict[int, list[CollectiveLaunch]]] = {}
     for rank, launches in enumerate(rank_launches):
         for launch in launches:
             if not launch.is_point_to_point:
-                ranks = launch.ranks or everyone
-                by_group.setdefault(ranks, {member: [] for member in ranks})[rank].append(launch)
-    for members in by_group.values():
-        for launched in itertools.zip_longest(*members.values()):
+                members = launch.ranks or all_ranks
+                launches_by_group.setdefault(members, {member: [] for member in members})[rank].append(launch)
+    for group_launches in launches_by_group.values():
+        # A rank that launched fewer has None.
+        for launched in itertools.zip_longest(*group_launches.values()):
             if len({launch and launch.signature for launch in launched}) > 1:
-                return _disagreement(dict(zip(members, launched, strict=True)))
+                return _describe_disagreement(dict(zip(group_launches, launched, strict=True)))
     return None
 
 
-def _disagreement(launched: dict[int, CollectiveLaunch | None]) -> tuple[str, CollectiveLaunch]:
+def _describe_disagreement(launched: dict[int, CollectiveLaunch | None]) -> tuple[str, CollectiveLaunch]:
+    """Say what ranks launch that is not the same, and return the launch of the last of them that has one."""
     missing = ", ".join(str(rank) for rank, launch in launched.items() if launch is None)
-    launches = [f"rank {rank} launches {launch.description}" for rank, launch in launched.items() if launch]
-    last = [launch for launch in launched.values() if launch][-1]
-    meaning = f"the ranks' collectives differ: {', '.join(launches)}"
+    present = {rank: launch for rank, launch in launched.items() if launch}
+    last = [*present.values()][-1]
     if missing:
         where = f"the {last.description} of {last.phase} in step {last.step + 1}"
-        meaning = f"rank {missing} does not launch {where} that the others wait in"
-    return meaning, last
+        return f"rank {missing} does not launch {where} that the others wait in", last
+    launches = ", ".join(f"rank {rank} launches {launch.description}" for rank, launch in present.items())
+    return f"the ranks' collectives differ: {launches}", last
 
 
 class CollectiveWatcher(CollectiveMode):
@@ -173,19 +166,21 @@ class CollectiveWatcher(CollectiveMode):
         self.waiting: dict[str, Tensor] = {}
         self.dtypes: set[tuple[str, torch.dtype]] = set()
         self._files, self._is_late = files, is_late
-        self._delays: dict[tuple[int, str], int] = {}
+        self._delays_at: Counter[tuple[int, str]] = Counter()
 
     def after(self, operator: Any, arguments: dict[str, Any] | None, result: Any) -> None:
         if self.phase != "wrap" and operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
             self.dtypes.add(("compute", result.dtype))
 
     def before(self, operator: Any, arguments: dict[str, Any]) -> None:
+        """Record the collective, after a pause where this rank is to be late, and the dtypes that it sends."""
         if self.phase == OBSERVED:
             return
         moment = self.step, self.phase
-        if self._is_late and self._delays.get(moment, 0) < _MOST_DELAYS:
-            self._delays[moment] = self._delays.get(moment, 0) + 1
+        if self._is_late and self._delays_at[moment] < _MOST_DELAYS:
+            self._delays_at[moment] += 1
             time.sleep(LATE_S)
+        # An operator may take several lists of tensors: inputs, outputs.
         parts = [[leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in arguments.values()]
         tensors = list(itertools.chain(*parts))
         name = operator_name(operator)
@@ -193,30 +188,31 @@ class CollectiveWatcher(CollectiveMode):
             return
         if self.phase != "wrap":
             self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        elements = max(sum(tensor.numel() for tensor in part) for part in parts)
         ranks: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError, ValueError, LookupError):
             ranks = tuple(dist.get_process_group_ranks(group_of_collective(arguments)))
+        elements = max(sum(tensor.numel() for tensor in part) for part in parts)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
         line, incomplete = self._line(), self._incomplete(tensors)
-        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, line, incomplete, ranks))
+        self.launches.append(CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks))
 
     def _line(self) -> str:
         lines = [(Path(file), line) for file, line, _ in python_frames()] if self._files else []
         return innermost_line(lines[::-1], self._files)
 
     def _incomplete(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        """Name the parameters with incomplete gradients that share memory with these tensors."""
         if self.phase != "backward" or not self.waiting:
             return ()
-        sent = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
         gradients = {name: parameter.grad for name, parameter in self.waiting.items() if parameter.grad is not None}
         plain = {name: gradient for name, gradient in gradients.items() if not hasattr(gradient, "to_local")}
-        return tuple(name for name, gradient in plain.items() if gradient.untyped_storage().data_ptr() in sent)
+        return tuple(name for name, gradient in plain.items() if gradient.untyped_storage().data_ptr() in addresses)
 
-    def expect(self, named: dict[str, torch.nn.Parameter]) -> list[Any]:
-        """Watch the gradients of the next backward pass; handles to remove."""
-        self.waiting = dict(named)
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    def expect(self, parameters: dict[str, torch.nn.Parameter]) -> list[Any]:
+        """Watch the gradients of the next backward pass, and return the handles to remove after it."""
+        self.waiting = dict(parameters)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         return [parameter.register_hook(partial(self._complete, name)) for name, parameter in trained.items()]
 
     def _complete(self, name: str, gradient: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""Train in one process, and sum each batch in an order.
+"""Train in one process, and sum each batch in several orders: a parameter is judged by how far those are apart.
 
-A sum is rounded differently in each order. What that can do differs by parameter: a key's bias has a gradient that is
-zero but for rounding, as softmax does not see it, and a router may choose another expert. So one process can sum the
-same batch in other orders, and each parameter is judged by how far those are apart.
+A key's bias has a gradient that is zero but for rounding, as softmax does not see it, and a router may choose another
+expert: each differs in every order.
 """
 
 import operator
@@ -21,37 +20,22 @@ from cs336sys.parity.training import run_steps
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which one process sums the batch: part after part.
+    """The order in which one process sums the batch: part after part."""
 
-    Attributes:
-        parts: the sequences of each, all parts equally many; those of rank r are its share, in ``shares``.
-        scale: what losses are multiplied by, and gradients divided by, so that all of the backward pass is rounded
-            elsewhere.
-        shares: whether the parts are those of ranks, which draw the ranks' random numbers.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    scale: float = 1.0
-    shares: bool = False
+    parts: tuple[tuple[int, ...], ...]  # The sequences of each, all parts equally many.
+    scale: float = 1.0  # Multiplies losses, and divides gradients, so that all of the backward pass rounds elsewhere.
+    shares: bool = False  # Whether the parts are those of ranks, in their order, which draw the ranks' random numbers.
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of some steps.
+    """The result of some steps."""
 
-    Attributes:
-        weights: after the last.
-        losses: of all, () each.
-        gradients: in the first step, before the update, in the host's memory: a GPU may hold just what training needs.
-        draws: whether a step drew random numbers.
-        start: a sum of each tensor of the model at first.
-    """
-
-    weights: dict[str, Tensor]
-    losses: list[Tensor]
-    gradients: dict[str, Tensor]
-    draws: bool
-    start: str
+    weights: dict[str, Tensor]  # After the last.
+    losses: list[Tensor]  # Of all, () each.
+    gradients: dict[str, Tensor]  # In the first step, in the host's memory: a GPU may hold just what training needs.
+    draws: bool  # Whether a step drew random numbers.
+    start: str  # A sum of each tensor of the model at first.
 
     @property
     def loss(self) -> float:
@@ -69,6 +53,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
     """
     start = str([tensor.sum(dtype=torch.float64).item() for tensor in (*model.parameters(), *model.buffers())])
     passes = _Passes(step, order)
+    step.phases = {"passes": passes.run, "optimizer": step.optimizer_step}
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> None:
@@ -76,43 +61,43 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
             if parameter.grad is not None:
                 gradients[name] = parameter.grad.detach().to_dense().to("cpu", copy=True)
 
-    losses = run_steps(step, warmup, begin=partial(setattr, passes, "number"), before_update=keep_gradients)
+    losses = run_steps(step, warmup, begin=partial(setattr, passes, "step_number"), before_update=keep_gradients)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return Trained(weights, losses, gradients, passes.draws, start)
 
 
+@dataclass
 class _Passes:
     """The passes of a step, of one part of the batch after another, whose gradients are averaged.
 
     Attributes:
-        number: of the step, from 1.
+        step_number: from 1; 0 in the warm-up.
         draws: whether they drew random numbers.
     """
 
-    def __init__(self, step: Any, order: Order):
-        self._step, self._order = step, order
-        self.number = 0
-        self.draws = False
-        step.phases = {"passes": self.run, "optimizer": step.optimizer_step}
+    step: Any
+    order: Order
+    step_number: int = 0
+    draws: bool = False
 
     def run(self) -> None:
-        step = self._step
-        parts, scale = self._order.parts, self._order.scale
-        whole = step.inputs, step.targets
+        """Run forward and backward passes of all parts, and average losses and gradients."""
+        step, parts, scale = self.step, self.order.parts, self.order.scale
+        inputs, targets = step.inputs, step.targets
         losses = []
         for rank, part in enumerate(parts):
-            step.inputs, step.targets = tree_map_only(Tensor, operator.itemgetter(list(part)), whole)
-            before = None
+            step.inputs, step.targets = tree_map_only(Tensor, operator.itemgetter(list(part)), (inputs, targets))
+            state_before = None
             if not step.workload.is_ours:
-                draw_alike(self.number, rank)
-                before = random_state(step.device)
+                draw_alike(self.step_number, rank)
+                state_before = random_state(step.device)
             step.forward()
             losses.append(step.loss.detach())
             if scale != 1.0:
                 step.loss = step.loss * scale
             step.backward()
-            self.draws = self.draws or (before is not None and random_state(step.device) != before)
-        step.inputs, step.targets = whole
+            self.draws = self.draws or (state_before is not None and random_state(step.device) != state_before)
+        step.inputs, step.targets = inputs, targets
         step.loss = torch.stack(losses).mean()
         # Not the losses, as ranks do not: they average gradients.
         factor = 1 / (scale * len(parts))
@@ -132,8 +117,8 @@ def draw_alike(step: int, rank: int) -> None:
 
 
 def random_state(device: torch.device) -> Any:
-    """Identify the random numbers drawn so far."""
+    """Return the states of all generators of random numbers: they differ once a number was drawn."""
     numpy = sys.modules.get("numpy")
-    of_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-    of_numpy = str(numpy.random.get_state()) if numpy is not None else None
-    return torch.get_rng_state().tolist(), of_gpu, random.getstate(), of_numpy
+    gpu_state = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    numpy_state = str(numpy.random.get_state()) if numpy is not None else None
+    return torch.get_rng_state().tolist(), gpu_state, random.getstate(), numpy_state

@@ -12,18 +12,13 @@ from cs336sys.settings.training import Workload
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far rounding may take a tensor.
+    """How far rounding may take a tensor."""
 
-    Attributes:
-        relative: of its norm; of a weight, of the norm of how far steps move it.
-        repeated: times how far one process is from itself where it rounds elsewhere.
-    """
-
-    relative: float
-    repeated: float
+    relative: float  # Of its norm; of a weight, of the norm of how far steps move it.
+    repeated: float  # Times how far one process is from itself where it rounds elsewhere.
 
     def allowed(self, size: float, repeated: float, power: int = 1) -> float:
-        """The norm of a difference that rounding explains.
+        """Return the norm of a difference that rounding explains.
 
         Args:
             size: the norm of what is expected.
@@ -44,7 +39,7 @@ REPEATED = 4.0
 
 
 def tolerance(workload: Workload) -> float:
-    """The largest relative difference of weights that rounding explains, for the precision of the workload."""
+    """Return the largest relative difference of weights that rounding explains, for the precision of the workload."""
     precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
     return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.moment_bytes == 4 else "fp32"])
 
@@ -69,12 +64,11 @@ LARGEST_ROUNDING = 0.2
 
 # Learning rates of comparisons: the first with which losses do not run away, which would repeat nothing.
 LEARNING_RATES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
-_AWAY = 1.5
 
 
 def stay_near(losses: Sequence[float]) -> bool:
-    """Return whether losses are finite and do not run away from the first."""
-    return all(math.isfinite(loss) and loss <= losses[0] + _AWAY * abs(losses[0]) for loss in losses)
+    """Return whether losses are finite and do not run away from the first: grow by one and a half times its size."""
+    return all(math.isfinite(loss) and loss <= losses[0] + 1.5 * abs(losses[0]) for loss in losses)
 
 
 def parallel_tolerance(workload: ParallelWorkload) -> float:
@@ -83,11 +77,8 @@ def parallel_tolerance(workload: ParallelWorkload) -> float:
 
 
 def rounding_in(dtype: torch.dtype, half: torch.dtype | None) -> Rounding:
-    """Return the rule for ranks and one process that compute in ``dtype``.
-
-    Args:
-        half: in which ranks compute, send or update; one process in it is itself as far off as ranks may be.
-    """
+    """Return the rule for ranks and one process that compute in ``dtype``; ranks may use ``half`` in part."""
     if half is not None:
+        # One process in it is itself as far off as ranks may be.
         return Rounding(torch.finfo(half).eps, REPEATED)
     return Rounding(_UNITS * torch.finfo(dtype).eps, _REPEATED_IN_EQUAL_DTYPES)

@@ -24,7 +24,7 @@ from cs336sys.training.step import TrainStep
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
 # how often they are launched to find that distance, and to find that there is none. Of 20 right replays (small, bf16,
 # SDPA, H200), 8 were 0.5 to 0.7 % off, and one such was called wrong after three repetitions, all within 0.09 %.
-_REPEATED = 3.0
+_REPEATED_OF_REPLAYS = 3.0
 _MOST_REPEATS = 16
 _SAME_REPEATS = 3
 
@@ -37,17 +37,11 @@ _ROUNDED = 0.01
 
 @dataclass(frozen=True)
 class Checked:
-    """Distances of a workload's training from other trainings of the same model on the same batches.
+    """Distances of a workload's training from other trainings of the same model on the same batches."""
 
-    Attributes:
-        off: from PyTorch's operations, launched.
-        replayed: replayed steps from launched ones of the same kernels; None if steps are launched.
-        repeated: launched steps from the same launched again, where replayed ones are not the same bit by bit; the
-            farthest.
-    """
-
-    off: WeightDifference
-    replayed: WeightDifference | None = None
+    off: WeightDifference  # From PyTorch's operations, launched.
+    replayed: WeightDifference | None = None  # Replayed steps from launched ones of the same kernels.
+    # Launched steps from the same launched again, where replayed ones are not the same bit by bit; the farthest.
     repeated: WeightDifference | None = None
 
     def columns(self) -> dict[str, Any]:
@@ -90,166 +84,165 @@ def check_training(
         # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
         is_ours = workload.optimizer_record.is_ours or (workload.is_fused and not workload.scales_loss)
         workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")
+    check = _StepCheck(workload, replace(workload, cuda_graph="off"), device, progress)
     if workload.is_ours:
-        return _checked_step(workload, device, progress)
+        return check.run()
     with user_models.nothing_dropped():
-        checked = _checked_step(workload, device, progress)
+        checked = check.run()
     if workload.is_compiled:
         # It was compiled without dropout.
         torch.compiler.reset()
     return checked
 
 
-def _checked_step(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
-    """Check launched steps against plain ones, and replays against launched steps; the outcome says what is wrong."""
-    if workload.cuda_graph == "on":
-        import_module(CUDA_GRAPHS_MODULE).require_graphs(device)
-    launched = replace(workload, cuda_graph="off")
-    kernels = weights = None
-    plain = plainly_trained(launched)
-    if plain != launched:
-        is_attention = replace(plain, attention=launched.attention, compile=launched.compile) == launched
-        pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention else (launched, plain)
-        kernels, weights = _check_launched(*pair, workload, device, progress)
-        if not kernels.relative <= tolerance(workload):
-            return Checked(kernels), _wrong_outcome("with our kernels", Checked(kernels), kernels, workload)
-        if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
-            weights = None
-    elif _counts_otherwise(workload, launched):
-        small = launched.with_layers(1) if launched.is_ours else launched
-        off, _ = _check_launched(small, small, workload, device, progress)
-        if not off.relative <= tolerance(workload):
-            return Checked(off), _wrong_outcome("counting on the GPU, as for a graph", Checked(off), off, workload)
-    if workload.cuda_graph == "off":
-        assert kernels is not None, "nothing else could be checked"
-        return Checked(kernels), None
-    replayed, repeated = _check_replays(workload, launched, weights, device, progress)
-    checked = Checked(replayed if kernels is None else kernels, replayed, repeated)
-    if replayed.relative <= _allowed_of_replays(workload, repeated):
-        return checked, None
-    return checked, _wrong_outcome("replayed", checked, replayed, workload)
+@dataclass(frozen=True)
+class _StepCheck:
+    """The check of a workload, and of the same ``launched`` in place of replayed."""
 
+    workload: Workload
+    launched: Workload
+    device: torch.device
+    progress: Progress
 
-def _check_launched(
-    launched: Workload, plain: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
-) -> tuple[WeightDifference, dict[str, Tensor]]:
-    """Return how far launched steps are off ``plain`` ones, and what they trained."""
-    build = functools.partial(build_compared_model, launched, device) if plain != launched else None
-    progress("checking: PyTorch's operations" if build else "checking: launched steps")
-    train_plainly = functools.partial(_trained_for_check, plain, device, build)
-    expected = _free_for_training(train_plainly(), launched, device)
-    progress("checking: our kernels" if build else "checking: the optimizer")
-    trained = _trained_for_check(launched, device, optimizer_workload=optimizer_workload)
-    return _compare_weights(launched, device, expected, trained, train_plainly), trained
+    def run(self) -> tuple[Checked, Outcome | None]:
+        """Check launched steps against plain ones, and replays against launched ones; an outcome says what is wrong."""
+        workload, launched, has_graphs = self.workload, self.launched, self.workload.cuda_graph == "on"
+        if has_graphs:
+            import_module(CUDA_GRAPHS_MODULE).require_graphs(self.device)
+        kernels_off = weights = None
+        plain = plainly_trained(launched)
+        if plain != launched:
+            is_attention_alone = replace(plain, attention=launched.attention, compile=launched.compile) == launched
+            pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention_alone else (launched, plain)
+            kernels_off, weights = self._check_launched(*pair)
+            if not kernels_off.relative <= tolerance(workload):
+                return self._wrong("with our kernels", Checked(kernels_off), kernels_off)
+            if kernels_off.num_layers != workload.size.num_layers:
+                # Replays train all layers.
+                weights = None
+        elif self._counts_on_device():
+            small = launched.with_layers(1) if launched.is_ours else launched
+            counting_off, _ = self._check_launched(small, small)
+            if not counting_off.relative <= tolerance(workload):
+                return self._wrong("counting on the GPU, as for a graph", Checked(counting_off), counting_off)
+        if not has_graphs:
+            assert kernels_off is not None, "nothing else could be checked"
+            return Checked(kernels_off), None
+        replayed, repeated = self._check_replays(weights)
+        checked = Checked(replayed if kernels_off is None else kernels_off, replayed, repeated)
+        if replayed.relative <= self._allowed_of_replays(repeated):
+            return checked, None
+        return self._wrong("replayed", checked, replayed)
 
+    def _counts_on_device(self) -> bool:
+        """Return whether an optimizer that is not torch's goes another way in graphs than where steps are launched."""
+        if not self.workload.updates_parameters:
+            return False
+        optimizer_class, settings = choose_optimizer(self.workload)
+        is_torchs = optimizer_class.__module__.startswith("torch.")
+        return settings != choose_optimizer(self.launched)[1] and not is_torchs
 
-def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
-    """Return whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
-    if not workload.updates_parameters:
-        return False
-    optimizer_class, settings = choose_optimizer(workload)
-    return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
+    def _check_launched(self, launched: Workload, plain: Workload) -> tuple[WeightDifference, dict[str, Tensor]]:
+        """Return how far launched steps are off ``plain`` ones, and what they trained."""
+        build = functools.partial(build_compared_model, launched, self.device) if plain != launched else None
+        self.progress("checking: PyTorch's operations" if build else "checking: launched steps")
+        train_plainly = functools.partial(_trained_for_check, plain, self.device, build)
+        expected = self._free_for_training(train_plainly(), launched)
+        self.progress("checking: our kernels" if build else "checking: the optimizer")
+        trained = _trained_for_check(launched, self.device, optimizer_workload=self.workload)
+        return self._compare(launched, expected, trained, train_plainly), trained
 
+    def _check_replays(self, weights: dict[str, Tensor] | None) -> tuple[WeightDifference, WeightDifference | None]:
+        """Return how far replayed steps are off launched ones, which trained ``weights``, and these off themselves."""
+        workload, launched = self.workload, self.launched
+        # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
+        train_counting = functools.partial(_trained_for_check, device=self.device, optimizer_workload=workload)
+        if weights is None:
+            self.progress("checking: launched steps")
+            weights = train_counting(launched)
+        expected = self._free_for_training(weights, workload)
+        self.progress("checking: replayed steps")
+        replayed = self._compare(
+            workload, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
+        )
+        if replayed.relative == 0 or not replayed.relative <= tolerance(self.workload):
+            return replayed, None
+        repeated = None
+        for count in range(1, _MOST_REPEATS + 1):
+            self.progress("checking: launched steps again")
+            repetition = self._compare(workload, expected, train_counting(launched))
+            if repetition.relative > (0 if repeated is None else repeated.relative):
+                repeated = repetition
+            repeats_exactly = repeated is None and count == _SAME_REPEATS
+            if repeats_exactly or replayed.relative <= self._allowed_of_replays(repeated):
+                break
+        return replayed, repeated
 
-def _check_replays(
-    workload: Workload, launched: Workload, expected: dict[str, Tensor] | None, device: torch.device, progress: Progress
-) -> tuple[WeightDifference, WeightDifference | None]:
-    """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
-    where they are not the same bit by bit, launched ones with themselves.
-    """
-    # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
-    train_counting = functools.partial(_trained_for_check, device=device, optimizer_workload=workload)
-    if expected is None:
-        progress("checking: launched steps")
-        expected = train_counting(launched)
-    expected = _free_for_training(expected, workload, device)
-    progress("checking: replayed steps")
-    replayed = _compare_weights(
-        workload, device, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
-    )
-    if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
-        return replayed, None
-    repeated = None
-    for count in range(1, _MOST_REPEATS + 1):
-        progress("checking: launched steps again")
-        repetition = _compare_weights(workload, device, expected, train_counting(launched))
-        if repetition.relative > (0 if repeated is None else repeated.relative):
-            repeated = repetition
-        repeats_exactly = repeated is None and count == _SAME_REPEATS
-        if repeats_exactly or replayed.relative <= _allowed_of_replays(workload, repeated):
-            break
-    return replayed, repeated
+    def _allowed_of_replays(self, repeated: WeightDifference | None) -> float:
+        """Return how far replayed steps may be off, relatively: not at all where launched ones repeat."""
+        if repeated is None:
+            return 0.0
+        allowed = tolerance(self.workload)
+        return min(max(_REPEATED_OF_REPLAYS * repeated.relative, _ROUNDED * allowed), allowed)
 
+    def _compare(
+        self,
+        workload: Workload,
+        expected: dict[str, Tensor],
+        trained: dict[str, Tensor],
+        train_again: Callable[..., dict[str, Tensor]] | None = None,
+    ) -> WeightDifference:
+        """Compare what two trainings return, but for what the rounding of the reference explains.
 
-def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -> float:
-    """:attr:`WeightDifference.relative` of replayed steps: none where launched ones repeat."""
-    if repeated is None:
-        return 0.0
-    return min(max(_REPEATED * repeated.relative, _ROUNDED * tolerance(workload)), tolerance(workload))
+        That is found by ``train_again``, which trains the reference with a ``loss_scale``; None explains nothing.
+        """
+        _free_memory(self.device)
+        start = dict(build_compared_model(workload, self.device).named_parameters())
+        allowed = tolerance(workload)
+        comparison = TensorComparison(start, expected, trained, allowed)
+        losses = {name: loss.item() for name, loss in expected.items() if name.startswith(LOSS)}
+        del start, expected, trained
+        _free_memory(self.device)
+        others = []
+        if train_again is not None and comparison.far and not comparison.far.keys() & losses.keys():
+            for scale in SCALES:
+                other = train_again(loss_scale=scale)
+                # Training that runs away repeats nothing.
+                if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
+                    others.append({name: other[name].cpu() for name in comparison.far if name in other})
+                del other
+                _free_memory(self.device)
+        explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
+        difference = comparison.farthest(workload.size.num_layers, explained)
+        note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)
+        return replace(difference, notes=(note,)) if explained else difference
 
+    def _free_for_training(self, trained: dict[str, Tensor], workload: Workload) -> dict[str, Tensor]:
+        """Return tensors where they wait while a workload trains: in host memory if a GPU may lack room for both."""
+        _free_memory(self.device)
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
+        if free_bytes and workload.is_ours and workload.predicted_peak().total < 0.8 * free_bytes:
+            return trained
+        waiting = {name: value.cpu() for name, value in trained.items()}
+        trained.clear()
+        _free_memory(self.device)
+        return waiting
 
-def _compare_weights(
-    workload: Workload,
-    device: torch.device,
-    expected: dict[str, Tensor],
-    trained: dict[str, Tensor],
-    train_again: Callable[..., dict[str, Tensor]] | None = None,
-) -> WeightDifference:
-    """Compare what two trainings return, but for what the rounding of the reference explains.
-
-    Args:
-        train_again: trains the reference again, with a ``loss_scale``; None explains nothing.
-    """
-    _free_memory(device)
-    start = dict(build_compared_model(workload, device).named_parameters())
-    allowed = tolerance(workload)
-    comparison = TensorComparison(start, expected, trained, allowed)
-    far = comparison.far
-    losses = {name: loss.item() for name, loss in expected.items() if name.startswith(LOSS)}
-    del start, expected, trained
-    _free_memory(device)
-    others = []
-    if train_again is not None and far and not far.keys() & losses.keys():
-        for scale in SCALES:
-            other = train_again(loss_scale=scale)
-            # Training that runs away repeats nothing.
-            if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
-                others.append({name: other[name].cpu() for name in far if name in other})
-            del other
-            _free_memory(device)
-    explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
-    difference = comparison.farthest(workload.size.num_layers, explained)
-    note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)
-    return replace(difference, notes=(note,)) if explained else difference
-
-
-def _free_for_training(trained: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    """Choose where tensors wait while the workload trains: host memory, if a GPU may not have room for both."""
-    _free_memory(device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
-    if free and workload.is_ours and workload.predicted_peak().total < 0.8 * free:
-        return trained
-    aside = {name: value.cpu() for name, value in trained.items()}
-    trained.clear()
-    _free_memory(device)
-    return aside
-
-
-def _wrong_outcome(how: str, checked: Checked, off: WeightDifference, workload: Workload) -> Outcome:
-    """A difference that rounding does not explain, or of replays, which may be smaller than what it explains."""
-    allowed = tolerance(workload)
-    if not off.relative <= allowed:
-        reason = f"more than rounding explains ({100 * allowed:g} %)"
-    elif checked.repeated is not None:
-        reason = f"and those repeat within {100 * checked.repeated.relative:.3g} %"
-    else:
-        reason = "and those repeat bit by bit"
-    reason = (
-        f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched steps "
-        f"move it, {reason}"
-    )
-    return Outcome("wrong", derived=checked.columns(), reason=reason)
+    def _wrong(self, how: str, checked: Checked, off: WeightDifference) -> tuple[Checked, Outcome]:
+        """Say that rounding does not explain a difference, or one of replays, which may be smaller."""
+        allowed = tolerance(self.workload)
+        if not off.relative <= allowed:
+            reason = f"more than rounding explains ({100 * allowed:g} %)"
+        elif checked.repeated is not None:
+            reason = f"and those repeat within {100 * checked.repeated.relative:.3g} %"
+        else:
+            reason = "and those repeat bit by bit"
+        reason = (
+            f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched "
+            f"steps move it, {reason}"
+        )
+        return checked, Outcome("wrong", derived=checked.columns(), reason=reason)
 
 
 def _trained_for_check(
@@ -283,12 +276,12 @@ def _free_memory(device: torch.device) -> None:
         free_gpu_memory()
 
 
-# What was found for steps that are looked into in several ways.
-_of_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
+# Results for steps that are looked into in several ways.
+_checked_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
 
 
 def check_few_blocks(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
-    """:func:`check_training` of a model of few blocks, before a step of ours is looked into by what compares nothing.
+    """:func:`check_training` of a model of few blocks, for commands that look into a step and compare nothing.
 
     Returns:
         what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
@@ -298,9 +291,9 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     if workload.is_ours:
         # With two, a norm also computes the addition that ends a block.
         workload = workload.with_layers(2)
-    if workload not in _of_few_blocks:
-        _of_few_blocks[workload] = check_training(workload, device, progress)
-    checked, failure = _of_few_blocks[workload]
+    if workload not in _checked_few_blocks:
+        _checked_few_blocks[workload] = check_training(workload, device, progress)
+    checked, failure = _checked_few_blocks[workload]
     if checked is None:
         return [], failure
     off = checked.off

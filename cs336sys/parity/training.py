@@ -21,7 +21,7 @@ def run_steps(
     begin: Callable[[int], None] = lambda number: None,
     before_update: Callable[[], None] | None = None,
 ) -> list[Tensor]:
-    """Run some steps, each on a batch of its own, after ``warmup`` on the first batch; the losses, () each.
+    """Run some steps, each on a batch of its own, after ``warmup`` on the first batch, and return the losses, () each.
 
     A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
 
@@ -54,11 +54,7 @@ def run_steps(
 
 
 def train(step: Any, model: nn.Module, warmup: int) -> dict[str, Tensor]:
-    """Train a model by a step as it is configured.
-
-    Returns:
-        by name, the losses of all steps, the weights after the last, and how far copies of weights are from them.
-    """
+    """Train, and return by name the losses of all steps, the weights after the last, and how far copies are off."""
     losses = {f"{LOSS}{number}": loss for number, loss in enumerate(run_steps(step, warmup), 1)}
     weights, copies = step.weights(dict(model.named_parameters()))
     return losses | weights | copies

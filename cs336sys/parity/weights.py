@@ -19,43 +19,27 @@ OPTIMIZER_SETTINGS = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0}
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """Distance of weights from those expected after some steps, or of gradients before the first.
+    """Distance of weights from those expected after some steps, or of gradients before the first."""
 
-    Attributes:
-        largest: of all values, the largest absolute difference.
-        relative: of all parameters, the largest ratio of the difference's norm to the norm of how far it was moved, or
-            of its gradient; those aside whose difference the rounding of one process explains.
-        parameter: which one that is.
-        num_layers: of the model that was compared; fewer than the workload's where that does not fit into memory.
-        allowed: how large :attr:`relative` may be, of this parameter.
-        of_gradients: whether gradients are meant.
-        notes: sentences on what was compared otherwise than usually.
-        reason: why nothing could be compared; empty otherwise.
-    """
-
-    largest: float
+    largest: float  # The largest absolute difference of all values.
+    # Of all parameters, the largest ratio of the difference's norm to the norm of how far it was moved, or of its
+    # gradient; those aside whose difference the rounding of one process explains.
     relative: float
-    parameter: str
-    num_layers: int
-    allowed: float = 0.0
+    parameter: str  # Which one that is.
+    num_layers: int  # Of the model that was compared; fewer than the workload's where that does not fit into memory.
+    allowed: float = 0.0  # How large ``relative`` may be, of this parameter.
     of_gradients: bool = False
-    notes: tuple[str, ...] = ()
-    reason: str = ""
+    notes: tuple[str, ...] = ()  # Sentences on what was compared otherwise than usually.
+    reason: str = ""  # Why nothing could be compared.
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of one parameter, or its gradient, from the expected one.
+    """Distance of one parameter, or its gradient, from the expected one."""
 
-    Attributes:
-        largest: of its elements, the largest absolute difference; NaN where one is no number.
-        off: norm of the difference.
-        moved: norm of how far it should be moved, or of its gradient.
-    """
-
-    largest: float
-    off: float
-    moved: float
+    largest: float  # The largest absolute difference of its elements; NaN where one is no number.
+    off: float  # Norm of the difference.
+    moved: float  # Norm of how far it should be moved, or of its gradient.
 
     @property
     def relative(self) -> float:
@@ -64,7 +48,7 @@ class Distance:
 
 
 def relative_difference(off: float, size: float) -> float:
-    """The ratio of two norms: 0 of no difference, else infinite for a size of 0; so is NaN, farther than any number."""
+    """Return the ratio of two norms: 0 of no difference, else infinite for a size of 0, and infinite for NaN."""
     if off == 0:
         return 0.0
     relative = off / size if size else math.inf
@@ -72,7 +56,7 @@ def relative_difference(off: float, size: float) -> float:
 
 
 def norm(values: Tensor) -> float:
-    """The Euclidean norm, in float64: the squares of a gradient of 1e-25 are zero in float32."""
+    """Return the Euclidean norm, in float64: the squares of a gradient of 1e-25 are zero in float32."""
     values = values if values.is_floating_point() else values.double()
     return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
@@ -99,9 +83,9 @@ class TensorComparison:
                 values = trained[name] if name in trained else torch.zeros_like(expected[name])
                 zero = values.new_zeros(())
                 pairs[name] = values, expected.get(name, zero)
-                weight = pairs[name][1].to(values.device)
-                off, moved = values - weight, weight - start.get(name, zero).to(values.device)
-                # The squares of a gradient of 1e-25 are zero in float32.
+                target = pairs[name][1].to(values.device)
+                off, moved = values - target, target - start.get(name, zero).to(values.device)
+                # As in norm(), but without waiting for the device.
                 norms = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (off, moved))
                 largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
                 measured.append(torch.stack([largest, *norms]))
@@ -116,16 +100,15 @@ class TensorComparison:
         self._rounding = Rounding(allowed, REPEATED)
 
     def explained(self, others_of: Callable[[str], Iterable[Tensor]]) -> list[str]:
-        """List the names of those far off that the reference, rounded elsewhere, is as far from itself.
+        """List the names of those far off by no more than the reference is from itself, rounded elsewhere.
 
         A gradient that is zero but for rounding, as a key's bias has, differs each time, and Adam makes a step of it.
-
-        Args:
-            others_of: the same weight or gradient of the reference, computed in other orders or with the loss scaled.
+        ``others_of`` gives the same weight or gradient of the reference, in other orders or with the loss scaled.
         """
         return [name for name in self.far if self._explains(name, others_of(name))]
 
     def _explains(self, name: str, others: Iterable[Tensor]) -> bool:
+        """Return whether the trained tensor is as near to one of ``others`` as these are to the expected one."""
         trained, expected = self.far[name]
         distance = self.distances[name]
         if not math.isfinite(distance.off):
@@ -137,7 +120,7 @@ class TensorComparison:
         return nearest <= self._rounding.allowed(distance.moved, repeated)
 
     def farthest(self, num_layers: int, explained: Collection[str] = ()) -> WeightDifference:
-        """The difference of the parameter that is farthest off, those aside whose difference is ``explained``."""
+        """Return the difference of the parameter that is farthest off, those ``explained`` aside."""
         remaining = {name: distance for name, distance in self.distances.items() if name not in explained}
         if not remaining:
             return WeightDifference(0.0, 0.0, "", num_layers)

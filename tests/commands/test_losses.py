@@ -67,7 +67,7 @@ def test_wrong_kernel_is_found_before_training(tmp_path, monkeypatch):
     assert outcome.status == "ok", outcome.reason
     assert outcome.derived["notes"][0].startswith("checked first, 1 block against PyTorch's operations")
     monkeypatch.setattr("cs336sys.kernels.fuse.swiglu", lambda gate, up: 2 * gate * up)
-    monkeypatch.setattr("cs336sys.parity.step._of_few_blocks", {})
+    monkeypatch.setattr("cs336sys.parity.step._checked_few_blocks", {})
     outcome = measure_losses(configuration, lambda stage: None)
     assert outcome.status == "wrong"
     assert outcome.reason.startswith("with our kernels: after 5 steps ")

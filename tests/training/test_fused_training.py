@@ -274,7 +274,7 @@ def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch)
     right = measure(cell.configuration(), silent)
     assert right.status == "ok"
     assert any(note.startswith("checked first, 1 block against") for note in right.derived["notes"])
-    monkeypatch.setattr(step, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "_checked_few_blocks", {})
     put_in_place_of_flash(monkeypatch, _with_wrong_gradient)
     wrong = measure(cell.configuration(), silent)
     assert (wrong.status, wrong.samples) == ("wrong", {})
@@ -283,7 +283,7 @@ def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch)
 
 def test_fused_kernels_are_checked_with_the_addition_that_ends_a_block(monkeypatch):
     checked = []
-    monkeypatch.setattr(step, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "_checked_few_blocks", {})
     monkeypatch.setattr(step, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
     cell = workload(size=replace(SMALLEST, num_layers=9))
     for steps in (1, 3):

@@ -574,7 +574,7 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     """Of a step in CUDA graphs, which draws other random numbers than a launched one."""
     x = torch.ones(1000)
     kept = []
-    monkeypatch.setattr(step, "_checked_step", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
+    monkeypatch.setattr(step._StepCheck, "run", lambda check: kept.append(torch.equal(F.dropout(x, 0.5), x)))
     step.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
     assert kept == [True]
     assert not torch.equal(F.dropout(x, 0.5), x)

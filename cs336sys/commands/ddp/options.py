@@ -33,7 +33,7 @@ class DataParallelOptions(across_ranks.ParallelTraining, StrategyOptions):
     plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None
 
     def workloads(self, trainings: Sequence[Workload]) -> list[ParallelWorkload]:
-        """A cell for each number of ranks, workload, dtype of gradients and strategy.
+        """Return a cell for each number of ranks, workload, dtype of gradients and strategy.
 
         Raises:
             UsageError: settings do not go together.

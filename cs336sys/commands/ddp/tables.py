@@ -26,7 +26,7 @@ _STEADIER = f"--rounds 3, {of_steps.STEADIER}"
 
 
 def _ddp_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
-    """Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's."""
+    """Return the first round's columns, with rates and exposed times of all steps together, and the largest peak."""
     if not pooled.samples:
         return {}
     training = ParallelWorkload.from_configuration(pooled.configuration).training
@@ -42,7 +42,7 @@ pool_ddp_rounds = partial(titles.pool_cells, combine_derived=_ddp_of_rounds)
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Steps and what they communicate, their phases, and a sweep of bucket sizes next to the model of its overhead."""
+    """Build tables of steps, of their phases, and of bucket sizes next to the model of their overhead."""
     settings = of_steps.PARALLEL_SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
     shown = titles.shown_settings(cells, settings, _ALWAYS_SHOWN)
     identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
@@ -59,9 +59,12 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("communicated_bytes", "communicated", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    tables = [of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
-    tables.append(of_steps.parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
-    return [*tables, _bucket_table(cells, (Column("size", "size"), *shown.values()))]
+    sized_identity = (Column("size", "size"), *identity)
+    return [
+        of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
+        of_steps.parallel_phase_table(rows, sized_identity, "torch's DDP does"),
+        _bucket_table(cells, (Column("size", "size"), *shown.values())),
+    ]
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
@@ -83,18 +86,19 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def link_of(cell: Cell) -> communication.AlphaBeta:
-    """Latency and bandwidth of all-reduces, measured with a cell of strategy ``bucketed``."""
+    """Return latency and bandwidth of all-reduces, measured with a cell of strategy ``bucketed``."""
     return communication.AlphaBeta(cell.derived["link_latency_s"], cell.derived["link_bytes_per_s"])
 
 
 def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """The measured bucketed cells that differ in nothing but the bucket size, those with the smallest buckets first."""
+    """Group measured bucketed cells that differ in the bucket size alone, those with the smallest buckets first."""
     bucketed = [cell for cell in cells if cell.status == "ok" and cell.configuration["strategy"] == "bucketed"]
     sweeps = titles.by_configuration(bucketed, ignore=_COMPARED).values()
     return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps]
 
 
 def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    """Build the table of bucket sizes, with the overhead that the model predicts, and a note on each sweep's best."""
     rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
     sweeps = bucket_sweeps(cells)
     differing = [column for column in identity if len({sweep[0].configuration.get(column.key) for sweep in sweeps}) > 1]
@@ -106,22 +110,23 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
                 overhead_s = communication.bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
-        which = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
-        notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
+        settings = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
+        notes.append(": ".join(filter(None, (settings, _optimum(sweep)))))
     columns = (
         *identity,
         Column("bucket_mb", "bucket, MB"),
         Column("buckets", "buckets", "count"),
         Column("mean_bucket_bytes", "mean bucket", "decimal_bytes"),
-        Column("predicted_ms", "predicted overhead", "ms"),
-        Column("exposed_ms", "exposed", "ms", spread="interval"),
-        Column("step_ms", "step", "ms", spread="samples"),
+        *named_columns(predicted_ms="predicted overhead"),
+        *named_columns("exposed_ms", spread="interval"),
+        *named_columns("step_ms", spread="samples"),
     )
     heading = "bucket sizes and the model of their overhead"
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
 
 
 def _optimum(sweep: Sequence[Cell]) -> str:
+    """Say which buckets the model would choose, by the link's bandwidth and latency."""
     link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
     if not link.has_bandwidth:
         return "w not found: of the all-reduces just measured larger ones took no longer, so nothing is predicted"
@@ -152,33 +157,34 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
 
 # Points of the model's curve.
-_CURVE_POINTS = 60
+_CURVE_POINTS = 61
 
 
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
-    """Overhead over the mean size of a bucket: exposed time as points, the model as a curve; axes for each sweep."""
+    """Draw overhead over the mean size of a bucket, exposed time as points, the model as a curve; axes a sweep."""
+    import numpy as np
+
     sweeps = bucket_sweeps(cells)
     count = max(1, len(sweeps))
     figure, axes = new_axes(0.5 + 4.2 * count, 4, 1, count)
     settings = titles.shown_settings(cells, of_steps.PARALLEL_SETTING_COLUMNS)
     for drawing, sweep in zip(axes.flat, sweeps, strict=False):
-        total, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
-        sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
-        smallest = min(sizes) / 4
-        curve = [smallest * (total / smallest) ** (point / _CURVE_POINTS) for point in range(_CURVE_POINTS + 1)]
+        total_bytes, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
+        sizes_mb = [total_bytes / cell.derived["gradient_calls"] / 1e6 for cell in sweep]
         if link.has_bandwidth:
-            predicted = [1e3 * communication.overhead_on_link_s(total, size, link) for size in curve]
-            drawing.plot([size / 1e6 for size in curve], predicted, color="C7", label="model: s / (n w) + n o")
-        exposed = [cell.derived["exposed_ms"] for cell in sweep]
-        drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")
-        for size, value, cell in zip(sizes, exposed, sweep, strict=True):
-            label = bucket_name(cell.configuration["bucket_mb"])
-            point = (size / 1e6, value)
+            # From a quarter of the smallest to one bucket of all.
+            curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, _CURVE_POINTS).tolist()
+            predicted_ms = [1e3 * communication.overhead_on_link_s(total_bytes, size, link) for size in curve_bytes]
+            drawing.plot([size / 1e6 for size in curve_bytes], predicted_ms, color="C7", label="model: s / (n w) + n o")
+        exposed_ms = [cell.derived["exposed_ms"] for cell in sweep]
+        drawing.plot(sizes_mb, exposed_ms, "o", color="C1", label="measured: exposed")
+        for size_mb, value_ms, cell in zip(sizes_mb, exposed_ms, sweep, strict=True):
+            label, point = bucket_name(cell.configuration["bucket_mb"]), (size_mb, value_ms)
             drawing.annotate(label, point, textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
         drawing.set_xscale("log")
         # Half of the label of the largest bucket stands next to the curve's end, and a label is as high as this.
         drawing.margins(x=0.08, y=0.08)
-        drawing.set_ylim(bottom=min(0.0, *exposed))
+        drawing.set_ylim(bottom=min(0.0, *exposed_ms))
         drawing.set(xlabel="mean bucket, MB", ylabel="overhead, ms")
         names = (str(sweep[0].configuration[name]) for name in ("size", *settings))
         drawing.set_title(" ".join(names), fontsize=9)

@@ -40,19 +40,12 @@ class _Layout:
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective that this rank launched; several tensors launched as one group count as one.
+    """One collective that this rank launched; several tensors launched as one group count as one."""
 
-    Attributes:
-        name: of torch's operator: ``allreduce_``, ``_allgather_base_``, ...; functional ones are ``all_reduce``, ...
-        bytes: of the whole array as nccl-tests counts: of an all-gather its output, of a reduce-scatter its input.
-        dtype: of what is sent.
-        ranks: how many take part.
-    """
-
-    name: str
-    bytes: int
-    dtype: str
-    ranks: int
+    name: str  # Of torch's operator: ``allreduce_``, ``_allgather_base_``; functional ones are ``all_reduce``, ...
+    bytes: int  # Of the whole array as nccl-tests counts: of an all-gather its output, of a reduce-scatter its input.
+    dtype: str  # Of what is sent.
+    ranks: int  # How many take part.
     _operator: Callable[..., Any]
     _arguments: dict[str, Any]
 
@@ -77,9 +70,9 @@ class Communication:
         return times * (self.ranks - 1) / self.ranks * self.bytes
 
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
-        """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
+        """Return a function that launches the collective on zeros, without waiting, and returns what can be waited for.
 
-        It uses ``tensors`` of other launchers again where they fit, and adds new ones; None shares none.
+        It uses ``tensors`` of other launchers where they fit, and adds new ones; None shares none.
         """
         tensors = {} if tensors is None else tensors
         leaves, structure = tree_flatten(self._arguments)
@@ -112,11 +105,7 @@ class _Watcher(CollectiveMode):
 def recorded_communication() -> Iterator[list[Communication]]:
     """Within this ``with``, the list grows by every collective that this process launches, in order."""
     communications: list[Communication] = []
-
-    def record(operator: Any, arguments: dict[str, Any], result: Any) -> None:
-        communications.append(_without_memory(operator, arguments))
-
-    with _Watcher(record):
+    with _Watcher(lambda operator, arguments, result: communications.append(_without_memory(operator, arguments))):
         yield communications
 
 
@@ -145,7 +134,9 @@ def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _FunctionalWork:
+    """Waits for the tensors of a functional collective."""
+
     tensors: Any
 
     def wait(self) -> None:
@@ -156,22 +147,23 @@ class _Arriving:
 def _work(result: Any) -> Any:
     """Return what can be waited for; some operators return their tensors before it."""
     if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(item, Tensor) for item in result)):
-        return _Arriving(result)
+        return _FunctionalWork(result)
     return result[-1] if isinstance(result, tuple) else result
 
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
+    """Describe a collective, with the layouts of its tensors in place of these."""
     arguments = tree_map_only(
         Tensor, lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device), arguments
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
-    name = operator_name(operator)
-    ranks, most = group_of_collective(arguments).size(), max(sum(layout.bytes for layout in part) for part in layouts)
+    name, ranks = operator_name(operator), group_of_collective(arguments).size()
+    array_bytes = max(sum(layout.bytes for layout in part) for part in layouts)
     if operator.namespace == FUNCTIONAL and name.startswith("all_gather"):
-        # It returns what the others are given.
-        most *= ranks
+        # Its output is no argument, and holds the inputs of all.
+        array_bytes *= ranks
     dtypes = [str(layout.dtype).removeprefix("torch.") for part in layouts for layout in part]
-    return Communication(name, most, next(iter(dtypes), "none"), ranks, operator, arguments)
+    return Communication(name, array_bytes, next(iter(dtypes), "none"), ranks, operator, arguments)
 
 
 # Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
@@ -184,65 +176,41 @@ TimeSpan = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Two lanes of one step; all times in milliseconds from its first event.
+    """Two lanes of one step; all times in milliseconds from its first event."""
 
-    Attributes:
-        compute, communicate: when at least one kernel (on a CPU: operator) of that kind ran.
-        phases: when each phase ended: on a GPU, when it was done with what the phase had launched.
-        compute_ms, communication_ms: covered by each lane.
-        overlap_ms: covered by both.
-    """
-
-    compute: list[TimeSpan]
+    compute: list[TimeSpan]  # When at least one kernel (on a CPU: operator) ran.
     communicate: list[TimeSpan]
-    phases: dict[str, float]
-    compute_ms: float
+    phases: dict[str, float]  # When each ended: on a GPU, when it was done with what the phase had launched.
+    compute_ms: float  # Covered by that lane.
     communication_ms: float
-    overlap_ms: float
+    overlap_ms: float  # Covered by both.
 
 
 def profile_step(
     phases: Mapping[str, Callable[[], None]], device: torch.device, *, copies_communicate: bool = False
 ) -> StepTimeline | None:
-    """Run one step under the profiler; on a GPU it watches the GPU alone, which does not slow the CPU's launches down.
+    """Run one step under the profiler; None where it saw nothing, as it cannot trace on this machine.
 
-    Ranks that run the step without a profiler call :func:`finish_communication` after it.
-
-    Args:
-        copies_communicate: whether copies on the GPU are communication.
-
-    Returns:
-        None when the profiler saw nothing (it cannot trace on this machine).
+    On a GPU it watches the GPU alone, which does not slow the CPU's launches down. Ranks that run the step without a
+    profiler call :func:`finish_communication` after it.
     """
-    kernels, ends = _profile_events(phases, device)
-    communication = (*_COMMUNICATION, *(_COPIES if copies_communicate else ()))
-    lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    for name, start, end in kernels:
-        lanes[name.startswith(communication)].append((start, end))
-    if not lanes[False]:
-        return None
-    return _communication_timeline(lanes[False], lanes[True], ends)
+    kernels, phase_ends = _profile_events(phases, device)
+    prefixes = (*_COMMUNICATION, *(_COPIES if copies_communicate else ()))
+    compute = [(start, end) for name, start, end in kernels if not name.startswith(prefixes)]
+    communicate = [(start, end) for name, start, end in kernels if name.startswith(prefixes)]
+    return _communication_timeline(compute, communicate, phase_ends) if compute else None
 
 
 @dataclass(frozen=True)
 class StepShares:
-    """Parts of one step's time: every moment counts once, under the first of these that ran.
+    """Parts of one step's time: every moment counts once, under the first of these that ran."""
 
-    Attributes:
-        products_ms: matrix products.
-        attention_ms: attention's kernels.
-        other_ms: other kernels.
-        communication_ms: communication, and nothing else.
-        idle_ms: nothing ran.
-        kernels: the names of the kernels that took most time, with their times in milliseconds and numbers.
-    """
-
-    products_ms: float
+    products_ms: float  # Matrix products.
     attention_ms: float
-    other_ms: float
-    communication_ms: float
+    other_ms: float  # Other kernels.
+    communication_ms: float  # Communication, and nothing else.
     idle_ms: float
-    kernels: list[tuple[str, float, int]]
+    kernels: list[tuple[str, float, int]]  # Those that took most time: names, ms and numbers.
 
 
 def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepShares | None:
@@ -250,28 +218,29 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
-    listed = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX)
-    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*listed, "other", taxonomy.Category.COMMUNICATION)}
-    times: dict[str, list[int]] = {}
+    # In the order in which a moment counts for one of them.
+    kinds = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX, "other", taxonomy.Category.COMMUNICATION)
+    intervals: dict[str, list[tuple[int, int]]] = {kind: [] for kind in kinds}
+    durations_ns: dict[str, list[int]] = {}
     for name, start, end in kernels:
-        kind = taxonomy.category_of(name)
-        if name.startswith(_COMMUNICATION):
-            kind = taxonomy.Category.COMMUNICATION
-        kinds[kind if kind in kinds else "other"].append((start, end))
-        times.setdefault(taxonomy.short_name(name), []).append(end - start)
-    covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]
+        is_communication = name.startswith(_COMMUNICATION)
+        kind = taxonomy.Category.COMMUNICATION if is_communication else taxonomy.category_of(name)
+        intervals[kind if kind in kinds else "other"].append((start, end))
+        durations_ns.setdefault(taxonomy.short_name(name), []).append(end - start)
+    # Of the first kind, the first two, ...: what each kind adds is its share, and what is left is idle.
+    covered_ns = [covered(together) for together in itertools.accumulate(intervals.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
     shares_ms = ((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns]))
     products_ms, attention_ms, other_ms, communication_ms, idle_ms = shares_ms
-    kernels_ms = [(name, sum(each) / 1e6, len(each)) for name, each in longest]
+    longest = sorted(durations_ns.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
+    kernels_ms = [(name, sum(times) / 1e6, len(times)) for name, times in longest]
     return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
 
 
 def _profile_events(
     phases: Mapping[str, Callable[[], None]], device: torch.device
 ) -> tuple[list[tuple[str, int, int]], dict[str, float]]:
-    """Kernels of one step (on a CPU: operators) with start and end in nanoseconds; when each phase ended, in ms."""
+    """Run one step, and return its kernels (on a CPU: operators) with start and end in ns, and phases' ends in ms."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     synchronize(device)
@@ -284,13 +253,13 @@ def _profile_events(
         finish_communication()
     device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
+    no_work = ("c10d::", "record_param_comms", "gloo:barrier")
     kernels = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == device_type
-        and not event.name().startswith(("c10d::", "record_param_comms", "gloo:barrier"))
+        if event.device_type() == device_type and not event.name().startswith(no_work)
     ]
-    return kernels, dict(zip(phases, [elapsed_ms(marks[0], end) for end in marks[1:]], strict=True))
+    return kernels, {name: elapsed_ms(marks[0], end) for name, end in zip(phases, marks[1:], strict=True)}
 
 
 def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, path: Path) -> None:
@@ -321,24 +290,18 @@ def _communication_timeline(
     compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]
 ) -> StepTimeline:
     """Return the timeline of a step from its intervals in nanoseconds."""
-    busy = covered([*compute, *communicate])
-    computing, communicating = covered(compute), covered(communicate)
-    start = min(start for start, _ in [*compute, *communicate])
-    end = max(end for _, end in [*compute, *communicate])
+    both = [*compute, *communicate]
+    start, end = min(start for start, _ in both), max(end for _, end in both)
     # Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
     gap = (end - start) // 2000
-    return StepTimeline(
-        _merged(compute, start, gap),
-        _merged(communicate, start, gap),
-        phases,
-        computing / 1e6,
-        communicating / 1e6,
-        (computing + communicating - busy) / 1e6,
-    )
+    lanes = _merged(compute, start, gap), _merged(communicate, start, gap)
+    compute_ns, communication_ns = covered(compute), covered(communicate)
+    overlap_ns = compute_ns + communication_ns - covered(both)
+    return StepTimeline(*lanes, phases, compute_ns / 1e6, communication_ns / 1e6, overlap_ns / 1e6)
 
 
 def _merged(intervals: list[tuple[int, int]], origin: int, gap: int) -> list[TimeSpan]:
-    """The union of intervals, in milliseconds from ``origin``; gaps shorter than ``gap`` are filled."""
+    """Return the union of intervals, in ms from ``origin``, all in ns; gaps of at most ``gap`` are filled."""
     merged: list[list[int]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1] + gap:

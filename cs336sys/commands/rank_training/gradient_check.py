@@ -25,48 +25,39 @@ from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
 from cs336sys.parity.weights import relative_difference
 from cs336sys.run.cells import Outcome
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.training.model import attention_replaced, build_model, keeping_input, make_batch
+from cs336sys.training.model import build_model, keeping_input, make_batch
 from cs336sys.training.ranks.step import ParallelStep, rank_device
 from cs336sys.training.step import set_matmul_precision
 
 # Blocks of the model that is checked, of at most so many.
 CHECKED_LAYERS = 2
 
-# Queries, and tokens before the LM head, that fp32 arithmetic takes at a time: scores of 32 heads and 32,768 keys are
-# 4.3 GB, logits of 151,936 words 0.6 GB.
-_QUERIES = 1024
+# Tokens before the LM head that fp32 arithmetic takes at a time: their logits of 151,936 words are 0.6 GB.
 _TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """Distance of a step's loss and gradients from those of one process.
+    """Distance of a step's loss and gradients from those of one process."""
 
-    Attributes:
-        loss, expected_loss: of the whole batch.
-        parameter: the one whose gradient is farthest off.
-        relative: by how much: the norm of the difference over that of the gradient.
-        num_layers: blocks of the model that was checked.
-    """
-
-    loss: float
+    loss: float  # Of the whole batch.
     expected_loss: float
-    parameter: str
-    relative: float
-    num_layers: int
+    parameter: str  # The one whose gradient is farthest off.
+    relative: float  # By how much: the norm of the difference over that of the gradient.
+    num_layers: int  # Blocks of the model that was checked.
 
     def is_rounding(self, precision: str) -> bool:
         """Return whether rounding explains both differences."""
-        off = abs(self.loss - self.expected_loss) / self.expected_loss
-        return off <= LOSS_TOLERANCES[precision] and self.relative <= GRADIENT_TOLERANCES[precision]
+        relative_loss = abs(self.loss - self.expected_loss) / self.expected_loss
+        return relative_loss <= LOSS_TOLERANCES[precision] and self.relative <= GRADIENT_TOLERANCES[precision]
 
 
-# What was found for cells that differ in how many blocks keep what, or in how many steps are timed, alone.
+# Results for cells that differ only in how many blocks keep what, or in how many steps are timed.
 _checked: dict[ParallelWorkload, GradientDifference] = {}
 
 
 def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
-    """Check a workload: derived columns, and a ``wrong`` outcome where rounding is no reason."""
+    """Check a workload, and return derived columns, and a ``wrong`` outcome where rounding is no reason."""
     checked = with_few_blocks(workload)
     if checked not in _checked:
         _checked[checked] = ranks.run(check_gradients, checked)[0]
@@ -92,9 +83,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
 
 @rank_job
 def check_gradients(workload: ParallelWorkload) -> GradientDifference:
-    """One forward and backward pass of a workload :func:`with_few_blocks`, of strategy ``fsdp`` or ``torch-fsdp``, and
-    the same alone. All ranks call it together.
-    """
+    """Compare passes of ``fsdp`` or ``torch-fsdp`` on few blocks with one process; all ranks call it together."""
     device = rank_device(workload)
     step = ParallelStep(workload, device)
     for name, run in step.phases.items():
@@ -128,7 +117,7 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
 
 
 def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> float:
-    """Norm of the difference over the norm of what is expected, of the rows of all ranks; infinite if one is NaN."""
+    """Return the norm of the difference over that of what is expected, of all ranks' rows; infinite if one is NaN."""
     expected_rows = expected if rows is None else expected[rows.start : rows.stop]
     off = expected_rows if gradient is None else gradient.float() - expected_rows
     squares = torch.stack((off.square().sum(), expected_rows.square().sum()))
@@ -139,14 +128,15 @@ def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> 
 def _gradients_of_one_process(
     workload: ParallelWorkload, weights: dict[str, Tensor], device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the whole batch, in fp32 arithmetic of PyTorch, a chunk at a time."""
+    """Return loss and gradients of the whole batch, in fp32 arithmetic of PyTorch; ``weights`` are emptied."""
     plain = replace(
         workload.training,
         precision="fp32",
         state_dtype="fp32",
         compile="off",
         kernels="reference",
-        attention="reference",
+        # Of fp32, its memory-efficient kernel, which keeps no scores.
+        attention="sdpa",
         tf32=False,
     )
     set_matmul_precision(plain)
@@ -162,35 +152,19 @@ def _gradients_of_one_process(
             parameter.copy_(weights[name])
     weights.clear()
     inputs, targets = make_batch(plain, device)
-    total = 0.0
-    with attention_replaced(_attention_in_chunks):
-        # One sequence after the other, so that one's activations exist at a time.
-        for tokens, target_ids in zip(inputs, targets, strict=True):
-            x = model.token_embeddings(tokens[None])
-            for layer in model.layers:
-                x = keeping_input(layer, x)
-            hidden = model.ln_final(x)[0]
-            losses = [
-                keeping_input(lambda rows, ids: F.cross_entropy(model.lm_head(rows), ids, reduction="sum"), *chunk)
-                for chunk in zip(hidden.split(_TOKENS), target_ids.split(_TOKENS), strict=True)
-            ]
-            loss = torch.stack(losses).sum() / targets.numel()
-            loss.backward()
-            total += loss.item()
-    return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def _attention_in_chunks(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention, a chunk of queries at a time, of which the scores exist once in either pass."""
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-        scores = queries @ keys.mT * queries.shape[-1] ** -0.5
-        index = torch.arange(keys.shape[-2], device=keys.device)
-        scores = scores.masked_fill(index > index[first:, None], -torch.inf)
-        return scores.softmax(-1) @ values
-
-    chunks = []
-    for first in range(0, Q.shape[-2], _QUERIES):
-        last = min(first + _QUERIES, Q.shape[-2])
-        chunks.append(keeping_input(attend, Q[..., first:last, :], K[..., :last, :], V[..., :last, :], first))
-    return torch.cat(chunks, -2)
+    total_loss = 0.0
+    # One sequence after the other, so that one's activations exist at a time.
+    for tokens, target_ids in zip(inputs, targets, strict=True):
+        x = model.token_embeddings(tokens[None])
+        for layer in model.layers:
+            x = keeping_input(layer, x)
+        hidden = model.ln_final(x)[0]
+        losses = [
+            keeping_input(lambda rows, ids: F.cross_entropy(model.lm_head(rows), ids, reduction="sum"), *chunk)
+            for chunk in zip(hidden.split(_TOKENS), target_ids.split(_TOKENS), strict=True)
+        ]
+        loss = torch.stack(losses).sum() / targets.numel()
+        loss.backward()
+        total_loss += loss.item()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total_loss, gradients

@@ -37,8 +37,8 @@ from cs336sys.training.user_models import hidden_warnings, why_built_whole
 # round.
 _unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
 
-# What the check found right in the first of several rounds, by configuration.
-_found_right: dict[str, dict[str, Any]] = {}
+# Columns of checks that found nothing wrong, by configuration.
+_checked_columns: dict[str, dict[str, Any]] = {}
 
 # Latency and bandwidth of what ranks communicate through, by their number, backend and priority.
 _links: dict[tuple[int, str, bool], AlphaBeta] = {}
@@ -53,30 +53,24 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     """
     workload = ParallelWorkload.from_configuration(configuration)
     ranks = kept_ranks(workload)
-
-    of_all_rounds, number = workload.configuration(), configuration.get("round", 1)
-    right = _found_right.get(configuration_key(of_all_rounds)) if number > 1 else None
-    if right is None:
+    round_number, key = configuration.get("round", 1), configuration_key(workload.configuration())
+    # The first round's is that of all.
+    if round_number == 1 or key not in _checked_columns:
         progress(f"checking {workload.strategy} against one process")
         # Weights in half precision are rounded after every step, which hides errors: gradients are compared.
         check = gradients_outcome if workload.has_half_weights else _weights_outcome
-        right, failure = check(ranks, workload)
+        columns, failure = check(ranks, workload)
         if failure is not None:
             return failure
-        _found_right[configuration_key(of_all_rounds)] = right
-
-    has_baseline = workload.has_unsynchronized
-    key = configuration_key(workload.unsynchronized.configuration() | {"round": number}) if has_baseline else ""
-    if has_baseline and key not in _unsynchronized and all(ranks.run(on_rank.fits_on_one_rank, workload)):
-        progress("timing steps without communication")
-        _unsynchronized[key] = ranks.run(on_rank.measure_on_rank, workload.unsynchronized)
+        _checked_columns[key] = columns
+    unsynchronized = _unsynchronized_steps(ranks, workload, round_number, progress)
     progress(f"timing {workload.strategy}")
     measured = ranks.run(on_rank.measure_on_rank, workload, trace_path(configuration))
     samples = slowest(measured)
-    if has_baseline and key in _unsynchronized:
-        samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
+    if unsynchronized is not None:
+        samples["unsynchronized"] = unsynchronized
     warnings = list(dict.fromkeys(warning for rank in measured for warning in rank.warnings))
-    derived = with_notes(right | _derived(workload, measured, samples), warnings)
+    derived = with_notes(_checked_columns[key] | _derived(workload, measured, samples), warnings)
     if workload.strategy_record.has_buckets:
         progress("timing all-reduces")
         link = _link(ranks, workload)
@@ -84,12 +78,25 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     return Outcome("ok", samples, derived)
 
 
+def _unsynchronized_steps(
+    ranks: launch.Ranks, workload: ParallelWorkload, round_number: int, progress: Progress
+) -> Samples | None:
+    """Time steps without communication, once a round; None for strategies or models that have none on one rank."""
+    if not workload.has_unsynchronized:
+        return None
+    key = configuration_key(workload.unsynchronized.configuration() | {"round": round_number})
+    if key not in _unsynchronized and all(ranks.run(on_rank.fits_on_one_rank, workload)):
+        progress("timing steps without communication")
+        _unsynchronized[key] = ranks.run(on_rank.measure_on_rank, workload.unsynchronized)
+    return slowest(_unsynchronized[key])["step"] if key in _unsynchronized else None
+
+
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
-    """Compare weights after some steps; a ``wrong`` outcome where rounding is no reason."""
+    """Compare weights after some steps: return derived columns, and a ``wrong`` outcome if rounding is no reason."""
     differences = ranks.run(on_rank.verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
-    derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
-    notes = list(dict.fromkeys(note for rank_difference in differences for note in rank_difference.notes))
+    derived = _describe_model(workload) | {"checked_layers": worst.num_layers}
+    notes = list(dict.fromkeys(note for difference in differences for note in difference.notes))
     if math.isnan(worst.relative):
         return with_notes(derived, [*notes, worst.reason]), None
     derived = with_notes(derived, notes) | {
@@ -98,11 +105,11 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     }
     if worst.relative <= worst.allowed:
         return derived, None
-    moved, target = "how far one process moves it", f"after {STEPS} steps {worst.parameter}"
+    target, whole = f"after {STEPS} steps {worst.parameter}", "how far one process moves it"
     if worst.of_gradients:
-        moved, target = "its gradient in one process", f"in the first step the gradient of {worst.parameter}"
+        target, whole = f"in the first step the gradient of {worst.parameter}", "its gradient in one process"
     reason = (
-        f"{workload.strategy}: {target} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
+        f"{workload.strategy}: {target} is off by {100 * worst.relative:.3g} % of {whole}, more than rounding explains "
         f"({100 * worst.allowed:g} %)"
     )
     if worst.reason:
@@ -113,39 +120,38 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
 
 
 def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:
-    """Latency and bandwidth of the slowest rank's all-reduces."""
+    """Return latency and bandwidth of the slowest rank's all-reduces, timed once for all cells."""
     key = (workload.world_size, _backend(workload), workload.high_priority)
     if key not in _links:
         times_s = ranks.run(on_rank.time_all_reduces, workload)
-        slowest = {size: max(of_rank[size] for of_rank in times_s) for size in times_s[0]}
-        _links[key] = fit_alpha_beta(list(slowest), list(slowest.values()))
+        slowest_s = {size: max(rank_times_s[size] for rank_times_s in times_s) for size in times_s[0]}
+        _links[key] = fit_alpha_beta(list(slowest_s), list(slowest_s.values()))
     return _links[key]
 
 
 def _derived(
     workload: ParallelWorkload, measured: Sequence[on_rank.RankMeasurement], samples: dict[str, Samples]
 ) -> dict[str, Any]:
+    """Return the columns of a measured cell: of its communication, memory and rates."""
     first = measured[0]
-    peaks_gib = [rank.peak_gib for rank in measured if rank.peak_gib is not None]
-    running_ms = None if first.timeline is None else first.timeline.communication_ms
+    timeline = first.timeline
+    running_ms = None if timeline is None else timeline.communication_ms
     derived: dict[str, Any] = {
         **exposed_communication({name: series.median for name, series in samples.items()}, running_ms),
-        "overlap_percent": 100 * first.timeline.overlap_ms / running_ms if first.timeline and running_ms else None,
+        "overlap_percent": 100 * timeline.overlap_ms / running_ms if timeline and running_ms else None,
         "calls": first.calls,
         "gradient_calls": first.gradient_calls,
         "communicated_bytes": first.communicated_bytes,
-        "peak_gib": max(peaks_gib, default=None),
+        "peak_gib": max((rank.peak_gib for rank in measured if rank.peak_gib is not None), default=None),
         "capture_s": max((rank.capture_s for rank in measured if rank.capture_s is not None), default=None),
         "graph_pool_gib": max((rank.graph_pool_gib for rank in measured if rank.graph_pool_gib), default=None),
         **workload.training.throughput(samples["step"]),
-        "timeline": None if first.timeline is None else asdict(first.timeline),
+        "timeline": None if timeline is None else asdict(timeline),
     }
-    if workload.strategy in SHARD_STRATEGIES:
-        derived |= _sharding(measured)
-    return derived
+    return derived | _sharding(measured) if workload.strategy in SHARD_STRATEGIES else derived
 
 
-def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
+def _describe_model(workload: ParallelWorkload) -> dict[str, Any]:
     """Describe the model: its parameters, and what is done otherwise for a user's."""
     training = workload.training
     if training.is_ours:
@@ -191,13 +197,14 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
     Of the other series, the time of the rank that took longest.
     """
 
-    def longest(name: str, kind: str) -> tuple[float, ...]:
-        # Series that are not a part of the step as a rank's events time it.
-        key = name if name in ("wall", "communication") else "step"
-        keys, times = (
-            zip(*(getattr(rank.samples[series], kind) for rank in measured), strict=True) for series in (key, name)
+    def longest(name: str, part: str) -> tuple[float, ...]:
+        """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
+        # Series that are not a part of the step as a rank's events time it are judged by themselves.
+        judged = name if name in ("wall", "communication") else "step"
+        judged_ms, times_ms = (
+            zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
         )
-        return tuple(max(zip(*of_ranks, strict=True))[1] for of_ranks in zip(keys, times, strict=True))
+        return tuple(max(zip(*rank_ms, strict=True))[1] for rank_ms in zip(judged_ms, times_ms, strict=True))
 
     return {
         name: Samples(
@@ -211,7 +218,7 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
 
 
 def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
-    """The ranks of the last cell, or new ones where it had others."""
+    """Return the ranks of the last cell, or new ones where it had others."""
     backend = _backend(workload)
     if backend == "gloo":
         # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
@@ -232,8 +239,9 @@ def _backend(workload: ParallelWorkload) -> str:
 
 
 def trace_path(configuration: Mapping[str, Any]) -> Path | None:
-    """A file of its own for each cell: its name says what cells usually differ in, and ends in a digest of everything,
-    what a sweep has added to the configuration, too.
+    """Return a file of its own for each cell; None without ``--trace``.
+
+    Its name says what cells usually differ in, and ends in a digest of all that they may.
     """
     workload = ParallelWorkload.from_configuration(dict(configuration))
     if workload.trace is None:
@@ -242,15 +250,15 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
     bucket = "" if workload.bucket_mb is None else bucket_name(workload.bucket_mb).replace(" ", "").lower()
     ahead = "" if workload.prefetch is None else f"prefetch{workload.prefetch}"
     ahead += f"-gathered{workload.keep_gathered}" if workload.keep_gathered else ""
-    checkpoints = "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}"
     parts = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
         "fused-kernels" if training.is_fused else "",
         f"state-{training.state_dtype}" if training.state_dtype != "fp32" else "",
         "graph" if training.cuda_graph == "on" else "",
-        *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
-        *(ahead, checkpoints),
+        *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket, ahead),
+        "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}",
+        # Of what a sweep has added to the configuration, too.
         hashlib.sha256(configuration_key(configuration, ignore=("trace", "timeout_s")).encode()).hexdigest()[:8],
     )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, parts)))
@@ -259,25 +267,15 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
 
 @dataclass(frozen=True)
 class BoardMeasurement:
-    """The measurement of one rank.
+    """One rank's measurement of the board's step."""
 
-    Attributes:
-        samples: in ms, a series for each phase, ``step`` and ``wall``.
-        ready_s: from the beginning until the first step was done: building, compiling of kernels, and that step.
-        peak_gib: most memory that tensors held, in a second or later step; None on a CPU.
-        reserved_gib: most that the allocator held for them.
-        losses: of this rank's sequences, of every step from the first to the last timed one.
-        shares: where the time of one more step went; None where the profiler saw nothing.
-        device: the GPU's name.
-    """
-
-    samples: dict[str, Samples]
-    ready_s: float
-    peak_gib: float | None
-    reserved_gib: float | None
-    losses: list[float]
-    shares: StepShares | None
-    device: str
+    samples: dict[str, Samples]  # In ms, a series for each phase, ``step`` and ``wall``.
+    ready_s: float  # Until the first step was done: building, compiling of kernels, and that step.
+    peak_gib: float | None  # Most memory that tensors held, in a second or later step; None on a CPU.
+    reserved_gib: float | None  # Most that the allocator held for them.
+    losses: list[float]  # Of this rank's sequences, of every step from the first to the last timed one.
+    shares: StepShares | None  # Where the time of one more step went; None where the profiler saw nothing.
+    device: str  # The GPU's name.
 
 
 def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -311,7 +309,7 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     """Train, and time it; rank 0 writes a Chrome ``trace`` of one step. All ranks call it together."""
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     # All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random
     # weights of the 8B model: its loss leaps from 12 up to 14.
     step = ParallelStep(workload, device, lr=1e-4)
@@ -327,34 +325,32 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     step.phases["optimizer"] = update_and_keep
     step()
     synchronize(device)
-    ready_s = time.perf_counter() - started
+    ready_s = time.perf_counter() - started_s
     reset_peak_memory(device)
     dist.barrier()
-    samples = time_steps(step, step.phases)
-    peak_gib = peak_memory_gib(device)
-    values = torch.stack(losses).tolist()
-    shares = on_rank.run_profiled(step, lambda: profile_shares(step.phases, device))
+    measurement = BoardMeasurement(
+        time_steps(step, step.phases),
+        ready_s,
+        peak_memory_gib(device),
+        losses=torch.stack(losses).tolist(),
+        shares=on_rank.run_profiled(step, lambda: profile_shares(step.phases, device)),
+        reserved_gib=torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,
+        device=torch.cuda.get_device_name(device) if on_gpu else "",
+    )
     if trace is not None:
         on_rank.write_step_trace(step, device, trace)
-    return BoardMeasurement(
-        samples,
-        ready_s,
-        peak_gib,
-        torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,
-        values,
-        shares,
-        torch.cuda.get_device_name(device) if on_gpu else "",
-    )
+    return measurement
 
 
 def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:
+    """Return the columns of a board's cell, whose step takes so many seconds."""
     training, first = workload.training, measured[0]
     assert training.flops is not None, "the board's model is ours"
     peak = peak_tflops(first.device, training.precision)
-    of_all = None if peak is None else peak * workload.world_size
-    losses = [sum(of_ranks) / len(measured) for of_ranks in zip(*(rank.losses for rank in measured), strict=True)]
+    total_peak = None if peak is None else peak * workload.world_size
+    losses = [statistics.fmean(rank_losses) for rank_losses in zip(*(rank.losses for rank in measured), strict=True)]
     shares = {
-        name: model_flops_utilization(flops, seconds, of_all)
+        name: model_flops_utilization(flops, seconds, total_peak)
         for name, flops in (("mfu_percent", training.flops), ("hfu_percent", computed_flops(workload)))
     }
     return {

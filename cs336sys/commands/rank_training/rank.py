@@ -1,13 +1,12 @@
 """One rank's measurement: the phases of its steps, what it communicates, and when."""
 
-import contextlib
 import functools
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,17 +76,17 @@ def build_recorded(
     weights = _blocks_at(timeline, parameters, at_second_update)
     state = _blocks_at(timeline, optimizer_memory.state, at_end)
     gradients = _blocks_at(timeline, optimizer_memory.gradients, at_second_update)
-    first_gradient_blocks = _blocks_at(timeline, first_gradient_addresses, at_first_update)
-    moments = []
+    first_gradients = _blocks_at(timeline, first_gradient_addresses, at_first_update)
+    memory = []
     positions = (at_built, at_first_update, at_after_first_update, at_second_update, at_end, at_peak)
     for moment, position in zip(MOMENTS, positions, strict=True):
-        in_parameters, in_gradients, in_state = (
-            sum(block.size for block in blocks if block.start <= position < block.end)
-            for blocks in (weights, first_gradient_blocks if position <= at_after_first_update else gradients, state)
+        present_gradients = first_gradients if position <= at_after_first_update else gradients
+        in_weights, in_gradients, in_state = (
+            _bytes_at(position, blocks) for blocks in (weights, present_gradients, state)
         )
-        other = totals[position] - in_parameters - in_gradients - in_state
-        moments.append(RankMemory(moment, in_parameters, in_gradients, in_state, other))
-    return step, moments, communications
+        other = totals[position] - in_weights - in_gradients - in_state
+        memory.append(RankMemory(moment, in_weights, in_gradients, in_state, other))
+    return step, memory, communications
 
 
 def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:
@@ -99,30 +98,26 @@ def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:
     return before
 
 
-class _OptimizerMemory:
-    """Notes where the gradients and the state of every optimizer that steps are, of optimizers inside others, too.
+class _OptimizerMemory(ExitStack):
+    """Notes, until it is left, where the gradients and the state of optimizers are that step, of inner ones, too.
 
     Attributes:
         gradients, state: addresses at the last step.
-        after_step: the mark after it, when gradients are not dropped yet.
+        after_step: the history's mark after it, when gradients are not dropped yet.
     """
 
     def __init__(self, history: AllocationHistory):
+        super().__init__()
         self.gradients: set[int] = set()
         self.state: set[int] = set()
         self.after_step = history.mark()
         self._history = history
         self._depth = 0
-
-    def __enter__(self) -> "_OptimizerMemory":
-        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self.callback(register_optimizer_step_post_hook(self._after).remove)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        # An optimizer inside another steps during its step.
         if self._depth == 0:
             self.gradients, self.state = set(), set()
         self._depth += 1
@@ -137,7 +132,7 @@ class _OptimizerMemory:
 
 
 def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> set[int]:
-    """Those of the tensors that are not None; of torch's DTensor, that of its part on this rank."""
+    """Return the addresses of tensors that are not None; of torch's DTensor, that of its part on this rank."""
     present = [tensor for tensor in tensors if tensor is not None]
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in present)
     # A slice may be empty: it has no memory.
@@ -145,51 +140,40 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
 
 
 def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[Allocation]:
-    return [
-        allocation
-        for allocation in timeline.allocations
-        if allocation.address in addresses and allocation.start <= position < allocation.end
-    ]
+    """Return the allocations that hold these addresses at a position of the history."""
+    blocks = (block for block in timeline.allocations if block.address in addresses)
+    return [block for block in blocks if block.start <= position < block.end]
 
 
-# What latency and bandwidth of all-reduces are fitted to: sizes in bytes, calls in a row, and repetitions of those.
-_LINK_SIZES = {"cuda": (10_000, 1_000_000, 10_000_000, 100_000_000), "cpu": (1_000, 100_000, 1_000_000, 10_000_000)}
+def _bytes_at(position: int, blocks: Iterable[Allocation]) -> int:
+    return sum(block.size for block in blocks if block.start <= position < block.end)
+
+
+# What latency and bandwidth of all-reduces are fitted to: bytes, calls in a row, and repetitions of those.
+_LINK_BYTES = {"cuda": (10_000, 1_000_000, 10_000_000, 100_000_000), "cpu": (1_000, 100_000, 1_000_000, 10_000_000)}
 _LINK_CALLS = 10
 _LINK_REPETITIONS = 3
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """One rank's measurement of one strategy.
+    """One rank's measurement of one strategy."""
 
-    Attributes:
-        samples: in ms, a series for each phase, ``step``, ``wall`` and, where the step communicates, ``communication``:
-            its collectives alone, launched one after another.
-        peak_gib: most memory that tensors held from before the first step to the last, in GiB; None on a CPU.
-        calls: collectives a step; several tensors launched as one group count as one.
-        gradient_calls: those of them that carry numbers, not flags.
-        communicated_bytes: of the arrays of all calls.
-        timeline: of one more step, on rank 0; None where the profiler saw nothing, and of one rank alone.
-        sent_bytes: what this rank sends in a step where ranks form a ring, flags aside.
-        memory: at the moments of ``accounting.sharding.step.MOMENTS``; empty where it was not recorded.
-        gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
-        capture_s: how long it took to capture the step in CUDA graphs; None if it was launched.
-        graph_pool_gib: memory that only the graphs can use.
-        warnings: of the last loss of this rank.
-    """
-
+    # In ms, a series for each phase, ``step``, ``wall`` and, where the step communicates, ``communication``: its
+    # collectives alone, launched one after another.
     samples: dict[str, Samples]
-    peak_gib: float | None
-    calls: int
-    gradient_calls: int
-    communicated_bytes: int
-    timeline: communication.StepTimeline | None
-    sent_bytes: float = 0.0
-    memory: Sequence[RankMemory] = ()
+    peak_gib: float | None  # Most that tensors held from before the first step to the last; None on a CPU.
+    calls: int  # Collectives a step; several tensors launched as one group count as one.
+    gradient_calls: int  # Those of them that carry numbers, not flags.
+    communicated_bytes: int  # Of the arrays of all calls.
+    timeline: communication.StepTimeline | None  # Of one more step, on rank 0 of several, if the profiler saw it.
+    sent_bytes: float = 0.0  # By this rank in a step where ranks form a ring, flags aside.
+    memory: Sequence[RankMemory] = ()  # At ``MOMENTS``; empty where it was not recorded.
+    # How many ms late the weights of units arrived in some steps, by unit and whether for the backward pass.
     gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
-    capture_s: float | None = None
-    graph_pool_gib: float | None = None
-    warnings: Sequence[str] = ()
+    capture_s: float | None = None  # Spent to capture the step in CUDA graphs; None if it was launched.
+    graph_pool_gib: float | None = None  # Memory that only the graphs can use.
+    warnings: Sequence[str] = ()  # Of the last loss of this rank.
 
 
 def fits_on_one_rank(workload: ParallelWorkload) -> bool:
@@ -210,7 +194,7 @@ def fits_on_one_rank(workload: ParallelWorkload) -> bool:
 
 
 def rank_job(run: Callable[..., T]) -> Callable[..., T]:
-    """Decorate what ranks run on a workload: memory is free before and after, and errors of user code are told."""
+    """Decorate what ranks run on a workload: memory is free before and after, and errors of user code are sentences."""
 
     @functools.wraps(run)
     def on_rank(workload: ParallelWorkload, *arguments: Any) -> T:
@@ -225,27 +209,26 @@ def rank_job(run: Callable[..., T]) -> Callable[..., T]:
 
 @rank_job
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
-    """:func:`~cs336sys.commands.rank_training.verification.verify_training`, with memory free before and after."""
+    """Check weights by :func:`verify_training`, with memory free before and after."""
     return verify_training(workload)
 
 
 @rank_job
 def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
     """Time the steps of one strategy; rank 0 writes one more to a Chrome ``trace``. All ranks call it together."""
-    device = rank_device(workload)
+    device, training, record = rank_device(workload), workload.training, workload.strategy_record
     memory: Sequence[RankMemory] = ()
     communications: list[communication.Communication] | None = None
     if workload.strategy in SHARD_STRATEGIES:
         step, memory, communications = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
         step = ParallelStep(workload, device)
-    training = workload.training
     if training.cuda_graph == "on" and communications is None:
         # A replay hands nothing to torch's dispatcher.
         with step.on_launch_stream():
             # torch's DDP makes its buckets anew after the first step.
             step()
-            communications = _recorded(step)
+            communications = _record_communication(step)
     reset_peak_memory(device)
     step.capture()
     # Ranks that do not synchronize must compute at the same time, too.
@@ -253,36 +236,38 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     samples = time_steps(step, step.phases)
     warnings = training_warnings(step.loss, training)
     peak_gib = peak_memory_gib(device)
-    if not workload.strategy_record.communicates:
+    if not record.communicates:
         # Its time is all that others are compared with, and a step may take seconds.
         return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
     if communications is None:
-        communications = _recorded(step)
+        communications = _record_communication(step)
+    copy_engines = step.replica.copy_engines
     timeline = None
     # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
     if dist.get_world_size() > 1:
-        copies = step.replica.copy_engines is not None
-        profile = functools.partial(communication.profile_step, step.phases, device, copies_communicate=copies)
+        has_copies = copy_engines is not None
+        profile = functools.partial(communication.profile_step, step.phases, device, copies_communicate=has_copies)
         timeline = run_profiled(step, profile)
-    gathers = _watched_gathers(step)
+    gathers = _watch_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
-    if communications and step.replica.copy_engines is None:
+    if communications and copy_engines is None:
         # Without sharing, collectives of a fully sharded model, or of long sequences, may need more than a GPU has.
-        shares = workload.strategy_record.shards_weights or workload.strategy_record.splits_sequences
-        tensors: dict[Any, Tensor] | None = {} if shares else None
+        shares_memory = record.shards_weights or record.splits_sequences
+        tensors: dict[Any, Tensor] | None = {} if shares_memory else None
         launchers = [collective.launcher(tensors) for collective in communications]
         samples["communication"] = _time_alone(launchers, training.steps, device)
     # Last, so that nothing is measured with its ranges.
     if trace is not None:
         write_step_trace(step, device, trace)
+    of_numbers = [collective for collective in communications if not collective.is_flags]
     return RankMeasurement(
         samples,
         peak_gib,
         calls=len(communications),
-        gradient_calls=sum(not collective.is_flags for collective in communications),
+        gradient_calls=len(of_numbers),
         communicated_bytes=sum(collective.bytes for collective in communications),
         timeline=timeline,
-        sent_bytes=sum(collective.sent_bytes for collective in communications if not collective.is_flags),
+        sent_bytes=sum(collective.sent_bytes for collective in of_numbers),
         memory=memory,
         gathers=gathers,
         capture_s=step.graphs.capture_s if step.graphs is not None else None,
@@ -292,7 +277,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
 
 
 def run_profiled(step: ParallelStep, profile: Callable[[], T]) -> T | None:
-    """One more step, which rank 0 runs by ``profile``, and all others without a profiler; what rank 0 saw."""
+    """Run one more step, on rank 0 by ``profile``, whose result is returned; on others without a profiler."""
     if dist.get_rank() == 0:
         return profile()
     step()
@@ -301,49 +286,48 @@ def run_profiled(step: ParallelStep, profile: Callable[[], T]) -> T | None:
 
 
 def write_step_trace(step: ParallelStep, device: torch.device, path: Path) -> None:
-    """One more step, which rank 0 writes to a Chrome trace."""
+    """Run one more step, which rank 0 writes to a Chrome trace."""
     if dist.get_rank() == 0:
         step.mark(RecordFunctionMarks())
     run_profiled(step, lambda: communication.write_trace(step.phases, device, path))
 
 
-def _recorded(step: ParallelStep) -> list[communication.Communication]:
-    """Its collectives; where copy engines send gradients, those that would."""
+def _record_communication(step: ParallelStep) -> list[communication.Communication]:
+    """Run a step, and return its collectives; where copy engines send gradients, those that would."""
     engines = step.replica.copy_engines
-    collectives = contextlib.nullcontext() if engines is None else engines.switched_off()
+    collectives = nullcontext() if engines is None else engines.switched_off()
     with collectives, communication.recorded_communication() as communications:
         step()
     return communications
 
 
-def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
-    """Return how many ms late each gather was, for each unit and pass in some steps."""
-    gathers: dict[tuple[str, bool], list[float]] = {}
+def _watch_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
+    """Return how many ms late each gather was, for each unit and pass in three steps."""
+    late_ms: dict[tuple[str, bool], list[float]] = {}
     # Replays call nothing that could be watched.
     if step.replica.watched_gathers is not None and step.graphs is None:
         with step.replica.watched_gathers() as watch:
-            # Steps in which gathers are watched.
             for _ in range(3):
                 step()
         for timing in watch.timings():
-            gathers.setdefault((timing.unit, timing.is_backward), []).append(timing.late_ms)
-    return gathers
+            late_ms.setdefault((timing.unit, timing.is_backward), []).append(timing.late_ms)
+    return late_ms
 
 
 def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
     """Return how long an all-reduce takes, in s by its size in bytes; the next is launched without waiting for it."""
     device = rank_device(workload)
     times_s = {}
-    for size in _LINK_SIZES[device.type]:
-        tensor = torch.zeros(size // 4, device=device)
+    for size_bytes in _LINK_BYTES[device.type]:
+        tensor = torch.zeros(size_bytes // 4, device=device)
         launchers = [functools.partial(dist.all_reduce, tensor, async_op=True)] * _LINK_CALLS
-        times_s[size] = _time_alone(launchers, _LINK_REPETITIONS, device).median / 1e3 / _LINK_CALLS
+        times_s[size_bytes] = _time_alone(launchers, _LINK_REPETITIONS, device).median / 1e3 / _LINK_CALLS
     return times_s
 
 
 def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
+    """Time collectives launched one after another, in ms, ``repetitions`` times after two that warm up."""
     phases = {"communication": functools.partial(communication.run_alone, launchers)}
-    # Repetitions of the communication alone before it is timed.
     return time_phases(phases, warmup=2, steps=repetitions, device=device)["communication"]
 
 
@@ -352,7 +336,7 @@ def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device
 _LOST_CONNECTION = re.compile("Connection (reset|closed) by peer|Broken pipe")
 
 
-@contextlib.contextmanager
+@contextmanager
 def explaining_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
     """Tell errors of user code as :func:`telling_user_errors` does, and explain two of torch's.
 
@@ -386,11 +370,10 @@ def release_last_job(workload: ParallelWorkload) -> None:
     global _compiled_for
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded
     # models, which compute without autocast.
-    kind = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
-    key = f"{workload.unsynchronized} {kind}"
-    if _compiled_for != key:
-        # It would import the compiler.
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        _compiled_for = key
+    wrapper = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
+    compiled_for = f"{workload.unsynchronized} {wrapper}"
+    # Without torch._dynamo, this would import the compiler.
+    if compiled_for != _compiled_for and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    _compiled_for = compiled_for
     free_gpu_memory()

@@ -18,7 +18,7 @@ from cs336sys.tables.saved import Pictures, RunTableBuilder
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
 
-# What differs along a curve, and what no step depends on.
+# Settings that differ along a curve, or that no step depends on.
 _ALONG = ("world_size", "mesh", "trace")
 
 # Settings of a strategy: on one rank there is nothing that they could change.
@@ -31,49 +31,48 @@ _SETTING_COLUMNS = columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") |
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured cells that are alike but for the number of ranks, the fewest first: it is what the others are held to.
+    """Measured cells that are alike but for the number of ranks; the fewest, first, is what others are held to."""
 
-    Attributes:
-        scaling: ``strong``: the batch stays the same; ``weak``: the sequences of a rank do.
-    """
-
-    scaling: str
+    scaling: str  # ``strong``: the batch stays the same; ``weak``: the sequences of a rank do.
     cells: tuple[Cell, ...]
 
     def linear_percent(self, cell: Cell) -> Interval | None:
-        """The rate of a rank, of that on the fewest ranks; None on these."""
+        """Return the rate of a rank in percent of that on the fewest ranks; None on these."""
         first = self.cells[0]
         if cell is first:
             return None
-        # rate of a rank = batch / (ranks step)
-        share, first_share = (
-            cell_or_first.configuration["batch_size"] / cell_or_first.configuration["world_size"]
-            for cell_or_first in (cell, first)
-        )
         faster = ratio(first.samples["step"], cell.samples["step"])
-        part = 100 * share / first_share
-        return Interval(part * faster.estimate, part * faster.low, part * faster.high, neutral=100.0)
+        # A rank's rate is its share of the batch over the step.
+        percent = 100 * _share(cell) / _share(first)
+        return Interval(percent * faster.estimate, percent * faster.low, percent * faster.high, neutral=100.0)
+
+
+def _share(cell: Cell) -> float:
+    """Return the sequences of a rank."""
+    return cell.configuration["batch_size"] / cell.configuration["world_size"]
 
 
 def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
-    """Curves of at least two numbers of ranks; where a strategy lacks one rank, ``none`` on one rank will do."""
+    """Return curves of at least two numbers of ranks; where a strategy lacks one rank, ``none`` on one rank will do."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    single_rank_cells = {
-        configuration_key(cell.configuration, ignore=(*_ALONG, *_OF_STRATEGIES)): cell
+    ignored_on_one_rank = (*_ALONG, *_OF_STRATEGIES)
+    single_ranks = {
+        configuration_key(cell.configuration, ignore=ignored_on_one_rank): cell
         for cell in measured
         if cell.configuration["world_size"] == 1 and cell.configuration["strategy"] == "none"
     }
     curves: dict[tuple[str, str, float], dict[int, Cell]] = {}
     for cell in measured:
         configuration = cell.configuration
-        ranks, batch = configuration["world_size"], configuration["batch_size"]
-        for scaling, ignored, share in (("strong", _ALONG, batch), ("weak", (*_ALONG, "batch_size"), batch / ranks)):
-            curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), share), {})
-            one_rank = {**configuration, "batch_size": int(share)}
-            none = single_rank_cells.get(configuration_key(one_rank, ignore=(*_ALONG, *_OF_STRATEGIES)))
-            if none is not None and share == int(share):
-                curve.setdefault(1, none)
-            curve[ranks] = cell
+        # The batch of one rank at the curve's beginning: all, or a rank's share.
+        starts = (("strong", _ALONG, configuration["batch_size"]), ("weak", (*_ALONG, "batch_size"), _share(cell)))
+        for scaling, ignored, batch in starts:
+            curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), batch), {})
+            one_rank = {**configuration, "batch_size": int(batch)}
+            single_rank = single_ranks.get(configuration_key(one_rank, ignore=ignored_on_one_rank))
+            if single_rank is not None and batch == int(batch):
+                curve.setdefault(1, single_rank)
+            curve[configuration["world_size"]] = cell
     return [
         Curve(scaling, tuple(curve[ranks] for ranks in sorted(curve)))
         for (scaling, *_), curve in sorted(curves.items(), key=lambda item: item[0][0])
@@ -87,7 +86,7 @@ def with_scaling(tables: RunTableBuilder) -> RunTableBuilder:
 
 
 def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
-    """The cells of every curve, if cells were measured on several numbers of ranks."""
+    """Build the table of the cells of every curve, if cells were measured on several numbers of ranks."""
     curves = scaling_curves(cells)
     rows = [_curve_row(curve, cell) for curve in curves for cell in curve.cells]
     settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
@@ -108,9 +107,10 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def _rate_column(cells: Sequence[Cell]) -> Column:
-    """Tokens per second, or examples where all cells have these."""
-    examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
-    return RATE_COLUMNS[bool(examples) and all(examples)]
+    """Return the column of tokens per second, or of examples where all cells have these."""
+    has_examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
+    tokens, examples = RATE_COLUMNS
+    return examples if has_examples and all(has_examples) else tokens
 
 
 def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
 
 
 def _peak_gib(cell: Cell, source: str) -> float | None:
-    """``measured`` or ``predicted``; on a CPU, where nothing counts a process's tensors, of ``shard``'s timeline."""
+    """Return the peak of a rank, ``measured`` or ``predicted``; on a CPU that of ``shard``'s timeline; None without."""
     peaks = [peak for peak in (cell.derived.get("peak_gib"), *cell.derived.get("peaks_gib", ())) if peak is not None]
     if source == "measured" and peaks:
         return max(peaks)
@@ -136,7 +136,7 @@ def _peak_gib(cell: Cell, source: str) -> float | None:
 
 
 def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scaling") -> None:
-    """Over the ranks, axes of tokens/s, exposed communication and a rank's memory, for strong and for weak scaling."""
+    """Draw tokens/s, exposed communication and a rank's memory over the ranks, for strong and for weak scaling."""
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
     figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), len(scalings), 3)
@@ -163,29 +163,31 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
 
 
 def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
-    configuration = curve.cells[-1].configuration
-    batch = configuration["batch_size"]
-    share = f"batch {batch}" if curve.scaling == "strong" else f"{batch / configuration['world_size']:g} a rank"
+    """Name a curve by its strategy, the settings that curves differ in, and its batch."""
+    cell = curve.cells[-1]
+    configuration = cell.configuration
+    batch = f"batch {configuration['batch_size']}" if curve.scaling == "strong" else f"{_share(cell):g} a rank"
     values = {name: configuration[name] for name in settings if configuration.get(name) is not None}
     # A number alone would say nothing.
     varied = (
         f"{name.replace('_', ' ')} {value:g}" if isinstance(value, int | float) else str(value)
         for name, value in values.items()
     )
-    return ", ".join([configuration["strategy"], *varied, share])
+    return ", ".join([configuration["strategy"], *varied, batch])
 
 
 def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
+    """Draw a curve into axes of rates, with its line of linear scaling, of exposed communication, and of peaks."""
     rates, exposed, peaks = row
     ranks = [cell.configuration["world_size"] for cell in curve.cells]
     per_s = [_or_nan(cell.derived[_rate_column(curve.cells).key]) for cell in curve.cells]
     (line,) = rates.plot(ranks, per_s, marker="o", label=name)
     color = line.get_color()
     rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
-    shares = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
-    measured = [(count, share) for count, share in shares if share is not None]
+    percents = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
+    measured = [(count, percent) for count, percent in percents if percent is not None]
     estimates, lows, highs = (
-        [max(getattr(share, end), 0.0) for _, share in measured] for end in ("estimate", "low", "high")
+        [max(getattr(percent, end), 0.0) for _, percent in measured] for end in ("estimate", "low", "high")
     )
     errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]
     exposed.errorbar([count for count, _ in measured], estimates, errors, marker="o", capsize=3, color=color)

@@ -20,8 +20,9 @@ _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def exposed_times(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
-    medians = {name: series.median for name, series in samples.items()}
-    return communication.exposed_communication(medians, running_ms(derived))
+    """Return the columns of exposed and hidden communication."""
+    medians_ms = {name: series.median for name, series in samples.items()}
+    return communication.exposed_communication(medians_ms, running_ms(derived))
 
 
 def running_ms(derived: Mapping[str, Any]) -> float | None:
@@ -39,7 +40,7 @@ def parallel_step_table(
     notes: Sequence[str],
     steadier: str,
 ) -> Table:
-    """The first table of ``ddp`` and of ``shard``: ``columns`` of its own, and those that both have."""
+    """Build the first table of ``ddp`` or ``shard``: its own ``columns``, and those that both have."""
     all_columns = (
         *titles.SIZE_COLUMNS,
         *columns,
@@ -53,17 +54,16 @@ def parallel_step_table(
 
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
+    """Return a row for each cell; speed-ups are over ``baseline`` with the same settings but those ``compared``."""
     baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)
     rows = []
-    for cell, compared_with in zip(cells, baselines, strict=True):
+    for cell, baseline_cell in zip(cells, baselines, strict=True):
         workload = ParallelWorkload.from_configuration(cell.configuration)
         row = cell.configuration | {"parameters": workload.training.parameters}
-        row |= cell.derived | {"status": cell.status}
+        row |= cell.derived | {"status": cell.status, "running_ms": running_ms(cell.derived)}
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
-        if cell.status == "ok" and compared_with is not None:
-            row["speedup"] = ratio(compared_with.samples["step"], cell.samples["step"])
-        row["running_ms"] = running_ms(cell.derived)
+        if cell.status == "ok" and baseline_cell is not None:
+            row["speedup"] = ratio(baseline_cell.samples["step"], cell.samples["step"])
         rows.append(row | exposure(cell))
     return rows
 
@@ -80,11 +80,12 @@ def exposure(cell: Cell) -> dict[str, Any]:
         # And the noise is at least as large as that estimate.
         exposed = replace(exposed, high=max(exposed.high, -exposed.low))
     exposed = replace(exposed, is_cost=is_cost)
-    low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
+    low, high, estimate = (100 * ms / step_ms for ms in (exposed.low, exposed.high, exposed.estimate))
     intervals = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
     hidden_percent = exposed_times(cell.samples, cell.derived)["hidden_percent"]
     if hidden_percent is not None:
         to_hide_ms = min(cell.samples["communication"].median, running_ms(cell.derived) or math.inf)
+        # The less is exposed, the more is hidden.
         most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
         intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
     return intervals
@@ -103,7 +104,7 @@ def _check_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
-    """The phases of measured steps.
+    """Build the table of the phases of measured steps.
 
     Args:
         rows: of :func:`step_rows`; those of cells that were not measured are left out.
@@ -155,7 +156,7 @@ _NARROWEST_LABEL = 0.1
 
 
 def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
-    """For each measured cell, two lanes over one step of rank 0: kernels (on a CPU: operators) and communication.
+    """Draw two lanes over one step of rank 0 for each measured cell: kernels (on a CPU: operators) and communication.
 
     Phases are shaded; where communication runs under the backward pass it is hidden.
     """
@@ -171,12 +172,13 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
 
 
 def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
-    start, total = 0.0, max(timeline["phases"].values())
-    for phase, end in timeline["phases"].items():
-        axes.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
-        if end - start > _NARROWEST_LABEL * total:
-            axes.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
-        start = end
+    """Shade the phases, and draw a bar for each piece of a lane."""
+    start_ms, total_ms = 0.0, max(timeline["phases"].values())
+    for phase, end_ms in timeline["phases"].items():
+        axes.axvspan(start_ms, end_ms, color=_PHASE_SHADES[phase], zorder=0)
+        if end_ms - start_ms > _NARROWEST_LABEL * total_ms:
+            axes.text((start_ms + end_ms) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
+        start_ms = end_ms
     for lane, (height, color) in _LANES.items():
         bars = [(begin, end - begin) for begin, end in timeline[lane]]
         axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
@@ -186,13 +188,14 @@ def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
 
 
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:
+    """Name a cell, and say how much of its communication is overlapped and exposed."""
     configuration, timeline = cell.configuration, cell.derived["timeline"]
     # Of `ddp` and of FSDP.
     bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")
     buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
     ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
-    settled = (f"{configuration[name]}" for name in ("size", *settings))
-    label_parts = [configuration["strategy"], *buckets, *ahead, *settled]
+    setting_values = (f"{configuration[name]}" for name in ("size", *settings))
+    label_parts = [configuration["strategy"], *buckets, *ahead, *setting_values]
     exposed = exposure(cell).get("exposed_ms")
     return (
         f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "

@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,25 +32,22 @@ _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.Distribu
 
 
 def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Tensor | None, range | None]]:
-    """Each parameter's mean gradient on this rank, and the rows of the parameter that it is of; None is all of them.
+    """Return each parameter's mean gradient on this rank, and its rows of the parameter, None for all.
 
-    All ranks call it together.
-
-    Args:
-        is_sharded: whether the strategy is ``fsdp`` or ``torch-fsdp``.
+    All ranks call it together. ``is_sharded``: the strategy is ``fsdp`` or ``torch-fsdp``.
     """
     plain: Any = model.module if isinstance(model, _WRAPPERS) else model
-    sharded, named = {}, plain.named_parameters()
+    sharded, replicated = {}, plain.named_parameters()
     if is_sharded:
         # It brings torch's compiler, which the ranks of other strategies are spared.
         from cs336sys.parallel.fsdp import FSDP
 
         if isinstance(model, FSDP):
-            sharded, named = model.sharded_parameters, model.replicated_parameters.items()
+            sharded, replicated = model.sharded_parameters, model.replicated_parameters.items()
     gradients: dict[str, tuple[Tensor | None, range | None]] = {
         name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()
     }
-    for name, parameter in named:
+    for name, parameter in replicated:
         whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
         gradients[name] = whole, None
     return gradients
@@ -58,22 +55,15 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
 
 @dataclass
 class _Reference:
-    """The training of one process.
-
-    Attributes:
-        trained: in the order that all are compared with.
-        learning_rate: of the check's optimizer.
-        others: in other orders, once they are asked for; without those of a loss that is no mean over the batch.
-        of_parts: the loss of the first batch as the mean of its shares', where that is another one.
-        is_repeatable: whether the model was the same each time that it was built.
-    """
+    """The training of one process."""
 
     trained: Trained
     order: Order
-    learning_rate: float
+    learning_rate: float  # Of the check's optimizer.
+    # In other orders, once they are asked for; without those of a loss that is no mean over the batch.
     others: list[Trained] | None = None
-    of_parts: float | None = None
-    is_repeatable: bool = True
+    loss_of_parts: float | None = None  # Of the first batch, as the mean of its parts' losses, where that is another.
+    is_repeatable: bool = True  # Whether the model was the same each time that it was built.
 
 
 def verify_training(workload: ParallelWorkload) -> WeightDifference:
@@ -94,22 +84,19 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
     gc.collect()
-    reason = _why_not(workload, reference)
-    if reason:
+    if reason := _why_not_comparable(workload, reference):
         return WeightDifference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
-    comparison = _Comparison(workload, device, warmup, reference)
-    comparison.train()
-    return comparison.judge()
+    return _Comparison(workload, device, warmup, reference).farthest()
 
 
 def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
-    """The workload, or one with so few layers that it fits into the GPU together with two more copies of its weights.
+    """Return the workload with so few layers that it fits into the GPU with two more copies of its weights.
 
     One process trains the whole batch here, which needs more memory than a rank does. The same on every rank.
     """
     if device.type == "cpu":
         return workload
-    free = min(gather_objects(torch.cuda.mem_get_info(device)[0]))
+    free_bytes = min(gather_objects(torch.cuda.mem_get_info(device)[0]))
     while workload.size.num_layers > 1:
         if workload.is_ours:
             peak = plainly_trained(workload).predicted_peak()
@@ -117,37 +104,40 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
             needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)
-        if needed_bytes < 0.9 * free:
+        if needed_bytes < 0.9 * free_bytes:
             break
         workload = workload.with_layers(workload.size.num_layers // 2)
     return workload
 
 
+def _cut_in_parts(batch_size: int, part_size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(first, first + part_size)) for first in range(0, batch_size, part_size))
+
+
 def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
-    shares = parallel.training.size.batch_size // parallel.share
-    return Order(tuple(tuple(range(n * parallel.share, (n + 1) * parallel.share)) for n in range(shares)), scale, True)
+    return Order(_cut_in_parts(parallel.training.size.batch_size, parallel.share), scale, shares=True)
 
 
 def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
-    """Orders that differ from the reference's by rounding alone, if the loss is a mean over the batch.
+    """Return orders that differ from the reference's by rounding alone, if the loss is a mean over the batch.
 
     Models that normalize over a rank's share, or draw random numbers for it, are the same for whole shares alone.
     """
     if reference.shares:
         return [shares_of_ranks(parallel, scale) for scale in SCALES]
-    batch, share = parallel.training.size.batch_size, parallel.share
-    smaller = max(size for size in range(1, max(2, share)) if batch % size == 0)
-    small = tuple(tuple(range(first, first + smaller)) for first in range(0, batch, smaller))
+    batch_size = parallel.training.size.batch_size
+    # The largest that is smaller than a share and divides the batch.
+    part_size = max(size for size in range(1, max(2, parallel.share)) if batch_size % size == 0)
     return [
         shares_of_ranks(parallel),
-        shares_of_ranks(parallel, 1.1),
-        Order(small[::-1], 0.9),
-        Order((tuple(reversed(range(batch))),), 0.7),
+        shares_of_ranks(parallel, scale=1.1),
+        Order(_cut_in_parts(batch_size, part_size)[::-1], scale=0.9),
+        Order((tuple(reversed(range(batch_size))),), scale=0.7),
     ]
 
 
 def starting_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
-    """The model with the values that ranks start with."""
+    """Build the model with the values that ranks start with."""
     if not workload.uses_autocast:
         return build_by_layers(plainly_trained(workload.training), device)
     return build_compared_model(workload.training, device)
@@ -156,12 +146,10 @@ def starting_model(workload: ParallelWorkload, device: torch.device) -> nn.Modul
 def train_alone(
     parallel: ParallelWorkload, device: torch.device, warmup: int, order: Order, learning_rate: float
 ) -> Trained:
-    """Train on the whole batch, in this order."""
-    workload = parallel.training
-    set_matmul_precision(workload)
-    plain = starting_model(parallel, device)
-    workload = plainly_trained(workload)
-    model: nn.Module = plain
+    """Train in one process on the whole batch, summed in an order, in the precision of the strategy."""
+    set_matmul_precision(parallel.training)
+    model = plain = starting_model(parallel, device)
+    workload = plainly_trained(parallel.training)
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
@@ -173,18 +161,16 @@ def train_alone(
 
 
 class _InHalfPrecision(nn.Module):
-    """Computes with copies of what a fully sharded model shards, in ``dtype``, as that does, and keeps them in fp32.
+    """Computes with copies of what a fully sharded model shards, in ``dtype``, and keeps weights in fp32, as that does.
 
-    Args:
-        blocks: whose inputs are converted, as those of its units.
+    The inputs of ``blocks`` are converted, as those of its units.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, blocks: Collection[nn.Module] | None):
         super().__init__()
-        self.module = module
-        self._dtype = dtype
+        self.module, self._dtype = module, dtype
         plan = plan_sharding(module, blocks)
-        self._sharded = [entry.names[0] for entry in plan.all_sharded]
+        self._sharded_names = [entry.names[0] for entry in plan.all_sharded]
         for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
             compute_in_own_dtype(owner, dtype)
         if blocks is not None:
@@ -195,12 +181,12 @@ class _InHalfPrecision(nn.Module):
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        copies = {name: self.module.get_parameter(name).to(self._dtype) for name in self._sharded}
+        copies = {name: self.module.get_parameter(name).to(self._dtype) for name in self._sharded_names}
         args, kwargs = cast_floating((args, kwargs), self._dtype)
         return functional_call(self.module, copies, args, kwargs)
 
 
-# What one process trained for the last check, with what it trained.
+# The last check's training in one process, by what decides it.
 _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 
@@ -208,19 +194,20 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
     """Train in one process; on a CPU keep it for the next strategy. A GPU's memory is what is to be measured."""
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
-    by_layers = not workload.is_ours and not parallel.uses_autocast
-    key = (workload, parallel.uses_autocast or not workload.is_half, by_layers, warmup, parallel.share)
-    if key not in _kept:
-        _kept.clear()
-        reference = _trained_reference(parallel, device, warmup)
-        if device.type != "cpu":
-            return reference
+    starts_by_layers = not workload.is_ours and not parallel.uses_autocast
+    key = (workload, parallel.uses_autocast or not workload.is_half, starts_by_layers, warmup, parallel.share)
+    if key in _kept:
+        return _kept[key]
+    _kept.clear()
+    reference = _trained_reference(parallel, device, warmup)
+    if device.type == "cpu":
         _kept[key] = reference
-    return _kept[key]
+    return reference
 
 
 def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
-    order = Order((tuple(range(parallel.training.size.batch_size)),))
+    """Train in one process, as far as possible in one part, with a learning rate that losses do not run away with."""
+    order = Order(_cut_in_parts(parallel.training.size.batch_size, parallel.training.size.batch_size))
     if parallel.training.is_ours:
         rate = LEARNING_RATES[0]
         return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)
@@ -232,136 +219,129 @@ def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup:
             # Each rank draws for its share.
             order = shares_of_ranks(parallel)
             trained = train_alone(parallel, device, warmup, order, rate)
-        stays = not math.isfinite(trained.loss) or stay_near(torch.stack(trained.losses).tolist())
+        is_stable = not math.isfinite(trained.loss) or stay_near(torch.stack(trained.losses).tolist())
         # Alike on all ranks, whatever the last bits of theirs are.
-        if all(gather_objects(stays)):
+        if all(gather_objects(is_stable)):
             break
     return _Reference(trained, order, rate)
 
 
-@dataclass
 class _Comparison:
     """A strategy's training compared with one process; gradients by the names of their parameters."""
 
-    workload: ParallelWorkload
-    device: torch.device
-    warmup: int
-    reference: _Reference
-    _rows: dict[str, slice] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._tolerance = parallel_tolerance(self.workload)
+    def __init__(self, workload: ParallelWorkload, device: torch.device, warmup: int, reference: _Reference):
+        self._workload, self._device, self._warmup, self._reference = workload, device, warmup, reference
+        self._tolerance = parallel_tolerance(workload)
         # Of none, where no gradients are compared.
         self._gradients = TensorComparison({}, {}, {}, self._tolerance)
-
-    def train(self) -> None:
-        workload, trained = self.workload, self.reference.trained
-        holds = workload.strategy_record.leaves_mean_gradients
-        if holds and workload.training.cuda_graph == "on":
+        # This rank's rows of each gradient.
+        self._rows: dict[str, slice] = {}
+        leaves_gradients = workload.strategy_record.leaves_mean_gradients
+        if leaves_gradients and workload.training.cuda_graph == "on":
             # Replays cannot be looked into: gradients are those of launched steps.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
             gc.collect()
-            holds = False
-        step = self._train(workload, compares=holds)
+            leaves_gradients = False
+        step = self._train(workload, compares=leaves_gradients)
         weights, copies = step.weights(step.replica.whole_parameters())
-        start = dict(starting_model(workload, self.device).named_parameters())
-        self._weights = TensorComparison(start, trained.weights, weights | copies, self._tolerance)
+        start = dict(starting_model(workload, device).named_parameters())
+        self._weights = TensorComparison(start, reference.trained.weights, weights | copies, self._tolerance)
         # No rounding explains a copy that differs from its weight.
         for name in copies:
             self._weights.far.pop(name, None)
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
-        step = ParallelStep(workload, self.device, **OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate})
+        """Train by the strategy; ``compares``: the first step's gradients, too."""
+        step = ParallelStep(workload, self._device, **OPTIMIZER_SETTINGS | {"lr": self._reference.learning_rate})
         rank = torch.distributed.get_rank()
         run_steps(
             step,
-            self.warmup,
+            self._warmup,
             begin=lambda number: None if workload.training.is_ours else draw_alike(number, rank),
             before_update=(lambda: self._compare_gradients(step.model)) if compares else None,
         )
         return step
 
     def _compare_gradients(self, model: nn.Module) -> None:
-        rank_gradients = mean_gradients(model, is_sharded=not self.workload.uses_autocast)
+        """Compare this rank's rows of all gradients with those of one process."""
+        rank_gradients = mean_gradients(model, is_sharded=not self._workload.uses_autocast)
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
-            whole = self.reference.trained.gradients.get(name)
+            whole = self._reference.trained.gradients.get(name)
             self._rows[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
             if whole is not None:
                 expected[name] = whole[self._rows[name]]
             if gradient is not None:
                 trained[name] = gradient.to_dense()
         values = (*expected.values(), *trained.values())
-        if self.workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
+        if self._workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
         self._gradients = TensorComparison({}, expected, trained, self._tolerance)
 
-    def judge(self) -> WeightDifference:
-        """The parameter that is farthest off, those aside that the rounding of one process explains."""
-        allowed, num_layers = self._tolerance, self.workload.training.size.num_layers
-        weights, gradients = self._weights, self._gradients
+    def farthest(self) -> WeightDifference:
+        """Return the parameter that is farthest off, those aside that the rounding of one process explains."""
+        allowed, num_layers = self._tolerance, self._workload.training.size.num_layers
+        weights, gradients, reference = self._weights, self._gradients, self._reference
         names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._reordered_trainings()))
         difference = weights.farthest(num_layers, names)
-        explained = gradients.explained(self._other_gradients)
-        of_gradients = gradients.farthest(num_layers, explained)
-        if of_gradients.relative > allowed >= difference.relative:
-            difference = replace(of_gradients, of_gradients=True)
-        names = list(dict.fromkeys([*names, *explained]))
-        notes: tuple[str, ...] = ()
-        if names:
-            notes = (f"{self.workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}",)
-        if not self.reference.is_repeatable:
+        gradient_names = gradients.explained(self._other_gradients)
+        gradient_difference = gradients.farthest(num_layers, gradient_names)
+        if gradient_difference.relative > allowed >= difference.relative:
+            difference = replace(gradient_difference, of_gradients=True)
+        if not reference.is_repeatable:
             reason = (
-                f"{self.workload.training.user.model}: built twice from one seed it is not the same model, so no "
+                f"{self._workload.training.user.model}: built twice from one seed it is not the same model, so no "
                 "weights are compared; take its random numbers from torch"
             )
             return replace(difference, relative=math.nan, reason=reason)
+        names = list(dict.fromkeys([*names, *gradient_names]))
+        note = f"{self._workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}"
         reason = ""
-        of_parts = self.reference.of_parts
-        if of_parts is not None and difference.relative > allowed:
-            whole = self.reference.trained.loss
+        if reference.loss_of_parts is not None and difference.relative > allowed:
             reason = (
-                f"the loss of a batch must be the mean of its parts' losses: that is {of_parts:.6g}, and the loss of "
-                f"the whole batch {whole:.6g}"
+                f"the loss of a batch must be the mean of its parts' losses: that is {reference.loss_of_parts:.6g}, "
+                f"and the loss of the whole batch {reference.trained.loss:.6g}"
             )
-        return replace(difference, allowed=allowed, notes=notes, reason=reason)
+        return replace(difference, allowed=allowed, notes=(note,) if names else (), reason=reason)
 
     def _other_gradients(self, name: str) -> Iterator[Tensor]:
-        """The rows of a gradient that one process has in other orders."""
+        """Yield this rank's rows of a gradient of one process, in each other order."""
         for other in self._reordered_trainings():
             gradient = other.gradients.get(name)
             zeros = torch.zeros_like(self._gradients.far[name][0])
             yield zeros if gradient is None else gradient[self._rows[name]]
 
     def _reordered_trainings(self) -> list[Trained]:
-        reference = self.reference
-        if reference.others is None:
-            reference.others = []
-            for order in other_orders(self.workload, reference.order):
-                trained = train_alone(self.workload, self.device, self.warmup, order, reference.learning_rate)
-                whole, of_parts = reference.trained.loss, trained.loss
-                if trained.start != reference.trained.start:
-                    reference.is_repeatable = False
-                    return reference.others
-                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10)
-                if not abs(of_parts - whole) <= bound * abs(whole):
-                    # Another sum, not the same one rounded otherwise.
-                    reference.of_parts = of_parts
-                elif _total(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
-                    reference.others.append(trained)
+        """Train in one process in other orders, once; but those with another loss than rounding explains."""
+        reference = self._reference
+        if reference.others is not None:
+            return reference.others
+        reference.others = []
+        whole_loss = reference.trained.loss
+        bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10) * abs(whole_loss)
+        for order in other_orders(self._workload, reference.order):
+            trained = train_alone(self._workload, self._device, self._warmup, order, reference.learning_rate)
+            if trained.start != reference.trained.start:
+                reference.is_repeatable = False
+                break
+            if not abs(trained.loss - whole_loss) <= bound:
+                # Another sum, not the same one rounded otherwise.
+                reference.loss_of_parts = trained.loss
+            elif _relative_to_all(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
+                reference.others.append(trained)
         return reference.others
 
 
-def _total(expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> float:
-    """Norm of all differences over the norm of all that is expected."""
+def _relative_to_all(expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> float:
+    """Return the norm of all differences over the norm of all that is expected; infinite where names differ."""
     if expected.keys() != trained.keys():
         return math.inf
     off = math.hypot(*(norm(trained[name] - value) for name, value in expected.items()))
     return off / (math.hypot(*map(norm, expected.values())) or math.inf)
 
 
-def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:
+def _why_not_comparable(workload: ParallelWorkload, reference: _Reference) -> str:
     """Explain why weights cannot be compared, or return nothing."""
     training, trained = workload.training, reference.trained
     name = training.user.model

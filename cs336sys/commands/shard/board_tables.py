@@ -35,14 +35,14 @@ def is_of_board(cell: Cell) -> bool:
 
 
 def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """The tables of ``shard``, with ``--board`` and without."""
-    of_board = [cell for cell in cells if is_of_board(cell)]
+    """Build the tables of ``shard``, with ``--board`` and without."""
+    board_cells = [cell for cell in cells if is_of_board(cell)]
     other_cells = [cell for cell in cells if not is_of_board(cell)]
-    return [*shard_tables(other_cells, run), *board_tables(of_board, run)]
+    return [*shard_tables(other_cells, run), *board_tables(board_cells, run)]
 
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """The step, its phases, where the time of one went, its longest kernels, and the losses."""
+    """Build tables of steps, their phases, where the time of one went, its longest kernels, and the losses."""
     shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
     setting_columns = tuple(shown.values())
     rows = [_board_row(cell) for cell in cells]
@@ -78,6 +78,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _board_row(cell: Cell) -> dict[str, Any]:
+    """Return a cell's settings and results, with its predicted peak."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     row = cell.configuration | cell.derived | {"status": cell.status}
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}

@@ -30,8 +30,8 @@ from cs336sys.settings.parallel import (
 )
 from cs336sys.settings.training import Workload
 
-# What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
-_IMPLEMENTATION: dict[str, dict[str, Any]] = {
+# The fastest options for a step that fills its GPUs, by strategy: of this project's parts, and of torch's alone.
+_FASTEST: dict[str, dict[str, Any]] = {
     "fsdp": {"attention": ["flash"], "kernels": ["fused"], "optimizer": ["adamw"], "state_dtype": ["bf16"]},
     "torch-fsdp": {"attention": ["sdpa"], "compile": ["block"], "optimizer": ["fused"]},
 }
@@ -79,13 +79,13 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
     plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
 
     def workloads(
-        self, trainings: Sequence[Workload], device: str, *, keeps_gathered: bool, tells: bool
+        self, trainings: Sequence[Workload], device: str, *, chooses_gathered: bool
     ) -> list[ParallelWorkload]:
-        """A cell for each number of ranks, workload, checkpointing and strategy.
+        """Return a cell for each number of ranks, workload, checkpointing and strategy.
 
         Args:
             device: whose memory ``--checkpoint auto`` fills without ``--memory-limit``.
-            keeps_gathered, tells: as of :func:`chosen_by_memory`.
+            chooses_gathered: as of :func:`choose_by_memory`.
 
         Raises:
             UsageError: settings do not go together.
@@ -101,32 +101,15 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
         chosen = []
         for cell in self.cells(trainings, world_sizes, "checkpointing", "strategy", "prefetch", "keep_gathered"):
             if cell["checkpointing"] == "auto":
-                room_bytes = room_for_tensors(device) if limit_bytes is None else limit_bytes
+                limit_bytes = usable_bytes(device) if limit_bytes is None else limit_bytes
                 workload = ParallelWorkload(**cell | {"checkpointing": "keep=0"})
-                chosen.append(chosen_by_memory(workload, room_bytes, keeps_gathered=keeps_gathered, tells=tells))
+                chosen.append(choose_by_memory(workload, limit_bytes, chooses_gathered=chooses_gathered))
             else:
                 chosen.append(ParallelWorkload(**cell))
         return chosen
 
 
-def _chosen_for_board(
-    context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
-) -> tuple[ShardingOptions, options.TrainingOptions]:
-    """The options of a board's cell: what was not asked for is what is fastest."""
-    strategy = sharding.strategy if is_given(context, "strategy") else ["fsdp"]
-    if len(strategy) != 1 or strategy[0] not in _IMPLEMENTATION:
-        raise UsageError(
-            f"--board --strategy {','.join(strategy)}: a board has one strategy, {' or '.join(_IMPLEMENTATION)}"
-        )
-    fastest = _IMPLEMENTATION[strategy[0]] | _BOARD_STEPS
-    checkpoint = sharding.checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]]
-    return (
-        replace(sharding, strategy=strategy, checkpoint=checkpoint),
-        replace(training, **{name: value for name, value in fastest.items() if not is_given(context, name)}),
-    )
-
-
-def _refuse_beside_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
+def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
     """Refuse options of ``shard`` that mean nothing with ``--board``."""
     reasons = {
         f"--model {model}": model is not None and "--board measures the leaderboard's model",
@@ -150,21 +133,18 @@ def _require_for_board(workload: Workload) -> None:
         )
 
 
-def room_for_tensors(device: str) -> float:
-    """Bytes of the GPU of ``--device`` that tensors may be predicted to fill."""
+def usable_bytes(device: str) -> float:
+    """Return the bytes of the GPU of ``--device`` that tensors may be predicted to fill."""
     gpu = gpu_capacity(device)
     return _LIMIT_BYTES if gpu is None else _USABLE_SHARE * gpu.memory_gib * GIB
 
 
-def chosen_by_memory(
-    workload: ParallelWorkload, limit_bytes: float, *, keeps_gathered: bool, tells: bool
-) -> ParallelWorkload:
-    """The workload with gate and up kept in as many blocks as the predicted peak of a rank allows, and then weights.
+def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_gathered: bool) -> ParallelWorkload:
+    """Keep gate and up in as many blocks as the predicted peak of a rank allows, and say so on standard error.
 
     Args:
         workload: with ``keep=0``.
-        keeps_gathered: choose how many blocks stay gathered, too.
-        tells: say on standard error what was chosen.
+        chooses_gathered: choose how many blocks stay gathered, too.
 
     Raises:
         UsageError: it does not fit even so, or what it needs is not known.
@@ -174,8 +154,8 @@ def chosen_by_memory(
             "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
             "or keep=N"
         )
-    step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=keeps_gathered)
-    if tells:
+    step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=chooses_gathered)
+    if is_first_rank():
         peak = kept_peak(step)
         say(
             f"--checkpoint auto, {workload.world_size} ranks: gate and up are kept in {step.blocks} of "
@@ -185,17 +165,26 @@ def chosen_by_memory(
     return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)
 
 
-def completed(
+def with_chosen_options(
     context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
 ) -> tuple[ShardingOptions, options.TrainingOptions]:
-    """The options with what a board or a mesh chooses where nothing was asked for.
+    """Return the options with what a board, by speed, or a mesh chooses for those that were not given.
 
     Raises:
         UsageError: the mesh or the strategy of a board is none.
     """
+    gives_strategy = is_given(context, "strategy")
     if sharding.board:
-        sharding, training = _chosen_for_board(context, sharding, training)
-    if sharding.mesh is not None and not is_given(context, "strategy"):
+        strategy = sharding.strategy if gives_strategy else ["fsdp"]
+        if len(strategy) != 1 or strategy[0] not in _FASTEST:
+            raise UsageError(
+                f"--board --strategy {','.join(strategy)}: a board has one strategy, {' or '.join(_FASTEST)}"
+            )
+        checkpoint = sharding.checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]]
+        sharding = replace(sharding, strategy=strategy, checkpoint=checkpoint)
+        fastest = _FASTEST[strategy[0]] | _BOARD_STEPS
+        training = replace(training, **{name: value for name, value in fastest.items() if not is_given(context, name)})
+    if sharding.mesh is not None and not gives_strategy:
         sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])
     return sharding, training
 
@@ -228,12 +217,10 @@ def shard(
     from cs336sys.commands.shard.tables import plot_memory, shard_plan
 
     if sharding.board:
-        _refuse_beside_board(training.model, sharding.mesh, sharding.plot)
-    sharding, training = completed(ctx, sharding, training)
-    keeps_gathered = not is_given(ctx, "keep_gathered")
-    chosen = sharding.workloads(
-        training.workloads(), training.device, keeps_gathered=keeps_gathered, tells=is_first_rank()
-    )
+        _refuse_with_board(training.model, sharding.mesh, sharding.plot)
+    sharding, training = with_chosen_options(ctx, sharding, training)
+    chooses_gathered = not is_given(ctx, "keep_gathered")
+    chosen = sharding.workloads(training.workloads(), training.device, chooses_gathered=chooses_gathered)
     sharding.check(output, chosen)
     if dry_run:
         written = sharding.pictures | {"trace": sharding.trace}

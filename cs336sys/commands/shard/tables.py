@@ -41,17 +41,17 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     heading = title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown)
     columns = (
         *setting_columns,
-        Column("step_ms", "step", "ms", spread="samples"),
-        Column("speedup", "over none", "ratio", spread="interval"),
+        *named_columns("step_ms", spread="samples"),
+        *named_columns(speedup="over none", spread="interval"),
         Column("scaling", "over one rank", "ratio", spread="interval"),
-        Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
-        Column("exposed_ms", "exposed", "ms", spread="interval"),
-        Column("bare_ms", "communication not overlapped", "ms"),
-        Column("communication_ms", "communication alone", "ms", spread="samples"),
+        *named_columns(unsynchronized_ms="without communication", spread="samples"),
+        *named_columns("exposed_ms", spread="interval"),
+        *named_columns(bare_ms="communication not overlapped"),
+        *named_columns(communication_ms="communication alone", spread="samples"),
         Column("calls", "calls", "count"),
         Column("sent_bytes", "sent", "decimal_bytes"),
         Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
-        Column("peak_gib", "peak", "gib"),
+        *named_columns("peak_gib"),
     )
     notes = (
         "exposed: median step less the median of the same step without communication, which updates all parameters on "
@@ -66,13 +66,13 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Scaling is over one rank that computes the same batch, by the same strategy or else by ``none``."""
+    """Return a row for each cell; ``scaling`` is over one rank with the same batch and strategy, or else ``none``."""
 
-    def batch(cell: Cell) -> str:
+    def same_work(cell: Cell) -> str:
         return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
 
-    bases = {
-        (batch(cell), cell.configuration["strategy"]): cell.samples["step"]
+    one_rank_samples = {
+        (same_work(cell), cell.configuration["strategy"]): cell.samples["step"]
         for cell in cells
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
     }
@@ -82,18 +82,21 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             continue
         if "model" not in cell.configuration:
             row["predicted_sent_bytes"] = sharding_sent_bytes(ParallelWorkload.from_configuration(cell.configuration))
-        one_rank_samples = bases.get((batch(cell), cell.configuration["strategy"]), bases.get((batch(cell), "none")))
-        if one_rank_samples is not None and cell.configuration["world_size"] > 1:
-            row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
+        strategies = (cell.configuration["strategy"], "none")
+        samples = [one_rank_samples.get((same_work(cell), strategy)) for strategy in strategies]
+        base = samples[0] or samples[1]
+        if base is not None and cell.configuration["world_size"] > 1:
+            row["scaling"] = ratio(base, cell.samples["step"])
     return rows
 
 
 def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    """Build the table of a rank's memory at each moment, measured and predicted."""
     columns = (
         *identity,
         *named_columns("moment", "source"),
         *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
-        Column("total_gib", "total", "gib"),
+        *named_columns("total_gib"),
     )
     notes = [
         "of the rank that holds most; predicted: tensors of eager execution, without the communication library's own",
@@ -113,18 +116,20 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
 
 
 def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    """Build the table of how late the weights of each unit arrived, in either pass."""
     rows, notes = [], ["late: from the moment that a unit waits for nothing but its weights until they have arrived"]
     for cell in cells:
-        late = {(gather["unit"], gather["is_backward"]): gather["late_ms"] for gather in cell.derived["gathers"]}
-        for unit in dict.fromkeys(unit for unit, _ in late):
-            forward, backward = late.get((unit, False)), late.get((unit, True))
-            rows.append(cell.configuration | {"unit": unit, "forward_late_ms": forward, "backward_late_ms": backward})
-        if late:
-            in_time = sum(value <= 0 for value in late.values())
-            waiting = sum(max(value, 0.0) for value in late.values())
+        late_ms = {(gather["unit"], gather["is_backward"]): gather["late_ms"] for gather in cell.derived["gathers"]}
+        for unit in dict.fromkeys(unit for unit, _ in late_ms):
+            forward_ms, backward_ms = late_ms.get((unit, False)), late_ms.get((unit, True))
+            row = {"unit": unit, "forward_late_ms": forward_ms, "backward_late_ms": backward_ms}
+            rows.append(cell.configuration | row)
+        if late_ms:
+            in_time = sum(value <= 0 for value in late_ms.values())
+            waiting_ms = sum(max(value, 0.0) for value in late_ms.values())
             notes.append(
-                f"{cell.configuration['size']}, prefetch {cell.configuration['prefetch']}: {in_time} of {len(late)} "
-                f"gathers ended before their use; all others together {format_quantity(waiting, 'ms')} late"
+                f"{cell.configuration['size']}, prefetch {cell.configuration['prefetch']}: {in_time} of {len(late_ms)} "
+                f"gathers ended before their use; all others together {format_quantity(waiting_ms, 'ms')} late"
             )
     columns = (
         *identity,
@@ -146,10 +151,8 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     )
 
     def predict(workload: ParallelWorkload) -> dict[str, Any]:
-        sent = {"predicted_sent_bytes": sharding_sent_bytes(workload)}
-        return sent | {
-            moments[rank_memory.moment].key: rank_memory.total_gib for rank_memory in predicted_rank_memory(workload)
-        }
+        memory = {moments[memory.moment].key: memory.total_gib for memory in predicted_rank_memory(workload)}
+        return {"predicted_sent_bytes": sharding_sent_bytes(workload), **memory}
 
     heading = "shard: cells and the memory of a rank"
     return of_steps.parallel_plan(heading, workloads, SHARDING_SETTING_COLUMNS, columns, predict)
@@ -157,16 +160,16 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
 _COLORS = {"parameters": "#1f4e96", "gradients": "#c23b22", "optimizer_state": "#7fb2e5", "rest": "#00a35c"}
 
-# More next to each other cannot be read on a page.
+# More axes in a row cannot be read on a page.
 _AXES_IN_A_ROW = 6
 
 # Of the distance between moments: a measured and a predicted bar, and where they stand.
-_WIDTH = 0.4
-_OFFSETS = {"measured": -_WIDTH / 2, "predicted": _WIDTH / 2}
+_BAR_WIDTH = 0.4
+_OFFSETS = {"measured": -_BAR_WIDTH / 2, "predicted": _BAR_WIDTH / 2}
 
 
 def plot_memory(cells: Sequence[Cell], path: Path) -> None:
-    """Axes for each measured cell: a bar of components for each moment, and the predicted one as an outline."""
+    """Draw axes for each measured cell: a bar of components for each moment, and the predicted one as an outline."""
     from matplotlib.patches import Patch
 
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
@@ -194,14 +197,14 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
 
 def _draw_bars(drawing: Axes, moments: Sequence[RankMemory], source: str) -> None:
+    """Stack the components of each moment; predicted ones as outlines."""
     for moment in moments:
-        bottom = 0.0
+        x, bottom_gib = MOMENTS.index(moment.moment) + _OFFSETS[source], 0.0
         for name, color in _COLORS.items():
-            height = getattr(moment, name) / GIB
+            height_gib = getattr(moment, name) / GIB
             fill = color if source == "measured" else "none"
-            middle = MOMENTS.index(moment.moment) + _OFFSETS[source]
-            drawing.bar(middle, height, _WIDTH * 0.92, bottom, linewidth=0.8, facecolor=fill, edgecolor=color)
-            bottom += height
+            drawing.bar(x, height_gib, 0.92 * _BAR_WIDTH, bottom_gib, linewidth=0.8, facecolor=fill, edgecolor=color)
+            bottom_gib += height_gib
 
 
 def _shard_heading(cell: Cell, settings: Sequence[str]) -> str:

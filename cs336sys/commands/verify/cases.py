@@ -18,70 +18,58 @@ from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of, build_model, make_batch
 
-# A power of two, so that scaling rounds nothing.
-LOSS_SCALE = 1024.0
-
 
 @dataclass(frozen=True)
 class Program:
-    """Actions of a case.
+    """Actions of a case."""
 
-    Attributes:
-        steps: each on a batch of its own.
-        micro: micro-batches of a step.
-        no_sync: all but the last micro-batch of a step are run under ``no_sync``.
-        clip: gradients are clipped to half of the first step's norm.
-        scale: the loss is scaled, and infinite on one rank in the second step, which every rank has to skip.
-        uneven: the last rank has one sequence fewer.
-        unused: a layer's parameters are unused on the last rank.
-        frozen, tied, checkpoint, compile: done to the model before it is wrapped.
-        evaluate: an evaluation after every step but the last.
-        late: the rank that is late before each of its collectives; None: none is.
-        start: ranks other than the first begin with other weights.
-        resume: after two steps everything is saved and loaded into new objects: ``own`` state dicts, ``dcp``, or by
-            another number of ``ranks``.
-    """
-
-    steps: int = 3
-    micro: int = 1
-    no_sync: bool = False
-    clip: bool = False
-    scale: bool = False
-    uneven: bool = False
-    unused: bool = False
+    steps: int = 3  # Each on a batch of its own.
+    micro_batches: int = 1  # Of a step.
+    no_sync: bool = False  # All but the last micro-batch of a step are run under ``no_sync``.
+    clips: bool = False  # Gradients are clipped to half of the first step's norm.
+    scales: bool = False  # The loss is scaled, and infinite on one rank in a step that all ranks have to skip.
+    uneven: bool = False  # The last rank has one sequence fewer.
+    unused: bool = False  # A layer's parameters are unused on the last rank.
+    # Changes of the model before it is wrapped.
     frozen: bool = False
     tied: bool = False
-    evaluate: bool = False
-    checkpoint: bool = False
-    compile: bool = False
-    late: int | None = None
-    start: bool = False
+    checkpoints: bool = False
+    compiles: bool = False
+    evaluates: bool = False  # After every step but the last.
+    late_rank: int | None = None  # It sleeps before each of its collectives.
+    other_starts: bool = False  # Ranks other than the first begin with other weights.
+    masks: bool = False  # Dropout masks are recorded, and nothing is trained.
+    # After two steps everything is saved and loaded into new objects: by their ``own`` state dicts, by ``dcp``
+    # (torch.distributed.checkpoint), or by another number of ``ranks``.
     resume: str | None = None
 
     @property
-    def trained_alone(self) -> "Program":
-        """Return the program of one process: the same training without changes that must not matter."""
-        return replace(
-            self, micro=1, no_sync=False, checkpoint=False, compile=False, late=None, start=False, resume=None
-        )
+    def in_one_process(self) -> "Program":
+        """Return the same training without changes that must not matter."""
+        kept = ("steps", "clips", "scales", "uneven", "unused", "frozen", "tied", "evaluates")
+        return Program(**{name: getattr(self, name) for name in kept})
+
+    def overflows(self, step: int) -> bool:
+        """Return whether the loss of one rank is infinite in a step, from 1: all ranks have to skip it."""
+        return self.scales and step == 2
 
 
 PROGRAMS = {
     "step": Program(),
-    "accumulation": Program(micro=2),
-    "no-sync": Program(micro=2, no_sync=True),
-    "clipping": Program(clip=True),
-    "scaling": Program(scale=True),
+    "accumulation": Program(micro_batches=2),
+    "no-sync": Program(micro_batches=2, no_sync=True),
+    "clipping": Program(clips=True),
+    "scaling": Program(scales=True),
     "uneven": Program(uneven=True),
     "unused": Program(unused=True),
     "frozen": Program(frozen=True),
     "tied": Program(tied=True),
-    "evaluation": Program(evaluate=True),
-    "checkpoint": Program(checkpoint=True),
-    "compile": Program(compile=True, steps=2),
-    "late": Program(late=0, steps=2),
-    "start": Program(start=True),
-    "dropout": Program(steps=1),
+    "evaluation": Program(evaluates=True),
+    "checkpoint": Program(checkpoints=True),
+    "compile": Program(compiles=True, steps=2),
+    "late": Program(late_rank=0, steps=2),
+    "start": Program(other_starts=True),
+    "dropout": Program(masks=True),
     "groups": Program(steps=0),
     "order": Program(steps=2),
     "save": Program(resume="own"),
@@ -94,12 +82,9 @@ PROGRAMS = {
 CONDITIONS = {
     "no condition": Program(steps=2),
     "a parameter that one rank does not use": Program(steps=2, unused=True),
-    "an overflow on one rank": Program(steps=2, scale=True),
+    "an overflow on one rank": Program(steps=2, scales=True),
     "fewer sequences on one rank": Program(steps=2, uneven=True),
 }
-
-# The step in which a program that scales has an infinite loss on one rank, which every rank has to skip; from 1.
-OVERFLOWN_STEP = 2
 
 # Steps before everything is saved.
 SAVED_AFTER = 2
@@ -107,53 +92,44 @@ SAVED_AFTER = 2
 
 @dataclass
 class Subject:
-    """A model as a case trains it.
-
-    Attributes:
-        tied: the name of the parameter that two layers share; None without one.
-        is_off: whether the parameters of the program's unused layer are unused now.
-    """
+    """A model as a case trains it."""
 
     model: nn.Module
-    tied: str | None
-    is_off: bool = False
+    tied: str | None  # The name of the parameter that two layers share.
+    is_off: bool = False  # Whether the parameters of the program's unused layer are unused now.
 
 
 def build_subject(
     workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype, seed_shift: int = 0
 ) -> Subject:
-    """Build the model of a case, in ``dtype`` with dropout off unless the case is about it.
-
-    Args:
-        seed_shift: added to the workload's seed.
+    """Build the model of a case, in ``dtype`` with dropout off unless the case is about it, from a shifted seed.
 
     Raises:
         CapabilityError: the case does not apply to this model.
     """
     training = replace(workload.training, seed=workload.training.seed + seed_shift)
     model = build_model(training, device).to(dtype).train()
-    if workload.case != "dropout":
-        _drop_nothing(model)
+    if not program.masks:
+        _switch_dropout_off(model)
     tied = _shared_name(model)
     subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
     if program.frozen:
-        _freeze(model)
+        _freeze_a_matrix(model)
     if program.unused:
         _make_switchable(workload, subject, dtype)
-    if program.checkpoint or program.compile:
-        blocks = blocks_of(training, model)
-        if not blocks:
-            raise CapabilityError("the model has no list of blocks; name them by --blocks")
-        for block in blocks.values():
-            if program.checkpoint:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            else:
-                # The wrap is what is asked about, not the code that a compiler writes.
-                block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
+    blocks = blocks_of(training, model) if program.checkpoints or program.compiles else {}
+    if not blocks and (program.checkpoints or program.compiles):
+        raise CapabilityError("the model has no list of blocks; name them by --blocks")
+    for block in blocks.values():
+        if program.checkpoints:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        else:
+            # The wrap is what is asked about, not the code that a compiler writes.
+            block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
     return subject
 
 
-def _drop_nothing(model: nn.Module) -> None:
+def _switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         for name in ("p", "dropout", "dropout_p"):
             if isinstance(getattr(module, name, None), float):
@@ -161,24 +137,25 @@ def _drop_nothing(model: nn.Module) -> None:
 
 
 def _shared_name(model: nn.Module) -> str | None:
-    """The name of a parameter that several modules hold."""
-    every = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return next((name for name, parameter in model.named_parameters() if every[id(parameter)] > 1), None)
+    """Return the name of the first parameter that several modules hold; None if there is none."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    return next((name for name, parameter in named if uses[id(parameter)] > 1), None)
 
 
 def _tie(model: nn.Module) -> str:
+    """Let the last layer that can share an embedding's weight do so, and return the weight's name."""
     weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
-    holders = [name for name, weight in weights.items() if weight is not None and weight.dim() == 2]
-    embeddings = [name for name in holders if "embed" in type(model.get_submodule(name)).__name__.lower()]
-    for name, other in itertools.product(embeddings, reversed(holders)):
-        weight, replaced = weights[name], weights[other]
-        if other != name and replaced.shape == weight.shape and "embed" not in other.lower():
-            model.get_submodule(other).weight = weight
-            return f"{name}.weight"
+    matrices = {name: weight for name, weight in weights.items() if weight is not None and weight.dim() == 2}
+    embeddings = [name for name in matrices if "embed" in type(model.get_submodule(name)).__name__.lower()]
+    for embedding, other in itertools.product(embeddings, reversed(matrices)):
+        if other != embedding and matrices[other].shape == matrices[embedding].shape and "embed" not in other.lower():
+            model.get_submodule(other).weight = matrices[embedding]
+            return f"{embedding}.weight"
     raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
 
 
-def _freeze(model: nn.Module) -> None:
+def _freeze_a_matrix(model: nn.Module) -> None:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     if len(matrices) < 3:
         raise CapabilityError("the model has fewer than three matrices, so none is frozen")
@@ -186,12 +163,12 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.dtype) -> None:
-    """Let a layer whose input needs no gradient be computed without any while the subject is off."""
+    """Let a layer compute without gradients while the subject is off: the first whose input needs no gradient."""
     if workload.data_ranks == 1:
         raise CapabilityError("the ranks share each sequence, so a parameter that one of them uses all do")
     model, independent_layers = subject.model, list[nn.Module]()
 
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note_independent(module: nn.Module, args: tuple, kwargs: dict) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             independent_layers.append(module)
@@ -199,7 +176,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                handle = module.register_forward_pre_hook(look, with_kwargs=True)
+                handle = module.register_forward_pre_hook(note_independent, with_kwargs=True)
                 hooks.callback(handle.remove)
         inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
         user_models.call_model(model, inputs)
@@ -208,52 +185,48 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
     layer = independent_layers[0]
     forward = layer.forward
 
-    def switchable(*args: Any, **kwargs: Any) -> Any:
+    def switchable_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad() if subject.is_off else contextlib.nullcontext():
             return forward(*args, **kwargs)
 
-    layer.forward = switchable
+    layer.forward = switchable_forward
 
 
 def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype, step: int) -> tuple[Any, Any]:
-    """The batch of all ranks in a step, its floating point tensors in ``dtype``."""
+    """Return inputs and targets of all ranks in a step, floating point tensors in ``dtype``."""
     batch = make_batch(workload.training, device, step)
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a batch.
+    """A part of a batch: a micro-batch of one of the ranks that share the batch."""
 
-    Attributes:
-        data: which of the ranks that share the batch it is for, and ``micro`` which micro-batch of its.
-        weight: its sequences over all of the batch.
-        sequences: which of the batch.
-    """
-
-    data: int
-    micro: int
-    weight: float
-    sequences: slice
+    data_rank: int
+    micro_batch: int
+    weight: float  # Its sequences over all of the batch.
+    sequences: slice  # Of the batch.
 
     def of(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         return tree_map_only(Tensor, lambda tensor: tensor[self.sequences], batch)
 
 
-def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[Share]:
-    """Cut a batch into micro-batches of data ranks, in the order of the ranks."""
-    size, ranks = workload.training.size.batch_size, workload.data_ranks
-    total = size - 1 if program.uneven else size
-    share_size = size // ranks // micro
+def cut_batch(workload: VerifiedWorkload, program: Program, micro_batches: int, whole: bool = False) -> list[Share]:
+    """Cut a batch into micro-batches of data ranks, in the order of the ranks; or leave it ``whole``."""
+    batch_size = workload.training.size.batch_size
+    share_size = batch_size if whole else batch_size // workload.data_ranks // micro_batches
+    # Of uneven shares, the last is one sequence shorter.
+    total = batch_size - 1 if program.uneven else batch_size
     shares = []
-    for index in range(ranks * micro):
-        first, last = index * share_size, min((index + 1) * share_size, total)
-        shares.append(Share(*divmod(index, micro), (last - first) / total, slice(first, last)))
+    for first in range(0, batch_size, share_size):
+        data_rank, micro_batch = divmod(first // share_size, micro_batches)
+        last = min(first + share_size, total)
+        shares.append(Share(data_rank, micro_batch, weight=(last - first) / total, sequences=slice(first, last)))
     return shares
 
 
 def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:
-    """The mean loss of what the model returned.
+    """Return the mean loss of what the model returned.
 
     Raises:
         UserCodeError: it is no scalar, or the output holds no logits.

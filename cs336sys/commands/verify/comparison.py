@@ -1,16 +1,16 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.cases import OVERFLOWN_STEP, Program
-from cs336sys.commands.verify.program import Reference, Training
-from cs336sys.commands.verify.rank import RankReport
-from cs336sys.commands.verify.record import Record
+from cs336sys.commands.verify.cases import Program
+from cs336sys.commands.verify.program import Training
+from cs336sys.commands.verify.record import RankReport, Record
+from cs336sys.commands.verify.reference import Reference
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
@@ -19,68 +19,12 @@ from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.settings.verification import VerifiedWorkload
 
 _Tensors = dict[str, Tensor]
-_Launches = Sequence[CollectiveLaunch]
 
 # Parts explain a gradient whose rest is smaller than this, relatively.
 EXPLAINED = 1e-3
 
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Diagnosis of a fault.
-
-    Attributes:
-        cause: one word or two for programs, as in ``docs/verify.md``.
-        meaning: a sentence for people.
-        ratio: of what was found to what is right; None where they are not in proportion.
-        collective: the one that is missing, early, or that others do not launch; empty where none is to blame.
-        line: of the user's code: of the collective, else of the wrap.
-        first: kind, step and name of the first finding.
-    """
-
-    cause: str
-    meaning: str
-    ratio: float | None = None
-    collective: str = ""
-    line: str = ""
-    first: tuple[str, int, str] = ("", 0, "")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is off.
-
-    Attributes:
-        kind: of a moment, see :data:`KINDS`.
-        step: counted from 1; of weights and states, after which.
-        name: of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
-        rank: the first rank on which it is off.
-        relative: the norm of the difference over that of what is expected.
-        allowed: how large rounding explains.
-        is_missing: whether the rank has no such gradient; ``actual`` is zero then.
-    """
-
-    kind: str
-    step: int
-    name: str
-    rank: int
-    relative: float
-    allowed: float
-    actual: Tensor
-    expected: Tensor
-    is_missing: bool = False
-
-    @property
-    def message(self) -> str:
-        subject, _ = KINDS[self.kind]
-        by = f"off by {100 * self.relative:.3g} %" if math.isfinite(self.relative) else "off by more than its size"
-        by = "missing" if self.is_missing else by
-        when = "before the first step" if self.step == 0 else f"step {self.step}"
-        return f"{when}, rank {self.rank}: {subject.format(self.name)} is {by}"
-
 
 # What is compared, in sentences about a tensor and about all of them.
 KINDS = {
@@ -95,12 +39,47 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """Diagnosis of a fault."""
+
+    cause: str  # One word or two for programs, as in ``docs/verify.md``.
+    meaning: str  # A sentence for people.
+    ratio: float | None = None  # Of what is wrong to what is right, where they are in proportion.
+    collective: str = ""  # The one that is missing, early, or that others do not launch.
+    line: str = ""  # Of the user's code: of the collective, else of the wrap.
+    first: tuple[str, int, str] = ("", 0, "")  # Kind, step and name of the first finding.
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that is off."""
+
+    kind: str  # Of a moment, see :data:`KINDS`.
+    step: int  # Counted from 1; of weights and states, after which.
+    name: str  # Of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
+    rank: int  # The first on which it is off.
+    relative: float  # The norm of the difference over that of what is expected.
+    allowed: float  # How large ``relative`` may be by rounding.
+    actual: Tensor  # Zero where it is missing.
+    expected: Tensor
+    is_missing: bool = False  # Whether the rank has no such gradient.
+
+    @property
+    def message(self) -> str:
+        subject, _ = KINDS[self.kind]
+        by = f"off by {100 * self.relative:.3g} %" if math.isfinite(self.relative) else "off by more than its size"
+        by = "missing" if self.is_missing else by
+        when = "before the first step" if self.step == 0 else f"step {self.step}"
+        return f"{when}, rank {self.rank}: {subject.format(self.name)} is {by}"
+
+
 def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
-    """Ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
+    """Return ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
     sizes = list(workload.dimensions.values())
     ranks = torch.arange(workload.world_size).view(sizes)
-    along = [ranks.movedim(number, -1).reshape(-1, size).tolist() for number, size in reversed(list(enumerate(sizes)))]
-    return [group for groups in along for group in groups if len(group) > 1] + [list(range(workload.world_size))]
+    lines = [ranks.movedim(number, -1).reshape(-1, size).tolist() for number, size in enumerate(sizes) if size > 1]
+    return [line for lines_of_dimension in lines[::-1] for line in lines_of_dimension] + [ranks.flatten().tolist()]
 
 
 class ComparedCase:
@@ -137,18 +116,21 @@ class ComparedCase:
         """Return how much of a gradient may be left, relatively, where others explain it."""
         return EXPLAINED if self.reference.half is None else 8 * torch.finfo(self.reference.half).eps
 
+    def findings_of(self, kind: str, step: int | None = None) -> list[Finding]:
+        """Return what is off of a kind, in one step or in all."""
+        return [finding for finding in self.findings if finding.kind == kind and step in (None, finding.step)]
+
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
-        """Collectives of the first rank in these phases."""
+        """Return collectives of the first rank in these phases, in one step, from 0, or in all."""
         watched_launches = self.watched[0].launches if self.watched else []
         return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
 
     def conclude(
-        self, cause: str, meaning: str, sent: _Launches | None = None, ratio: float | None = None
+        self, cause: str, meaning: str, sent: Sequence[CollectiveLaunch] | None = None, ratio: float | None = None
     ) -> Diagnosis:
         """Blame the last of the collectives ``sent``, and its line; without any the wrap.
 
-        Args:
-            sent: None is those that send the gradient that is the first finding.
+        None stands for those that send the gradient that is the first finding.
         """
         first = self.findings[0]
         if sent is None:
@@ -176,74 +158,77 @@ class ComparedCase:
         """Compare what ranks have recorded; those that loaded what others saved have nothing of the first steps."""
         others = [other.at(kind, step) for other in self.reference.others]
         ranks = [report.record.at(kind, step) for report in self.reports]
-        required: Collection[str] = ()
-        scale = 0.0
+        # Names that a rank may not lack, and the norm of all tensors together, by which small ones may be off.
+        required: set[str] = set()
+        total_norm = 0.0
         if kind == "gradient":
-            required, scale = expected.keys(), math.hypot(*map(norm, expected.values()))
+            required, total_norm = set(expected), math.hypot(*map(norm, expected.values()))
             zeros = {name: torch.zeros(shape, dtype=self.training.dtype) for name, shape in self.shapes.items()}
             expected = {name: expected.get(name, zero) for name, zero in zeros.items()}
         elif kind in ("loss", "evaluation"):
             # Nothing of a sum that lacks a part.
-            ranks = [{"": self._added([part[""] for part in ranks])}] if all(ranks) else []
-        elif kind == "start" and self.program.start:
+            ranks = [{"": self._batch_loss([part[""] for part in ranks])}] if all(ranks) else []
+        elif kind == "start" and self.program.other_starts:
             others = [expected]
         elif kind == "buffer":
-            expected, ranks = self._comparable_buffers(expected, others[0], ranks)
+            expected = self._comparable_buffers(expected, others[0])
+            buffer_shapes = {name: value.shape for name, value in expected.items()}
+            # Slices of buffers are left out.
+            ranks = [
+                {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}
+                for rank in ranks
+            ]
         whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.groups)
         for record, tensors in zip(self.records, whole, strict=False):
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
             # Shapes of slices are known from the first moment on.
             self.unknown |= unknown
-        if kind == "gradient" and self.program.scale and step == OVERFLOWN_STEP:
+        if not any(whole) or (kind == "gradient" and self.program.overflows(step)):
             return
-        for name, value in expected.items() if any(whole) else ():
+        for name, value in expected.items():
             if name in unknown:
                 continue
             # Squares are never negative.
             power = 2 if kind == "state" and bool((value >= 0).all()) else 1
-            rounding = self._rounding(value, [other.get(name, value) for other in others], scale, power)
+            rounding = self._rounding(value, [other.get(name, value) for other in others], total_norm, power)
             for rank, tensors in enumerate(whole):
-                is_compared = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
+                is_owned = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
                 # Of pipeline stages each has some parameters.
-                if is_compared and (name in tensors or name in required):
+                if is_owned and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
-    def _comparable_buffers(
-        self, expected: _Tensors, other: _Tensors, ranks: list[_Tensors]
-    ) -> tuple[_Tensors, list[_Tensors]]:
-        """Leave out buffers that depend on how a batch is cut, which are each rank's, and slices of buffers."""
-        alike = {
+    def _comparable_buffers(self, expected: _Tensors, other: _Tensors) -> _Tensors:
+        """Leave out buffers that depend on how a batch is cut, such as statistics of a rank's sequences."""
+        if not self.reference.is_whole:
+            return {}
+        return {
             name: value
             for name, value in expected.items()
-            # Else statistics are those of the sequences that a rank has seen.
-            if self.reference.is_whole and torch.equal(torch.nan_to_num(value), torch.nan_to_num(other[name]))
+            if torch.equal(torch.nan_to_num(value), torch.nan_to_num(other[name]))
         }
-        shapes = {name: value.shape for name, value in alike.items()}
-        return alike, [
-            {name: buffer for name, buffer in rank.items() if buffer.shape == shapes.get(name)} for rank in ranks
-        ]
 
-    def _added(self, numbers: Sequence[Tensor]) -> Tensor:
-        """The loss of the batch from those of ranks, each weighted by its sequences."""
+    def _batch_loss(self, rank_losses: Sequence[Tensor]) -> Tensor:
+        """Return the loss of the batch from those of ranks, each weighted by its sequences."""
         total = torch.zeros((), dtype=torch.float64)
-        for data in range(self.workload.data_ranks):
-            sharing_ranks = [rank for rank in range(self.workload.world_size) if self.workload.data_place(rank) == data]
+        for data_rank in range(self.workload.data_ranks):
             # Ranks that share sequences have parts of their loss, or all of it, each.
-            total += torch.stack([numbers[rank] for rank in sharing_ranks]).mean()
+            shared = [loss for rank, loss in enumerate(rank_losses) if self.workload.data_place(rank) == data_rank]
+            total += torch.stack(shared).mean()
         return total
 
-    def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0, power: int = 1) -> float:
-        """The norm of a difference that rounding explains, of one of a group of tensors whose norm is ``scale``."""
+    def _rounding(self, value: Tensor, others: Sequence[Tensor], total_norm: float = 0.0, power: int = 1) -> float:
+        """Return the norm of a difference that rounding explains, of a tensor among others of ``total_norm``."""
         if not value.is_floating_point():
             return 0.0
         repeated = max((norm(other - value) for other in others), default=0.0)
-        size = max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
+        size = max(norm(value), total_norm / math.sqrt(max(len(self.shapes), 1)))
         return self.rounding.allowed(size, repeated, power)
 
     def _compare(
         self, kind: str, step: int, name: str, rank: int, tensor: Tensor | None, expected: Tensor, rounding: float
     ) -> None:
+        """Compare a rank's tensor, None for none, and note what is off by more than ``rounding``, a norm."""
         self._compared_kinds.add(kind)
         actual = torch.zeros_like(expected) if tensor is None else tensor
         size, off = norm(expected), norm(actual.double() - expected.double())

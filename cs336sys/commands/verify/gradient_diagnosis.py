@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
+from cs336sys.commands.verify.reference import gradients_of_shares
 from cs336sys.parity.weights import norm
 
 # Relatively so near, coefficients are equal.
@@ -34,12 +35,11 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
         meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
         return case.conclude("too early", meaning, early[:1])
     if first.is_missing:
-        every = all(first.name not in record.at("gradient", step) for record in case.records)
-        who = "on every rank" if every else f"on rank {first.rank}"
+        on_all = all(first.name not in record.at("gradient", step) for record in case.records)
+        who = "on every rank" if on_all else f"on rank {first.rank}"
         return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out")
-    findings = [finding for finding in case.findings if finding.kind == "gradient" and finding.step == step]
-    diagnosis = diagnose_combination(case, step, findings)
-    if diagnosis is not None:
+    findings = case.findings_of("gradient", step)
+    if (diagnosis := _diagnose_combination(case, step, findings)) is not None:
         return diagnosis
     expected_gradients = case.reference.record.at("gradient", step)
     for name, gradient in expected_gradients.items():
@@ -52,7 +52,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     last = next(finding for finding in findings if finding.name == names[-1])
     for finding in (first, last) if shares_layers else (first,):
         ratio = proportion(finding.actual, finding.expected, case.explained)
-        diagnosis = _added_up(case, finding) if ratio is None else diagnose_ratio(case, ratio)
+        diagnosis = _diagnose_summands(case, finding) if ratio is None else diagnose_ratio(case, ratio)
         if diagnosis is not None:
             meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
             return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
@@ -65,7 +65,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
     """Name the cause of gradients that are all ``ratio`` times what they should be, by numbers of ranks that it is."""
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
-    # Those over which gradients are averaged.
+    # Gradients are averaged over these.
     ranks = sizes.get("data", 1) * sizes.get("context", 1)
     scaled = f"gradients are {ratio:.4g} times what they should be"
     likely_reason = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
@@ -81,79 +81,82 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
     return case.conclude(cause, meaning, ratio=ratio)
 
 
-def _added_up(case: ComparedCase, first: Finding) -> Diagnosis | None:
-    """Ranks that share layers and each have a part of a gradient's sum."""
-    parts = [record.at("gradient", first.step).get(first.name) for record in case.records]
-    present = [part for part in parts if part is not None and part.shape == first.expected.shape]
-    ratio = proportion(torch.stack(present).sum(0), first.expected) if len(present) == len(parts) else None
+def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None:
+    """Say that each rank has a part of a gradient's sum; None where their sum is not in proportion to the gradient."""
+    parts = [record.at("gradient", finding.step).get(finding.name) for record in case.records]
+    present = [part for part in parts if part is not None and part.shape == finding.expected.shape]
+    ratio = proportion(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
     if ratio is None:
         return None
     over = "" if is_near(ratio, 1) else f" ({ratio:.3g} times it)"
-    meaning = f"each rank has a part of the gradient of {first.name}, and they add up to it{over}: sum it over ranks"
+    meaning = f"each rank has a part of the gradient of {finding.name}, and they add up to it{over}: sum it over ranks"
     return case.conclude("partial sum", meaning)
 
 
 # A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
 # micro-batch, and the gradient of the step before. Those without such a gradient are left out.
 _Counts = Mapping[tuple[int, int], float]
-_BEFORE = (-1, -1)
+_STEP_BEFORE = (-1, -1)
 
 
-def diagnose_combination(case: ComparedCase, step: int, findings: Sequence[Finding]) -> Diagnosis | None:
+def _diagnose_combination(case: ComparedCase, step: int, findings: Sequence[Finding]) -> Diagnosis | None:
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
     weights = case.reference.record.weights_after(step - 1)
-    if case.workload.dimensions.get("data", 1) == 1 or case.program.clip or not weights:
+    if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
         return None
-    parts = case.training.gradients_of_shares(case.program, step, weights)
-    parts[_BEFORE] = case.reference.record.at("gradient", step - 1)
+    parts = gradients_of_shares(case.training, case.program, step, weights)
+    parts[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
     name = findings[0].name
     columns = {key: gradients[name].flatten().double() for key, gradients in parts.items() if name in gradients}
-    mixtures = {
-        finding.rank: _mixture(columns, finding.actual.flatten().double(), case.explained)
+    counts_of_ranks = {
+        finding.rank: _solve_counts(columns, finding.actual.flatten().double(), case.explained)
         for finding in findings
         if finding.name == name and not finding.is_missing
     }
-    explained = {rank: counts for rank, counts in mixtures.items() if counts is not None and counts.keys() > {_BEFORE}}
-    return diagnose_mixtures(case, name, explained) if explained and len(explained) == len(mixtures) else None
+    solved = {rank: counts for rank, counts in counts_of_ranks.items() if counts is not None}
+    return _diagnose_counts(case, name, solved) if solved and len(solved) == len(counts_of_ranks) else None
 
 
-def _mixture(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, tolerance: float) -> _Counts | None:
-    if not columns or len(gradient) < len(columns) or not torch.isfinite(gradient).all():
+def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, tolerance: float) -> _Counts | None:
+    """Return how often each of ``columns`` is in a gradient; None where they leave more than ``tolerance`` of it."""
+    if not columns.keys() - {_STEP_BEFORE} or len(gradient) < len(columns) or not torch.isfinite(gradient).all():
         return None
     matrix = torch.stack([*columns.values()], 1)
     solution = torch.linalg.lstsq(matrix, gradient[:, None]).solution[:, 0]
     if norm(matrix @ solution - gradient) > tolerance * max(norm(gradient), 1e-300):
         return None
-    return {_BEFORE: 0.0} | dict(zip(columns, solution.tolist(), strict=True))
+    return {_STEP_BEFORE: 0.0} | dict(zip(columns, solution.tolist(), strict=True))
 
 
-def diagnose_mixtures(case: ComparedCase, name: str, mixtures: Mapping[int, _Counts]) -> Diagnosis | None:
-    data, micro = case.workload.data_ranks, case.program.micro
-    rank, mixture = next(iter(mixtures.items()))
-    values = [count for key, count in mixture.items() if key != _BEFORE]
-    if abs(mixture[_BEFORE]) > EQUAL:
+def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int, _Counts]) -> Diagnosis | None:
+    """Say which micro-batches count too often, too rarely or not at all in a gradient; None where all count once."""
+    data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
+    rank, first_counts = next(iter(counts_of_ranks.items()))
+    values = [count for key, count in first_counts.items() if key != _STEP_BEFORE]
+    if abs(first_counts[_STEP_BEFORE]) > EQUAL:
         is_alone = all(abs(count) < EQUAL for count in values)
         origin = "is that of the step before" if is_alone else "has that of the step before in it"
         meaning = f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
         return case.conclude("stale gradient", meaning, ())
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
-    counts = torch.tensor([[mixture.get((row, column), 0.0) for column in range(micro)] for row in range(data)])
+    counts = torch.tensor(
+        [[first_counts.get((row, column), 0.0) for column in range(micro_batches)] for row in range(data_ranks)]
+    )
     used = (counts.abs() > EQUAL).any(1).nonzero().flatten().tolist()
-    if micro > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data:
+    if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data_ranks:
         return case.conclude("accumulation", _uneven_micro_batches(counts))
-    if len(used) == 1 and len(mixtures) > 1:
-        senders = {max(sent, key=lambda key: abs(sent[key]))[0] for sent in mixtures.values()}
-        if len(senders) > 1:
-            return _not_synchronized(case, name)
-        sender = {data - 1: "the last rank", 0: "the first rank"}.get(used[0], f"rank {used[0]}")
-        return case.conclude("one rank's", f"every rank has the gradient of {sender} alone")
     if len(used) == 1:
-        if used[0] == case.workload.data_place(rank):
-            return _not_synchronized(case, name)
-        return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone")
-    if len(used) < data:
-        missing = ", ".join(str(data_rank) for data_rank in range(data) if data_rank not in used)
+        (sender,) = used
+        senders = {_largest_sender(rank_counts) for rank_counts in counts_of_ranks.values()}
+        if len(senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
+            return _diagnose_own_gradient(case, name)
+        if len(counts_of_ranks) == 1:
+            return case.conclude("one rank's", f"rank {rank} has the gradient of rank {sender} alone")
+        described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
+        return case.conclude("one rank's", f"every rank has the gradient of {described} alone")
+    if len(used) < data_ranks:
+        missing = ", ".join(str(data_rank) for data_rank in range(data_ranks) if data_rank not in used)
         return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean")
     if case.program.uneven:
         return case.conclude("uneven", "ranks are averaged evenly that have different numbers of sequences")
@@ -161,7 +164,13 @@ def diagnose_mixtures(case: ComparedCase, name: str, mixtures: Mapping[int, _Cou
     return case.conclude("scaled", f"the ranks' gradients count {sums} times what they should")
 
 
+def _largest_sender(counts: _Counts) -> int:
+    (data_rank, _), _ = max(counts.items(), key=lambda item: abs(item[1]))
+    return data_rank
+
+
 def _uneven_micro_batches(counts: Tensor) -> str:
+    """Say how micro-batches count, by how often each of (data ranks, micro-batches) is in a gradient."""
     means = counts.mean(0).tolist()
     if not all(is_near(mean, 1) for mean in means):
         times = ", ".join(f"{round(mean, 6) + 0.0:.3g}" for mean in means)
@@ -173,16 +182,18 @@ def _uneven_micro_batches(counts: Tensor) -> str:
     )
 
 
-def _not_synchronized(case: ComparedCase, name: str) -> Diagnosis:
-    total = sum(value.numel() for value in case.reference.record.at("gradient", 1).values()) * case.program.micro
-    sent = case.launches(GRADIENT_PHASES, case.findings[0].step - 1)
-    fitting = [launch for launch in sent if "gather" not in launch.name]
-    elements = sum(launch.elements for launch in fitting)
-    if fitting and elements >= total / case.program.micro and not case.program.no_sync:
+def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
+    """Say why each rank has its own gradient: nothing or too little was sent, or what was received is not used."""
+    elements = sum(value.numel() for value in case.reference.record.at("gradient", 1).values())
+    launches = case.launches(GRADIENT_PHASES, case.findings[0].step - 1)
+    fitting = [launch for launch in launches if "gather" not in launch.name]
+    sent = sum(launch.elements for launch in fitting)
+    if fitting and sent >= elements and not case.program.no_sync:
         meaning = (
             f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "
             "not waited for, or not copied back, or it is that of another parameter"
         )
         return case.conclude("not waited for", meaning, fitting)
-    seen = f"{elements:,} of {total:,} elements are sent" if fitting else "no collective follows the backward pass"
+    of_all = f"{sent:,} of {elements * case.program.micro_batches:,} elements are sent"
+    seen = of_all if fitting else "no collective follows the backward pass"
     return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}", ())

@@ -1,25 +1,30 @@
-"""The steps of a program in one process, which ranks override in part, and how far rounding alone takes them."""
+"""The steps of a program on a rank, or in one process: the same but for the wrap and what only ranks do."""
 
 import contextlib
+import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.commands.verify import cases
-from cs336sys.commands.verify.record import OptimizerSpec, Record, captured_outputs, clone, default_optimizer
-from cs336sys.commands.verify.wraps import Wrapped
-from cs336sys.errors import UserCodeError
+from cs336sys.commands.verify import record as recording
+from cs336sys.commands.verify.wraps import Wrapped, innermost, is_ours, wrap
+from cs336sys.errors import CapabilityError
+from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
-from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
+from cs336sys.settings.user_code import is_user_code, source_file
 from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
 
@@ -29,122 +34,306 @@ _MOST_ELEMENTS = 2e7
 # No step trains on the batch of this one.
 _EVALUATION_STEP = 900
 
+# Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
+_OTHER_SEED = 1000
 
+# A power of two, so that scaling rounds nothing.
+_LOSS_SCALE = 1024.0
+
+# Settings of optimizers that change no number, or that the class itself does not take.
+_OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a workload's programs, on ranks and in one process."""
+
+    workload: VerifiedWorkload
+    device: torch.device
+    dtype: torch.dtype
+    learning_rate: float = 0.0  # Of the default optimizer, where ``optimizer`` is None.
+    max_norm: float | None = None  # Of gradients, where a program clips.
+    optimizer: recording.OptimizerSpec | None = None  # The wrap's, to be built in one process.
+
+    def columns(self) -> dict[str, object]:
+        """Return how one process trains, as derived columns of a cell."""
+        return {"reference_dtype": str(self.dtype).removeprefix("torch."), "learning_rate": self.learning_rate}
+
+
+@functools.lru_cache(maxsize=1)
+def _mesh_of_ranks(world: Any, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh of all ranks, the group ``world``; its groups are made once."""
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+@dataclass
 class ProgramRun:
-    """A program run in one process; a rank overrides what it does otherwise.
+    """A program, run on this rank or in one process.
 
     Attributes:
-        record: filled as the program goes on.
-        data: which of the batch's shares are its; None: all.
-        step_shares: the shares that a step trains on.
-        loss_factor: what the loss of a share is multiplied by, besides its weight.
-        named, buffers: parameters and buffers by their names in the model; ``shapes`` of the model's parameters.
-        inner: the optimizer that updates parameters, where ``optimizer`` wraps it.
-        outputs: keeps the outputs of modules in the first forward pass.
-        keeps: whether tensors are recorded, not losses alone.
-        copies_dtype: of copies of weights and inputs that the model is called with; None calls it as it is.
+        record, report: filled as the program goes on.
+        parameters, buffers: by their names in the model; ``shapes`` of the model's parameters, uncut.
+        parameter_names: by the identity of the parameter.
     """
 
-    subject: cases.Subject
-    wrapped: Wrapped
-    optimizer: Any
-    named: Mapping[str, nn.Parameter]
-    buffers: Mapping[str, Tensor]
-    names: Mapping[int, str]
-    shapes: Mapping[str, torch.Size]
+    training: Training
+    program: cases.Program
+    on_ranks: bool = False  # Wrap the model, and train on this rank's shares of each batch.
+    watch: bool = False  # Record collectives and the outputs of modules.
+    folder: str = ""  # Where to save.
+    saved_ranks: int = 0  # How many others have saved there what these ranks load; 0: train from the start.
+    step_shares: Sequence[cases.Share] = ()  # That a step trains on, one after another; without any, this rank's.
+    keeps_tensors: bool = True  # Record tensors, not losses alone.
+    copies_dtype: torch.dtype | None = None  # Call the model with copies of weights and inputs in this dtype.
 
-    def __init__(self, training: "Training", program: cases.Program):
-        self.training, self.program, self.record = training, program, Record()
-        self.workload, self.device, self.dtype = training.workload, training.device, training.dtype
-        self.data: int | None = None
-        self.step_shares: Sequence[cases.Share] = ()
-        self.loss_factor = 1.0
-        self.outputs: AbstractContextManager[Any] | None = None
-        self.watcher = CollectiveWatcher([], is_late=False)
-        self.keeps = True
-        self.copies_dtype: torch.dtype | None = None
+    def __post_init__(self) -> None:
+        self.workload, self.device, self.dtype = self.training.workload, self.training.device, self.training.dtype
+        self.record = recording.Record()
+        self.report = recording.RankReport(self.record)
+        self.rank = self.data_rank = self.context_rank = 0
+        # What losses are multiplied by: of a mean over the ranks, a rank's loss counts as much as its sequences.
+        self._loss_factor = 1.0
+        sizes = self.workload.dimensions
+        if self.on_ranks:
+            self.mesh = _mesh_of_ranks(dist.group.WORLD, self.device.type, tuple(sizes), tuple(sizes.values()))
+            self.rank = dist.get_rank()
+            place = dict(zip(sizes, self.mesh.get_coordinate() or (), strict=True))
+            self.data_rank, self.context_rank = place.get("data", 0), place.get("context", 0)
+            sums = self.workload.gradients == "sum"
+            self._loss_factor = 1 / sizes.get("context", 1) if sums else sizes.get("data", 1)
+        self.step_shares = self.step_shares or self.shares(self.program.micro_batches)
+        self.user_files = [source_file(self.workload.wrap)] if is_user_code(self.workload.wrap) else []
+        self.watcher = CollectiveWatcher(self.user_files, is_late=self.program.late_rank == self.rank)
+
+    def shares(self, micro_batches: int) -> list[cases.Share]:
+        """Return the micro-batches of a batch that this rank trains on; in one process those of all ranks."""
+        shares = cases.cut_batch(self.workload, self.program, micro_batches)
+        return [share for share in shares if not self.on_ranks or share.data_rank == self.data_rank]
+
+    def prepare(self, seed_shift: int = 0) -> None:
+        """Build the model, wrap it on a rank, and find its parameters, buffers and optimizer."""
+        workload, learning_rate = self.workload, self.training.learning_rate
+        self.watcher.phase = "wrap"
+        self.subject = cases.build_subject(workload, self.program, self.device, self.dtype, seed_shift)
+        model = self.subject.model
+        # They live until the wrapped ones are named: an identity is unique among living objects.
+        plain_parameters = dict(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in plain_parameters.items()}
+        buffer_names = [name for name, _ in model.named_buffers()]
+        self._outputs = recording.captured_outputs(model, self.record.outputs) if self.watch else nullcontext()
+        self.wrapped = Wrapped(None, model)
+        if self.on_ranks:
+            # Other masks on ranks that have other sequences.
+            torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data_rank)
+            random.seed(workload.training.seed)
+            self.wrapped = wrap(workload, model, self.mesh, learning_rate)
+        module = self.wrapped.module
+        with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else nullcontext():
+            parameters = list(module.parameters())
+            self.optimizer = self.wrapped.optimizer or recording.default_optimizer(parameters, learning_rate)
+        plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
+        plain_and_wrapped = [
+            (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), name, parameter)
+            for name, parameter in module.named_parameters()
+        ]
+        self.parameters = {plain: parameter for plain, _, parameter in plain_and_wrapped if plain is not None}
+        self.parameter_names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.report.unmatched = tuple(name for plain, name, _ in plain_and_wrapped if plain is None)
+        named_buffers = ((model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
+        self.buffers = {name: buffer for name, buffer in named_buffers if name is not None}
+        if self.training.optimizer is not None:
+            self.optimizer = self.training.optimizer.build(self.parameters)
+        scales = self.on_ranks and self.program.scales
+        self.scaler = self.wrapped.scaler_class(
+            self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
+        )
+        self._report_wrap()
+
+    def _report_wrap(self) -> None:
+        """Note what the wrap's optimizer updates, whether it can be built again, and whether weights are cut."""
+        report, wrapped, shapes = self.report, self.wrapped, self.shapes
+        groups = getattr(self.inner_optimizer, "param_groups", [{"params": self.parameters.values()}])
+        updated = [parameter for group in groups for parameter in group["params"]]
+        # The optimizer may update a copy of the weights.
+        self.watcher.dtypes |= {("update weights", values.dtype) for values in updated if values.is_floating_point()}
+        owned = (self.parameter_names.get(id(parameter)) for parameter in updated)
+        report.owned = tuple(name for name in owned if name is not None)
+        is_cut = any(parameter.shape != shapes[name] for name, parameter in self.parameters.items())
+        report.is_sliced = is_cut or self.has_dtensors
+        report.runs_steps = wrapped.step is not None
+        report.optimizer = None if wrapped.optimizer is None else self._optimizer_spec()
+        report.hides_optimizer = report.optimizer is None and (report.runs_steps or wrapped.optimizer is not None)
 
     @property
-    def inner(self) -> Any:
-        return self.optimizer
+    def inner_optimizer(self) -> Any:
+        """The optimizer that updates parameters, where others wrap it."""
+        return innermost(self.optimizer)
 
-    def prepare(self) -> None:
-        """Build the model and the optimizer, and record the weights."""
-        self.subject = cases.build_subject(self.workload, self.program, self.device, self.dtype)
-        model = self.subject.model
-        self.wrapped = Wrapped(None, model)
-        self.named, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.shapes = {name: parameter.shape for name, parameter in self.named.items()}
-        if self.training.optimizer is None:
-            self.optimizer = default_optimizer(model.parameters(), self.training.learning_rate)
+    @property
+    def has_dtensors(self) -> bool:
+        return any(hasattr(parameter, "to_local") for parameter in self.parameters.values())
+
+    def _optimizer_spec(self) -> recording.OptimizerSpec | None:
+        """Read class and settings of the optimizer, by parameter; None if it is not all torch's."""
+        inner = self.inner_optimizer
+        optimizers = inner.optimizers if isinstance(inner, recording.Together) else [inner]
+        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+            return None
+        # Ours update slices as AdamW does.
+        classes = [torch.optim.AdamW if is_ours(optimizer) else type(optimizer) for optimizer in optimizers]
+        pairs = [
+            (optimizer_class, group)
+            for optimizer_class, optimizer in zip(classes, optimizers, strict=True)
+            for group in optimizer.param_groups
+        ]
+        has_one_group = sum(bool(group["params"]) for _, group in pairs) == 1
+        settings: dict[str, Any] = {}
+        for optimizer_class, group in pairs:
+            group_settings = {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, int | float | bool | tuple | None) and key not in _OF_NO_CONSEQUENCE
+            }
+            if not group["params"]:
+                self.report.empty_groups += (group_settings,)
+            for parameter in group["params"]:
+                for name in self._names_of_updated(parameter):
+                    settings[name] = optimizer_class, group_settings
+                    self.report.optimizer_shapes[name] = parameter.shape
+            if group["params"] and not settings and has_one_group:
+                # It updates copies of the weights.
+                settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
+        return recording.OptimizerSpec(classes[0], settings)
+
+    def _names_of_updated(self, updated: Tensor) -> list[str]:
+        """Name the parameters that an optimizer's is, or shares memory with: as a slice of one or of several."""
+        if id(updated) in self.parameter_names:
+            return [self.parameter_names[id(updated)]]
+        if hasattr(updated, "to_local"):
+            return []
+        start, end = _address_range(updated)
+        local = {name: parameter for name, parameter in self.parameters.items() if not hasattr(parameter, "to_local")}
+        spans = {name: _address_range(parameter) for name, parameter in local.items()}
+        return [name for name, (first, last) in spans.items() if start < end and first < end and start < last]
+
+    def all_steps(self) -> None:
+        """Train from the start or from what others have saved, and record."""
+        if self.saved_ranks:
+            self._load(None)
         else:
-            self.optimizer = self.training.optimizer.build(self.named)
-        self.record.moments["start", 0] = self.weights()
+            self.prepare(_OTHER_SEED * self.rank if self.program.other_starts else 0)
+            self.record.moments["start", 0] = self.weights()
+            if self.program.other_starts:
+                self._record_buffers()
+        if self.program.masks:
+            self._record_masks()
+        else:
+            self._train(cases.SAVED_AFTER if self.saved_ranks else 0)
 
-    def shares(self, micro: int) -> list[cases.Share]:
-        shares = cases.shares_of(self.workload, self.program, micro)
-        return [share for share in shares if self.data in (None, share.data)]
-
-    def train(self, first: int = 0) -> None:
+    def _train(self, first: int) -> None:
         """Run the steps from ``first`` on, and record."""
         program, record = self.program, self.record
         elements = program.steps * sum(shape.numel() for shape in self.shapes.values())
         compared = range(1, program.steps + 1) if elements <= _MOST_ELEMENTS else (1, program.steps)
-        for step in range(first, program.steps):
-            self.watcher.step = step
+        for step in range(first + 1, program.steps + 1):
+            self.watcher.step = step - 1
             self.one_step(step)
-            groups = getattr(self.inner, "param_groups", ())
-            record.rates[step + 1] = tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
-            if program.evaluate and step < program.steps - 1:
+            groups = getattr(self.inner_optimizer, "param_groups", ())
+            record.rates[step] = tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
+            if program.evaluates and step < program.steps:
                 self.watcher.phase = "evaluation"
-                record.add_number("evaluation", step + 1, self.evaluate())
-            if self.keeps and step + 1 in compared:
-                record.moments["weight", step + 1] = self.weights()
-                record.moments["state", step + 1] = self.states()
-            if self.ends_after(step):
-                return
-        if not program.start:
-            self.record_buffers()
+                record.add_number("evaluation", step, self._evaluate())
+            if self.keeps_tensors and step in compared:
+                record.moments["weight", step] = self.weights()
+                record.moments["state", step] = self._states()
+            if program.resume is not None and not self.saved_ranks and step == cases.SAVED_AFTER:
+                state = self._save(program.resume)
+                if program.resume == "ranks":
+                    return
+                self._load(state)
+        if not program.other_starts:
+            self._record_buffers()
 
-    def record_buffers(self) -> None:
-        buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+    def _record_buffers(self) -> None:
+        buffers = {name: recording.clone(buffer) for name, buffer in self.buffers.items()}
         self.record.moments["buffer", self.program.steps] = buffers
 
     def one_step(self, step: int) -> None:
-        watcher, record = self.watcher, self.record
-        batch = cases.batch_of(self.workload, self.device, self.dtype, step)
+        """Run a step, from 1, by the wrap where that runs whole ones, and record it."""
+        watcher = self.watcher
+        batch = cases.batch_of(self.workload, self.device, self.dtype, step - 1)
+        if self.wrapped.step is not None:
+            self._record_step(step, self._step_of_wrap(batch))
+            return
         self.optimizer.zero_grad()
-        total = 0.0
+        total_loss = 0.0
         for number, share in enumerate(self.step_shares):
-            with self.around_share(number):
+            unsynchronized = self.program.no_sync and number < len(self.step_shares) - 1
+            with self.wrapped.without_synchronization(self.optimizer) if unsynchronized else nullcontext():
                 watcher.phase = "forward"
-                self.choose_layers(share)
-                inputs, targets = self.part_of(share, batch)
-                outputs = self.outputs if step == 0 and number == 0 else None
-                with outputs or contextlib.nullcontext():
-                    loss = self.loss(inputs, targets)
-                total += loss.item() * share.weight
+                self._switch_layer(share)
+                inputs, targets = self._part_of(share, batch)
+                with self._outputs if step == 1 and number == 0 else nullcontext():
+                    loss = self._loss(inputs, targets)
+                total_loss += loss.item() * share.weight
                 watcher.phase = "backward"
-                self.backward(loss * (share.weight * self.loss_factor), step)
+                self._backward(loss * (share.weight * self._loss_factor), step)
         watcher.phase = "finish"
-        self.finish()
-        self.record_step(step, total)
+        if self.wrapped.finish is not None:
+            self.wrapped.finish()
+        # Optimizers that hold gradients themselves are unscaled by the step.
+        if self.scaler.is_enabled() and any(parameter.grad is not None for parameter in self.parameters.values()):
+            self.scaler.unscale_(self.optimizer)
+        self._record_step(step, total_loss)
         watcher.phase = "clip"
-        if self.program.clip:
-            record.add_number("norm", step + 1, self.clip())
+        if self.program.clips:
+            self.record.add_number("norm", step, self._clip())
         watcher.phase = "optimizer"
-        self.update(step)
+        # One process, whose losses are all finite, skips what ranks must skip.
+        if self.on_ranks or not self.program.overflows(step):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
-    def choose_layers(self, share: cases.Share) -> None:
-        """Turn a layer off, or on, as the program says of the share."""
-        self.subject.is_off = self.program.unused and share.data == self.workload.data_ranks - 1
+    def _step_of_wrap(self, batch: tuple[Any, Any]) -> float:
+        """Let the wrap run a whole step, and return what this rank adds to the loss of the batch."""
+        if self.program.micro_batches > 1 or self.program.clips or self.program.scales:
+            raise CapabilityError("its step(batch) runs whole steps, so accumulation, clipping and scaling are its own")
+        (share,) = self.step_shares
+        assert self.wrapped.step is not None
+        self._switch_layer(share)
+        return float(self.wrapped.step(self._part_of(share, batch))) * share.weight
 
-    def record_step(self, step: int, loss: float) -> None:
-        self.record.add_number("loss", step + 1, loss)
-        self.record.moments["gradient", step + 1] = self.gradients() if self.keeps else {}
+    def _record_step(self, step: int, loss: float) -> None:
+        self.record.add_number("loss", step, loss)
+        parameters = self.parameters if self.keeps_tensors else {}
+        with self._observed():
+            self.record.moments["gradient", step] = {
+                name: recording.clone(parameter.grad)
+                for name, parameter in parameters.items()
+                if parameter.grad is not None
+            }
 
-    def call(self, inputs: Any) -> Any:
+    def _switch_layer(self, share: cases.Share) -> None:
+        """Turn the layer that the last rank does not use off or on."""
+        self.subject.is_off = self.program.unused and share.data_rank == self.workload.data_ranks - 1
+
+    def _part_of(self, share: cases.Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return this rank's part of a share: all of it, or a slice of each sequence."""
+        ranks = self.workload.dimensions.get("context", 1) if self.on_ranks else 1
+
+        def slice_of(tensor: Tensor) -> Tensor:
+            return tensor.chunk(ranks, 1)[self.context_rank] if ranks > 1 and tensor.dim() > 1 else tensor
+
+        return tree_map_only(Tensor, slice_of, share.of(batch))
+
+    def _loss(self, inputs: Any, targets: Any) -> Tensor:
+        output = self._call(inputs)
+        if self.wrapped.loss is not None:
+            return self.wrapped.loss(output, targets)
+        return cases.loss_of(self.workload, output, targets)
+
+    def _call(self, inputs: Any) -> Any:
+        """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set."""
         if (dtype := self.copies_dtype) is None:
             return user_models.call_model(self.wrapped.module, inputs)
 
@@ -158,236 +347,138 @@ class ProgramRun:
         arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
         return functional_call(model, copies, arguments, named, tie_weights=False)
 
-    def loss(self, inputs: Any, targets: Any) -> Tensor:
-        output = self.call(inputs)
-        if self.wrapped.loss is not None:
-            return self.wrapped.loss(output, targets)
-        return cases.loss_of(self.workload, output, targets)
+    def _backward(self, loss: Tensor, step: int) -> None:
+        handles = self.watcher.expect(dict(self.parameters)) if self.watch else []
+        if self.on_ranks and self.rank == 0 and self.program.overflows(step):
+            loss = loss * math.inf
+        loss = self.scaler.scale(loss)
+        self.wrapped.backward(loss) if self.wrapped.backward is not None else loss.backward()
+        for handle in handles:
+            handle.remove()
 
-    def evaluate(self) -> float:
-        """The loss of the evaluation's batch, of the shares that are trained on here."""
+    def _clip(self) -> float:
+        """Clip gradients, and return their norm before."""
+        max_norm = math.inf if self.training.max_norm is None else self.training.max_norm
+        if self.on_ranks:
+            return self.wrapped.clip(self.optimizer, max_norm)
+        return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
+
+    def _evaluate(self) -> float:
+        """Return the loss of the evaluation's batch, of the shares that are trained on here."""
         module = self.wrapped.module
         module.eval()
         batch = cases.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
         with torch.no_grad():
-            losses = [self.loss(*self.part_of(share, batch)).item() * share.weight for share in self.shares(1)]
+            losses = [self._loss(*self._part_of(share, batch)).item() * share.weight for share in self.shares(1)]
         module.train()
         return sum(losses)
 
-    def part_of(self, share: cases.Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        return share.of(batch)
-
-    def around_share(self, number: int) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor, step: int) -> None:
-        loss.backward()
-
-    def finish(self) -> None:
-        """Finish gradients after the backward passes of a step."""
-
-    def clip(self) -> float:
-        bound = math.inf if self.training.max_norm is None else self.training.max_norm
-        return torch.nn.utils.clip_grad_norm_(self.named.values(), bound).item()
-
-    def update(self, step: int) -> None:
-        # Of this step one rank's loss is infinite.
-        if not (self.program.scale and step + 1 == cases.OVERFLOWN_STEP):
-            self.optimizer.step()
-
-    def ends_after(self, step: int) -> bool:
-        """Do what follows a step, and return whether the program ends with it."""
-        return False
+    def _record_masks(self) -> None:
+        """Note which elements the first dropout layer drops in a forward pass."""
+        model, outputs = self.subject.model, dict[str, Tensor]()
+        batch = cases.batch_of(self.workload, self.device, self.dtype, 0)
+        with recording.captured_outputs(model, outputs):
+            self._loss(*self._part_of(self.shares(1)[0], batch))
+        layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}
+        masks = [output == 0 for name, output in outputs.items() if name in layers]
+        if not masks:
+            raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
+        self.report.masks = masks[0]
 
     @contextlib.contextmanager
-    def observed(self) -> Any:
+    def _observed(self) -> Any:
         """Within this, collectives are none of the wrap's."""
         phase, self.watcher.phase = self.watcher.phase, OBSERVED
         yield
         self.watcher.phase = phase
 
     def weights(self) -> dict[str, Tensor]:
-        with self.observed():
-            return {name: clone(parameter) for name, parameter in self.named.items()}
+        getattr(self.optimizer, "wait_for_parameters", lambda: None)()
+        with self._observed():
+            return {name: recording.clone(parameter) for name, parameter in self.parameters.items()}
 
-    def gradients(self) -> dict[str, Tensor]:
-        with self.observed():
-            return {name: clone(parameter.grad) for name, parameter in self.named.items() if parameter.grad is not None}
-
-    def states(self) -> dict[str, Tensor]:
-        """The optimizer's state by the names of parameters and its own, which order it; tensors alone."""
-        with self.observed():
+    def _states(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors by the names of parameters and their own, which order them."""
+        # States of ours are of slices that it alone knows.
+        if is_ours(self.inner_optimizer):
+            return {}
+        with self._observed():
             states = [
-                (key, self.names[id(parameter)], clone(torch.as_tensor(value)))
-                for parameter, state in self.inner.state.items()
-                if id(parameter) in self.names
+                (key, self.parameter_names[id(parameter)], recording.clone(torch.as_tensor(value)))
+                for parameter, state in self.inner_optimizer.state.items()
+                if id(parameter) in self.parameter_names
                 for key, value in state.items()
                 if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
             ]
         return {f"{name} {key}": value for key, name, value in sorted(states, key=operator.itemgetter(0))}
 
+    def _save(self, resume: str) -> Any:
+        """Save everything, and return the state dicts where they are not in a checkpoint."""
+        self.watcher.phase = "save"
+        if resume == "dcp":
+            # The first rank's, on every rank: those that torchrun started each have made one.
+            folders = [self.folder]
+            dist.broadcast_object_list(folders)
+            (self.folder,) = folders
+        # Other ranks load DTensors from a checkpoint, and all else from each rank's own state.
+        if resume == "dcp" or (resume == "ranks" and self.has_dtensors):
+            self._checkpoint()
+            return None
+        state = self._state_dicts()
+        if resume == "ranks":
+            torch.save(state, f"{self.folder}/rank{self.rank}.pt")
+        return state
 
-@dataclass
-class Reference:
-    """One process's training, and the same summed in other orders.
-
-    Attributes:
-        record: of the whole batch at once; of the ranks' shares where the loss of a batch is not their mean.
-        others: the same in other orders.
-        is_whole: whether ``record`` is of the whole batch at once.
-        half: the less precise dtype that ranks compute or send in, where they do.
-    """
-
-    record: Record
-    others: Sequence[Record]
-    is_whole: bool
-    half: torch.dtype | None = None
-
-
-# Dtype and learning rate of a workload on a device.
-_choices: dict[Any, tuple[torch.dtype, float]] = {}
-_references: dict[Any, Reference] = {}
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training of a workload's programs, on ranks and in one process.
-
-    Attributes:
-        learning_rate: of the default optimizer, where ``optimizer`` is None.
-        max_norm: of gradients, where a program clips.
-        optimizer: the wrap's, to be built in one process.
-    """
-
-    workload: VerifiedWorkload
-    device: torch.device
-    dtype: torch.dtype
-    learning_rate: float = 0.0
-    max_norm: float | None = None
-    optimizer: OptimizerSpec | None = None
-
-    def columns(self) -> dict[str, object]:
-        """Return how one process trains, as derived columns of a cell."""
-        return {"reference_dtype": str(self.dtype).removeprefix("torch."), "learning_rate": self.learning_rate}
-
-    @classmethod
-    def choose(cls, workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype | None) -> "Training":
-        """Choose the dtype unless one is passed, and the largest learning rate with which losses do not run away.
-
-        The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
-        """
-        key = (workload.training, device)
-        if key not in _choices:
-            process = cls(workload, device, torch.float64)
-            try:
-                process.train(cases.Program(steps=1))
-            except UserCodeError:
-                raise
-            except (RuntimeError, TypeError, NotImplementedError):
-                process = replace(process, dtype=torch.float32)
-            for rate in LEARNING_RATES:
-                run = replace(process, learning_rate=rate).train(cases.PROGRAMS["run"], keeps=False)
-                if stay_near(run.numbers("loss")):
-                    break
-            _choices[key] = process.dtype, rate
-        chosen, rate = _choices[key]
-        return cls(workload, device, dtype or chosen, rate)
-
-    def clipping(self) -> "Training":
-        """Return the same with ``max_norm`` at half the norm of the first step's gradients."""
-        norms = replace(self, learning_rate=0.0).train(cases.Program(steps=1, clip=True)).numbers("norm")
-        return replace(self, max_norm=0.5 * norms[0])
-
-    def train(
-        self,
-        program: cases.Program,
-        shares: Sequence[cases.Share] = (),
-        *,
-        outputs: bool = False,
-        keeps: bool = True,
-        half: torch.dtype | None = None,
-        casts_weights: bool = False,
-    ) -> Record:
-        """Train in this process, the shares of each batch one after another.
-
-        Args:
-            shares: of each batch; without any, the whole batch at once.
-            outputs: record those of modules in the first forward pass.
-            keeps: record tensors, not losses alone.
-            half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the
-                weights.
-        """
-        run = ProgramRun(self, program)
-        run.step_shares = shares or self._whole_batch(program)
-        run.copies_dtype, run.keeps = half if casts_weights else None, keeps
-        casts = torch.autocast(self.device.type, half) if half and not casts_weights else contextlib.nullcontext()
-        with user_models.nothing_dropped(), casts:
-            run.prepare()
-            if outputs:
-                run.outputs = captured_outputs(run.subject.model, run.record.outputs)
-            run.train()
-        return run.record
-
-    def gradients_of_shares(
-        self, program: cases.Program, step: int, weights: Mapping[str, Tensor]
-    ) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """The part of a step's gradients that each micro-batch of each data rank adds to those of the whole batch.
-
-        Args:
-            step: from 1, and ``weights`` before it.
-        """
-        run, gradients = ProgramRun(replace(self, optimizer=None), program.trained_alone), {}
-        with user_models.nothing_dropped():
-            run.prepare()
-            for share in cases.shares_of(self.workload, program, program.micro):
-                with torch.no_grad():
-                    for name, value in weights.items():
-                        run.named[name].copy_(value)
-                run.step_shares = [share]
-                run.one_step(step - 1)
-                gradients[share.data, share.micro] = run.record.at("gradient", step)
-        return gradients
-
-    def _whole_batch(self, program: cases.Program) -> list[cases.Share]:
-        size = self.workload.training.size.batch_size
-        return [cases.Share(0, 0, 1.0, slice(0, size - 1 if program.uneven else size))]
-
-    def reference(self, program: cases.Program) -> Reference:
-        """Train the program in several orders; kept for other cases of the same training."""
-        program, workload = program.trained_alone, self.workload
-        described = self.optimizer and (self.optimizer.optimizer_class, repr(self.optimizer.settings))
-        numbers = self.device, self.dtype, self.learning_rate, self.max_norm
-        # Cases and wraps differ in what ranks do alone.
-        key = (workload.training, workload.data_ranks, program, described, numbers)
-        if key in _references:
-            return _references[key]
-        if len(_references) > 8:
-            _references.clear()
-        by_rank, in_micros = cases.shares_of(workload, program, 1), cases.shares_of(workload, program, 2)
-        orders = [by_rank, in_micros, list(reversed(in_micros))]
-        # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
-        whole = by_rank if program.unused else self._whole_batch(program)
-        records = [self.train(program, order, outputs=order in (whole, by_rank)) for order in (whole, *orders)]
-        first, of_shares = records[0].numbers("loss")[0], records[1].numbers("loss")[0]
-        if abs(first - of_shares) <= MEAN_LOSS[self.dtype] * abs(first):
-            reference = Reference(records[0], records[1:], True)
+    def _load(self, state: Any) -> None:
+        """Load into new objects: a checkpoint where there is one, else what other ranks saved, or ``state``."""
+        # What was trained before is another program's.
+        self.prepare(_OTHER_SEED)
+        if Path(self.folder, "dcp").exists():
+            self._checkpoint(loads=True)
+            return
+        if self.saved_ranks:
+            state = torch.load(f"{self.folder}/rank{self.rank % self.saved_ranks}.pt", weights_only=False)
+        if self.wrapped.saves_all("load_state_dict"):
+            self.wrapped.owner.load_state_dict(state)
         else:
-            # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
-            reversed_record = self.train(program, list(reversed(by_rank)))
-            reference = Reference(records[1], [reversed_record], False)
-        _references[key] = reference
-        return reference
+            self.wrapped.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
 
-    def in_half_precision(self, reference: Reference, program: cases.Program, half: torch.dtype) -> Reference:
-        """The same reference, with one process that computes in ``half``, in parts or everything, as other orders."""
-        one_process = program.trained_alone
-        # autocast leaves float64 alone.
-        shares = cases.shares_of(self.workload, one_process, 1)
-        train = partial(replace(self, dtype=torch.float32).train, one_process, shares)
-        if half == torch.float32:
-            return replace(reference, others=[*reference.others, train()], half=half)
-        others = [train(half=half)]
-        # The model, or the device, may have operations that are none in half precision.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            others.append(train(half=half, casts_weights=True))
-        return replace(reference, others=[*reference.others, *others], half=half)
+    def _state_dicts(self) -> Any:
+        """Return a copy of the state dicts of module and optimizer, or of the object that has both."""
+        if self.wrapped.saves_all("state_dict"):
+            state = self.wrapped.owner.state_dict()
+        else:
+            state = {"model": self.wrapped.module.state_dict()}
+            consolidate = getattr(self.optimizer, "consolidate_state_dict", lambda to: None)
+            for rank in range(dist.get_world_size()):
+                # Another rank's is forgotten by the next.
+                consolidate(to=rank)
+                if rank == self.rank:
+                    state["optimizer"] = self.optimizer.state_dict()
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+
+    def _checkpoint(self, *, loads: bool = False) -> None:
+        """Save by torch.distributed.checkpoint, or load what as many ranks or others have saved. All ranks call it.
+
+        Raises:
+            CapabilityError: it holds slices that are no DTensors.
+        """
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        inner = self.inner_optimizer
+        if not isinstance(inner, torch.optim.Optimizer) or (self.report.is_sliced and not self.has_dtensors):
+            raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
+        objects = self.wrapped.module, inner
+        state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(*objects), strict=True))
+        if loads:
+            checkpoint.load(state, checkpoint_id=f"{self.folder}/dcp")
+            set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            checkpoint.save(state, checkpoint_id=f"{self.folder}/dcp")
+
+
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the tensor's first byte and of the one after its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

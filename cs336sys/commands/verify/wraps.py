@@ -5,8 +5,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,62 +26,57 @@ from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of, torch_linear
 
-FINISH = "finish_gradient_synchronization"
-
 # How parameters of functions are called that take a mesh; those that take a group are GROUP_NAMES.
 _MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """The parts of a training step that a wrap has returned.
+    """The parts of a training step that a wrap has returned."""
 
-    Attributes:
-        owner: what the wrap returned, or the first of it.
-        module: to call with a rank's inputs.
-        optimizer: of the wrap; None where it returned none.
-        finish: called after the backward pass; None where nothing is.
-        step: runs a whole step on (inputs, targets) and returns the loss; None: the program runs it.
-        backward: takes the loss; None is its own ``backward()``.
-        loss: of what the module returned and the targets, where that is not all logits.
-        scaler_class: scales the loss.
-    """
-
-    owner: Any
-    module: nn.Module
+    owner: Any  # What the wrap returned, or the first of it.
+    module: nn.Module  # To call with a rank's inputs.
     optimizer: torch.optim.Optimizer | None = None
-    finish: Callable[[], Any] | None = None
-    step: Callable[[Any], Any] | None = None
-    backward: Callable[[Tensor], None] | None = None
-    loss: Callable[[Any, Any], Tensor] | None = None
+    finish: Callable[[], Any] | None = None  # Called after the backward pass.
+    step: Callable[[Any], Any] | None = None  # Runs a whole step on (inputs, targets), and returns the loss.
+    backward: Callable[[Tensor], None] | None = None  # Takes the loss; None is the loss's own.
+    loss: Callable[[Any, Any], Tensor] | None = None  # Of output and targets, where the output is not all logits.
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
 
-    def without_synchronization(self, optimizer: Any) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def without_synchronization(self, optimizer: Any) -> Iterator[None]:
         """Within this, backward passes accumulate gradients on this rank.
 
         Raises:
             CapabilityError: it has no way to.
         """
-        candidate: Any
-        for candidate in (self.owner, self.module, optimizer):
-            if hasattr(candidate, "no_sync"):
-                takes_module = len(inspect.signature(candidate.no_sync).parameters) > 0
-                return candidate.no_sync(self.module) if takes_module else candidate.no_sync()
-        if hasattr(self.module, "set_requires_gradient_sync"):
-            switch: Any = self.module.set_requires_gradient_sync
-            switch(False)
-            stack = contextlib.ExitStack()
-            stack.callback(switch, True)
-            return stack
-        raise CapabilityError("it has no no_sync()")
+        candidates = (self.owner, self.module, optimizer)
+        no_sync: Any = next((part.no_sync for part in candidates if hasattr(part, "no_sync")), None)
+        set_sync: Any = getattr(self.module, "set_requires_gradient_sync", None)
+        if no_sync is not None:
+            with no_sync(self.module) if inspect.signature(no_sync).parameters else no_sync():
+                yield
+        elif set_sync is not None:
+            set_sync(False)
+            yield
+            set_sync(True)
+        else:
+            raise CapabilityError("it has no no_sync()")
 
     def clip(self, optimizer: Any, max_norm: float) -> float:
-        """Clip gradients by what the wrap has for it, else by torch's function; their norm before."""
-        clip: Any = functools.partial(torch.nn.utils.clip_grad_norm_, self.module.parameters())
+        """Clip gradients by what the wrap has for it, else by torch's function, and return their norm before."""
+        clip: Any = functools.partial(nn.utils.clip_grad_norm_, self.module.parameters())
         for candidate in (optimizer, self.module, self.owner):
             clip = getattr(candidate, "clip_grad_norm_", None) or clip
         norm = clip(max_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def saves_all(self, method_name: str) -> bool:
+        """Return whether the owner's method, ``state_dict`` or ``load_state_dict``, is of module and optimizer."""
+        method = getattr(self.owner, method_name, None)
+        # Not the module's, which the owner may pass on by __getattr__.
+        is_of_owner = method is not None and getattr(method, "__self__", self.owner) is self.owner
+        return is_of_owner and not isinstance(self.owner, nn.Module)
 
 
 def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
@@ -97,11 +91,12 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
     else:
         function = user_models.load(workload.wrap)
         with user_models.telling_errors_of(workload.wrap):
-            returned = _call_wrap(function, model, mesh)
-    return _returned_parts(workload, returned, model)
+            returned = _call_with_ranks(function, model, mesh)
+    return returned if isinstance(returned, Wrapped) else _find_parts(workload, returned, model)
 
 
-def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
+def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Call a user's wrap with the model, and the mesh or the group by the name of its parameter for it, if any."""
     parameters: list[inspect.Parameter] = []
     # Python does not know the parameters of some functions in C.
     with contextlib.suppress(ValueError):
@@ -111,14 +106,15 @@ def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh)
     for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    takes_second = bool(parameters) and parameters[0].kind in kinds and parameters[0].default is inspect.Parameter.empty
-    return function(model, mesh) if takes_second else function(model)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    requires_second = any(
+        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in parameters[:1]
+    )
+    return function(model, mesh) if requires_second else function(model)
 
 
-def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
-    if isinstance(returned, Wrapped):
-        return returned
+def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
+    """Find module, optimizer, step and other parts in what a wrap returned."""
     name = workload.wrap
     optimizer = step = None
     # Without anything returned, it is wrapped in place.
@@ -135,7 +131,8 @@ def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module)
         )
     if optimizer is not None and not hasattr(optimizer, "zero_grad"):
         raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
-    candidates = (getattr(candidate, workload.finish or FINISH, None) for candidate in (owner, module, optimizer))
+    finish_name = workload.finish or "finish_gradient_synchronization"
+    candidates = (getattr(candidate, finish_name, None) for candidate in (owner, module, optimizer))
     finish = next(filter(None, candidates), None)
     if workload.finish is not None and finish is None:
         methods = [
@@ -143,15 +140,18 @@ def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module)
         ]
         raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
     loss = getattr(owner, "loss", None) if owner is not model else None
+    loss = loss if callable(loss) else None
     scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
-    return Wrapped(
-        owner, module, optimizer, finish, step, loss=loss if callable(loss) else None, scaler_class=scaler_class
-    )
+    return Wrapped(owner, module, optimizer, finish, step, loss=loss, scaler_class=scaler_class)
+
+
+def is_ours(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("cs336sys.parallel")
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates this rank's parameters, or several of them, where others wrap it."""
-    while not type(optimizer).__module__.startswith("cs336sys.parallel"):
+    """Return the optimizer that updates this rank's parameters, or several of them, where others wrap it."""
+    while not is_ours(optimizer):
         inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
         if len(inner) != 1 or id(optimizer) in inner:
             break
@@ -177,6 +177,10 @@ class WrapCall:
         return list(blocks_of(self.workload.training, self.model).values())
 
     @property
+    def adamw(self) -> torch.optim.Optimizer:
+        return recording.default_optimizer(self.model.parameters(), self.learning_rate)
+
+    @property
     def optimizer_settings(self) -> dict[str, Any]:
         return {"lr": self.learning_rate, **recording.ADAMW_SETTINGS}
 
@@ -197,39 +201,35 @@ def _fsdp2(call: WrapCall) -> nn.Module:
 def _zero(call: WrapCall) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module, settings = _ddp(call), call.optimizer_settings
-    group = call.mesh.get_group()
-    return module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, process_group=group, **settings)
+    module, group = _ddp(call), call.mesh.get_group()
+    adamw = torch.optim.AdamW
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), adamw, process_group=group, **call.optimizer_settings)
+    return module, optimizer
 
 
-# Feed-forward layers by their names in cs336_basics, Llama, GPT-2 and torch's own Transformer.
-_PAIRS = (
-    ("w1", "w3", "w2"),
-    ("gate_proj", "up_proj", "down_proj"),
-    ("fc1", "fc2"),
-    ("linear1", "linear2"),
-    ("up", "down"),
-)
+# Feed-forward layers by their names in cs336_basics, Llama, GPT-2 and torch's own Transformer: those that are cut by
+# columns, then the one that is cut by rows.
+_PAIRS = [
+    names.split() for names in ("w1 w3 w2", "gate_proj up_proj down_proj", "fc1 fc2", "linear1 linear2", "up down")
+]
 
 
 def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
-    """torch's ``parallelize_module``: every pair of matrices in a block that fits is cut by columns, then by rows."""
+    """Cut every pair of matrices in a block that fits by columns, then by rows, by torch's ``parallelize_module``."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan: dict[str, Any] = {}
-    for name, module in call.model.named_modules():
-        children = dict(module.named_children())
-        for *columns, rows in _PAIRS:
-            layers = {layer_name: children[layer_name] for layer_name in (*columns, rows) if layer_name in children}
-            width = layers[rows].weight.shape[-1] if len(layers) == len(columns) + 1 else None
+    for path, module in call.model.named_modules():
+        for names in _PAIRS:
+            layers = {name: child for name, child in module.named_children() if name in names}
+            width = layers[names[-1]].weight.shape[-1] if len(layers) == len(names) else None
             if not isinstance(width, int) or width % call.mesh.size():
                 continue
-            for layer_name, layer in layers.items():
+            for name, layer in layers.items():
                 # torch's styles know its own linear layers alone.
                 if not isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter):
-                    setattr(module, layer_name, torch_linear(layer.weight))
-                style = RowwiseParallel if layer_name == rows else ColwiseParallel
-                plan[f"{name}.{layer_name}".lstrip(".")] = style()
+                    setattr(module, name, torch_linear(layer.weight))
+                plan[f"{path}.{name}".lstrip(".")] = RowwiseParallel() if name == names[-1] else ColwiseParallel()
     if not plan:
         listed = "; ".join(", ".join(pair) for pair in _PAIRS)
         raise CapabilityError(
@@ -264,32 +264,33 @@ def _tensor(call: WrapCall) -> Any:
     return SimpleNamespace(module=module, loss=module.loss, scaler_class=ShardedGradScaler)
 
 
-def _as_torchrun() -> AbstractContextManager[None]:
-    """Set what torchrun sets, which some libraries look at though the ranks have met already."""
+@contextlib.contextmanager
+def _optional_package(name: str) -> Iterator[Any]:
+    """Import a package; within this, there is what torchrun sets, which some look at though the ranks have met already.
+
+    Raises:
+        CapabilityError: it is not installed.
+    """
+    try:
+        package = importlib.import_module(name)
+    except ImportError as error:
+        raise CapabilityError(f"--wrap {name} needs {name}: pip install {name}") from error
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    return recording.added_to_environment(met)
-
-
-def _optional(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise CapabilityError(f"--wrap {package} needs {package}: pip install {package}") from error
+    with recording.added_to_environment(met):
+        yield package
 
 
 def _accelerate(call: WrapCall) -> Wrapped:
     """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
-    model, package = call.model, _optional("accelerate")
-    with _as_torchrun():
-        accelerator = package.Accelerator(cpu=next(model.parameters()).device.type == "cpu")
-    module, optimizer = accelerator.prepare(model, recording.default_optimizer(model.parameters(), call.learning_rate))
+    with _optional_package("accelerate") as package:
+        accelerator = package.Accelerator(cpu=next(call.model.parameters()).device.type == "cpu")
+    module, optimizer = accelerator.prepare(call.model, call.adamw)
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
 
 
 def _deepspeed(call: WrapCall) -> Wrapped:
     """DeepSpeed's engine with ZeRO of stage 1, whose ``step()`` also sets gradients to zero."""
-    deepspeed = _optional("deepspeed")
     settings = {
         # Of a batch, it takes what it is given.
         "train_micro_batch_size_per_gpu": 1,
@@ -299,10 +300,9 @@ def _deepspeed(call: WrapCall) -> Wrapped:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    optimizer = recording.default_optimizer(call.model.parameters(), call.learning_rate)
-    with _as_torchrun():
+    with _optional_package("deepspeed") as deepspeed:
         engine, optimizer, _, _ = deepspeed.initialize(
-            model=call.model, optimizer=optimizer, dist_init_required=False, config=settings
+            model=call.model, optimizer=call.adamw, dist_init_required=False, config=settings
         )
 
     def step(batch: tuple[Any, Any]) -> Tensor:

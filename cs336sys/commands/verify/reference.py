@@ -1,0 +1,157 @@
+"""Training in one process, and how far rounding alone takes it: the same batches, summed in other orders."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336sys.commands.verify import cases
+from cs336sys.commands.verify.program import ProgramRun, Training
+from cs336sys.commands.verify.record import Record
+from cs336sys.errors import UserCodeError
+from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
+from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.training import user_models
+
+
+@dataclass
+class Reference:
+    """One process's training, and the same summed in other orders."""
+
+    record: Record  # Of the whole batch at once; of the ranks' shares where the loss of a batch is not their mean.
+    others: Sequence[Record]
+    is_whole: bool  # Whether ``record`` is of the whole batch at once.
+    half: torch.dtype | None = None  # The less precise dtype that ranks compute or send in, where they do.
+
+
+# Dtype and learning rate of a workload on a device.
+_choices: dict[Any, tuple[torch.dtype, float]] = {}
+_references: dict[Any, Reference] = {}
+
+
+def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype | None) -> Training:
+    """Choose the dtype unless one is passed, and the largest learning rate with which losses do not run away.
+
+    The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
+    """
+    key = (workload.training, device)
+    if key not in _choices:
+        training = Training(workload, device, torch.float64)
+        try:
+            train_in_one_process(training, cases.Program(steps=1))
+        except UserCodeError:
+            raise
+        except (RuntimeError, TypeError, NotImplementedError):
+            training = replace(training, dtype=torch.float32)
+        for rate in LEARNING_RATES:
+            record = train_in_one_process(
+                replace(training, learning_rate=rate), cases.PROGRAMS["run"], keeps_tensors=False
+            )
+            if stay_near(record.numbers("loss")):
+                break
+        _choices[key] = training.dtype, rate
+    chosen_dtype, rate = _choices[key]
+    return Training(workload, device, dtype or chosen_dtype, rate)
+
+
+def with_max_norm(training: Training) -> Training:
+    """Return the training with ``max_norm`` at half the norm of the first step's gradients."""
+    record = train_in_one_process(replace(training, learning_rate=0.0), cases.Program(steps=1, clips=True))
+    return replace(training, max_norm=0.5 * record.numbers("norm")[0])
+
+
+def train_in_one_process(
+    training: Training,
+    program: cases.Program,
+    shares: Sequence[cases.Share] = (),
+    *,
+    outputs: bool = False,
+    keeps_tensors: bool = True,
+    half: torch.dtype | None = None,
+    casts_weights: bool = False,
+) -> Record:
+    """Train in this process, the shares of each batch one after another.
+
+    Args:
+        shares: of each batch; without any, the whole batch at once.
+        outputs: record those of modules in the first forward pass.
+        keeps_tensors: record tensors, not losses alone.
+        half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the weights.
+    """
+    run = ProgramRun(
+        training,
+        program,
+        watch=outputs,
+        step_shares=shares or cases.cut_batch(training.workload, program, micro_batches=1, whole=True),
+        keeps_tensors=keeps_tensors,
+        copies_dtype=half if casts_weights else None,
+    )
+    casts = torch.autocast(training.device.type, half) if half and not casts_weights else contextlib.nullcontext()
+    with user_models.nothing_dropped(), casts:
+        run.all_steps()
+    return run.record
+
+
+def gradients_of_shares(
+    training: Training, program: cases.Program, step: int, weights: Mapping[str, Tensor]
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Return what each micro-batch of each data rank adds to the gradients of a step, which begins with ``weights``."""
+    run, gradients = ProgramRun(replace(training, optimizer=None), program.in_one_process), {}
+    with user_models.nothing_dropped():
+        run.prepare()
+        for share in cases.cut_batch(training.workload, program, program.micro_batches):
+            with torch.no_grad():
+                for name, value in weights.items():
+                    run.parameters[name].copy_(value)
+            run.step_shares = [share]
+            run.one_step(step)
+            gradients[share.data_rank, share.micro_batch] = run.record.at("gradient", step)
+    return gradients
+
+
+def train_reference(training: Training, program: cases.Program) -> Reference:
+    """Train the program in one process in several orders; kept for other cases of the same training."""
+    program, workload = program.in_one_process, training.workload
+    spec = training.optimizer
+    optimizer = spec and (spec.optimizer_class, repr(spec.settings))
+    numbers = training.device, training.dtype, training.learning_rate, training.max_norm
+    # Cases and wraps differ in what ranks do alone.
+    key = workload.training, workload.data_ranks, program, optimizer, numbers
+    if key in _references:
+        return _references[key]
+    if len(_references) > 8:
+        _references.clear()
+    by_rank, in_micro_batches = (cases.cut_batch(workload, program, micro_batches) for micro_batches in (1, 2))
+    # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
+    whole = by_rank if program.unused else cases.cut_batch(workload, program, micro_batches=1, whole=True)
+    orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
+    records = [train_in_one_process(training, program, order, outputs=order in (whole, by_rank)) for order in orders]
+    whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])
+    if abs(whole_loss - mean_loss) <= MEAN_LOSS[training.dtype] * abs(whole_loss):
+        reference = Reference(records[0], records[1:], is_whole=True)
+    else:
+        # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
+        reference = Reference(records[1], [train_in_one_process(training, program, by_rank[::-1])], is_whole=False)
+    _references[key] = reference
+    return reference
+
+
+def with_half_precision(
+    training: Training, program: cases.Program, reference: Reference, half: torch.dtype
+) -> Reference:
+    """Return the reference with one process that computes in ``half``, in parts or everything, as other orders."""
+    program = program.in_one_process
+    shares = cases.cut_batch(training.workload, program, micro_batches=1)
+    # autocast leaves float64 alone.
+    train = partial(train_in_one_process, replace(training, dtype=torch.float32), program, shares)
+    if half == torch.float32:
+        return replace(reference, others=[*reference.others, train()], half=half)
+    others = [train(half=half)]
+    # The model, or the device, may have operations that are none in half precision.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        others.append(train(half=half, casts_weights=True))
+    return replace(reference, others=[*reference.others, *others], half=half)
