@@ -29,7 +29,7 @@ def answers(
 ) -> Sequence[Answer]:
     """The blocks of one part; ``tests``: outcomes of the course's tests."""
     (of_problem,) = document(year, files, name, tests=tests).problems
-    return next(section.blocks for section in of_problem[1] if section.letter == letter)
+    return next(section.answers for section in of_problem[1] if section.letter == letter)
 
 
 def words(blocks: Iterable[Answer]) -> str:

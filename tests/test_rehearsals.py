@@ -26,7 +26,7 @@ OPTION = {
     },
     # Where it is used.
     "commands/bench/measure.py": {
-        "        **surroundings,\n    }": '        "notes": [f"doubled {2 * workload.dummy}"],\n',
+        "        **observed,\n    }": '        "notes": [f"doubled {2 * workload.dummy}"],\n',
     },
 }
 # Of an option of attn, of kernels and of ddp: the field, its place in help, and where it is used.

@@ -53,9 +53,9 @@ class FlashOptions(OperationOptions):
     plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None
 
     def configurations(self, ctx: typer.Context) -> list[dict[str, Any]]:
-        """Return a cell for each shape and implementation.
+        """Return a cell for each shape, round and implementation.
 
-        A round goes through all implementations of a shape, so that what is compared is measured side by side.
+        A round goes through all implementations of a shape, so that cells to compare are measured close to each other.
 
         Raises:
             UsageError: ``--grid`` meets a shape of the user's, no attention has such a shape, or ``--keep-settings``
@@ -64,38 +64,37 @@ class FlashOptions(OperationOptions):
         shapes: dict[str, Any] = {}
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):
-                if _is_set_before(ctx, option, "grid"):
+                if _overrides(ctx, option, "grid"):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
             shapes["causal"] = True
-        # Of each implementation, what its configuration has besides settings.
         names, additions = [*self.implementation, *self.kernel], dict[str, dict[str, Any]](self.codes)
         if self.keep_settings:
             if "triton" not in names:
                 raise UsageError("--keep-settings is about implementation triton: add it to --implementation")
-            # First, so that the others of a shape are measured with what was kept.
+            # First, so that a shape's other implementations are measured with the settings that it keeps.
             names.sort(key=lambda name: name != "triton")
             additions["triton"] = {"keep_settings": True}
         order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
         rounds = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
-            AttentionWorkload(**shape | {"implementation": name}).configuration() | round_ | additions.get(name, {})
+            AttentionWorkload(**shape | {"implementation": name}).configuration() | this_round | additions.get(name, {})
             for shape in self.combinations(AttentionWorkload, *order, implementation=[None], **shapes)
-            for round_ in rounds
+            for this_round in rounds
             for name in names
         ]
 
 
-# Where options get their values, each before those to its left: DEFAULT_MAP is the settings file.
+# Where options are given, the later overrides: the settings file, variables, the command line.
 _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
-def _is_set_before(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether the user sets an option, and in a place that does not give way to the other option's."""
+def _overrides(context: typer.Context, option: str, other: str) -> bool:
+    """Return whether an option is given in the same place as another, or in one that overrides that."""
     sources = [context.get_parameter_source(name) for name in (option, other)]
-    precedence, other_precedence = (0 if source is None else _SOURCES.index(source.name) for source in sources)
-    return precedence > 0 and precedence >= other_precedence
+    rank, other_rank = (0 if source is None else _SOURCES.index(source.name) for source in sources)
+    return rank > 0 and rank >= other_rank
 
 
 def flash(

@@ -1,15 +1,16 @@
 """Saved results shown again: which cells were one invocation of a command, and how each command's are shown."""
 
+import contextlib
 import html
 import importlib
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+from cs336sys.command_line.faults import say
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
@@ -18,7 +19,7 @@ from cs336sys.tables.saved import Pictures, Presentation, SavedCommand
 from cs336sys.tables.table import Table, grid_of, with_rows
 from cs336sys.tables.tidy import tidy, with_origin
 
-# Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` of its tables.
+# Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` in its ``tables.py``.
 _ELSEWHERE = {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
@@ -30,6 +31,7 @@ _FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/tab
 
 
 def _record(command: str) -> SavedCommand | None:
+    """Import a command's record; None where it has none."""
     if command not in _FOLDERS and command not in _ELSEWHERE:
         return None
     module, _, record = _ELSEWHERE.get(command, f"{command}.tables.SAVED").rpartition(".")
@@ -37,7 +39,7 @@ def _record(command: str) -> SavedCommand | None:
 
 
 def can_be_shown(command: str) -> bool:
-    """Return whether this version knows how cells of a command are shown."""
+    """Return whether this version can show cells of a command."""
     return _record(command) is not None
 
 
@@ -47,7 +49,7 @@ def saved_commands() -> list[str]:
 
 
 def saved_command(command: str) -> SavedCommand:
-    """Return how a command's cells are shown, or raise a UsageError where nothing knows."""
+    """Return the record of how a command's cells are shown, or raise a UsageError where there is none."""
     if (record := _record(command)) is None:
         choices = choose_from(command, saved_commands())
         raise UsageError(f"cells of '{command}' cannot be shown by this cs336sys: {choices}")
@@ -59,8 +61,8 @@ class Invocation:
     """The cells that one invocation of a command printed.
 
     Attributes:
-        runs: the one that measured them, after those that it resumed.
-        cells: by their configuration.
+        runs: the run that measured them, after those that it resumed.
+        cells: the cells by the key of their configuration.
     """
 
     command: str
@@ -69,100 +71,107 @@ class Invocation:
 
     @property
     def run(self) -> Run | None:
-        """The last run, whose machine a title may name; None where there were several machines."""
+        """The last run, whose machine a title may name; None where runs had several machines."""
         return self.runs[-1] if self.runs and all(run.machine == self.runs[-1].machine for run in self.runs) else None
 
     @property
     def name(self) -> str:
-        """Return the name that tells it from other invocations of the command."""
+        """A name that differs from those of other invocations of the command."""
         return f"run {self.runs[-1].run_id[:8]} of {self.runs[-1].time}" if self.runs else "a run not recorded"
 
 
 def invocations(files: Sequence[Results]) -> list[Invocation]:
-    """The invocations whose cells these files hold, in their order, every cell once.
+    """Return the invocations whose cells these files hold, in their order, every cell once.
 
-    A run with ``--resume`` goes on with what its file held before it, if that was measured alike; of cells that it
-    measured again the later ones are kept, as it printed them.
+    A run with ``--resume`` belongs to the invocation before it in its file that had the same conditions; of cells that
+    it measured again the later ones are kept, as it printed them.
     """
     by_run: dict[tuple[str, str], Invocation] = {}
     for results in files:
-        in_file: set[tuple[str, str]] = set()
-        # Of this file, by command and conditions: the invocation of the last run under these, or under any ("").
-        latest: dict[tuple[str, str], Invocation] = {}
+        # The last invocation in this file by its command and conditions, and by its command alone ("").
+        latest: dict[tuple[str, str | None], Invocation] = {}
+        for command, run_id in dict.fromkeys((cell.command, cell.run_id) for cell in results.cells):
+            run = results.runs.get(run_id)
+            if run is None:
+                by_run.setdefault((command, run_id), Invocation(command))
+                continue
+            conditions = _conditions_key(run)
+            if (command, run_id) not in by_run:
+                resumes_all, resumes = "--resume-any" in run.arguments, "--resume" in run.arguments
+                resumed = latest.get((command, "" if resumes_all else conditions if resumes else None))
+                by_run[command, run_id] = resumed or Invocation(command)
+                by_run[command, run_id].runs.append(run)
+            latest[command, ""] = latest[command, conditions] = by_run[command, run_id]
         for cell in results.cells:
-            key = (cell.command, cell.run_id)
-            if key not in in_file:
-                in_file.add(key)
-                run = results.runs.get(cell.run_id)
-                conditions = _conditions_key(run) if run is not None else ""
-                if key not in by_run:
-                    arguments = run.arguments if run is not None else ()
-                    resumed = "" if "--resume-any" in arguments else conditions if "--resume" in arguments else None
-                    earlier = None if resumed is None else latest.get((cell.command, resumed))
-                    by_run[key] = earlier or Invocation(cell.command)
-                    by_run[key].runs += [run] if run is not None else []
-                if run is not None:
-                    latest[cell.command, ""] = latest[cell.command, conditions] = by_run[key]
-            by_run[key].cells[configuration_key(cell.configuration)] = cell
+            by_run[cell.command, cell.run_id].cells[configuration_key(cell.configuration)] = cell
     return list({id(invocation): invocation for invocation in by_run.values()}.values())
 
 
 def _conditions_key(run: Run) -> str:
-    """Return a key that is equal for runs of the same code under the same conditions."""
+    """Return a key that is the same for runs of the same code under the same conditions."""
     return json_text(run.conditions | {"source_digest": run.environment.get("source_digest")}, sort_keys=True)
 
 
-# What tables and pictures raise of cells that another version, or another program, has written.
+# Errors that tables and pictures raise for cells that another version, or another program, has written.
 FAULTS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, StopIteration)
 
 
 def fault_words(error: Exception) -> str:
-    """Say what is wrong with the cells, to follow their name: ``lack 'timeline'``."""
+    """Say what is wrong with cells, as a predicate: ``lack 'timeline'``."""
     return f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
 
 
-Built = TypeVar("Built")
+@contextlib.contextmanager
+def _refusing_faults(invocation: Invocation, done: str = "shown") -> Iterator[None]:
+    """Raise a UsageError where cells of another version, or of another program, cannot be ``done``."""
+    try:
+        yield
+    except FAULTS as error:
+        raise UsageError(
+            f"{invocation.command}, {invocation.name}: the saved cells {fault_words(error)}, so that they cannot be "
+            f"{done}; show them with the version that measured them, or measure again"
+        ) from error
 
-# Of a setting and its value in a sentence.
-_NAME_CHARACTERS = 80
+
+# Longest setting and value in a sentence.
+_LABEL_CHARACTERS = 80
 
 
 def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Cell]:
-    """Its cells of these statuses (of any, without one), with their rounds pooled.
+    """Return an invocation's cells of these statuses (of any, without one), with their rounds pooled.
 
     Raises:
-        UsageError: nothing knows how cells of its command are shown, or they lack what that needs.
+        UsageError: cells of its command cannot be shown, or these lack what that needs.
     """
-    pooled = saved_command(invocation.command).pooled
-    cells = _build_checked(invocation, lambda: pooled(list(invocation.cells.values())))
+    command = saved_command(invocation.command)
+    with _refusing_faults(invocation):
+        cells = command.pooled(list(invocation.cells.values()))
     return [cell for cell in cells if not statuses or cell.status in statuses]
 
 
 def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Presentation) -> list[Table]:
-    """The tables of an invocation's :func:`shown_cells`, or a UsageError where these lack what tables need."""
-    build = saved_command(invocation.command).tables
+    """Build the tables of an invocation's :func:`shown_cells`, or raise a UsageError where tables lack values."""
+    command = saved_command(invocation.command)
     rows = with_origin(cells, {run.run_id: run for run in invocation.runs})
-
-    def built() -> list[Table]:
-        return tidy(invocation.command, with_rows(*build(rows, invocation.run, presentation)), rows)
-
-    return _build_checked(invocation, lambda: list(map(_plain, built())))
+    with _refusing_faults(invocation):
+        tables = tidy(invocation.command, with_rows(*command.tables(rows, invocation.run, presentation)), rows)
+        for table in tables:
+            _check_table(table)
+    return tables
 
 
 def marked(invocation: Invocation, tables: Sequence[Table]) -> list[Table]:
-    """The tables with titles that say which invocation it was."""
+    """Add to the tables' titles which invocation it was."""
     return [replace(table, title=f"{table.title} ({invocation.name})") for table in tables]
 
 
 def sound_cells_and_tables(
-    invocation: Invocation, statuses: Sequence[str], presentation: Presentation, say: Callable[[str], None]
+    invocation: Invocation, statuses: Sequence[str], presentation: Presentation
 ) -> tuple[list[Cell], list[Table]]:
-    """The :func:`shown_cells` and their :func:`saved_tables`, without cells that cannot be shown even by themselves.
-
-    ``say`` gets a sentence on each of these.
+    """Return the :func:`shown_cells` and their :func:`saved_tables`; warn of cells that cannot be shown, and omit them.
 
     Raises:
-        UsageError: no cell can be shown, or all can and are at odds with each other.
+        UsageError: no cell can be shown, or each can alone but not all together.
     """
 
     def build() -> tuple[list[Cell], list[Table]]:
@@ -172,42 +181,43 @@ def sound_cells_and_tables(
     try:
         return build()
     except UsageError:
-        left_out = _leave_out_unsound(invocation, presentation)
-        if not left_out:
+        sentences = _leave_out_unsound(invocation, presentation)
+        if not sentences:
             raise
-        for sentence in left_out:
-            say(sentence)
+        for sentence in sentences:
+            say(f"warning: {sentence}")
         return build()
 
 
-def _plain(table: Table) -> Table:
+def _check_table(table: Table) -> None:
+    """Raise an error of :data:`FAULTS` where a table cannot be written."""
     for row in table.rows:
         for column in table.all_columns:
             if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
                 raise TypeError(f"{column.key} is {row[column.key]}")
     grid_of(table)
-    return table
 
 
 def saved_pictures(
     invocation: Invocation, cells: Sequence[Cell], presentation: Presentation = Presentation()
 ) -> Pictures:
-    """The pictures that an invocation's :func:`shown_cells` have data for.
+    """Return the pictures that an invocation's :func:`shown_cells` have data for.
 
-    This and drawing one raise a UsageError where the cells lack what that needs.
+    This, and drawing them, raises a UsageError where the cells lack what that needs.
     """
-    draw = saved_command(invocation.command).pictures
-    pictures = _build_checked(invocation, lambda: draw(cells, invocation.run, presentation))
+    command = saved_command(invocation.command)
+    with _refusing_faults(invocation):
+        pictures = command.pictures(cells, invocation.run, presentation)
     return {name: partial(_draw, invocation, name, draw_picture) for name, draw_picture in pictures.items()}
 
 
 def _draw(invocation: Invocation, name: str, draw: Callable[[Path], None], path: Path) -> None:
-    _build_checked(invocation, lambda: draw(path), f"drawn as the picture '{name}'")
+    with _refusing_faults(invocation, f"drawn as the picture '{name}'"):
+        draw(path)
 
 
 def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> list[str]:
-    """Remove the cells that cannot be shown by themselves, unless none can; which they are and why."""
-
+    """Remove the cells that cannot be shown alone, unless none can, and return a sentence on each that says why."""
     faults = {}
     for key, cell in invocation.cells.items():
         single = Invocation(invocation.command, invocation.runs, {key: cell})
@@ -222,72 +232,42 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
     sentences = []
     for key, reason in faults.items():
         settings = invocation.cells.pop(key).configuration
-        label = ", ".join(f"{name} {settings[name]}"[:_NAME_CHARACTERS] for name in identifying if name in settings)
-        which = f"{invocation.command}, {invocation.name}"
-        sentences.append(f"{which}: the values of {label or 'the cell'} {reason}, and it is left out")
+        label = ", ".join(f"{name} {settings[name]}"[:_LABEL_CHARACTERS] for name in identifying if name in settings)
+        place = f"{invocation.command}, {invocation.name}"
+        sentences.append(f"{place}: the values of {label or 'the cell'} {reason}, and it is left out")
     return sentences
 
 
-def _build_checked(invocation: Invocation, build: Callable[[], Built], done: str = "shown") -> Built:
-    """Build from cells that another version, or another program, may have written."""
-    try:
-        return build()
-    except FAULTS as error:
-        raise UsageError(
-            f"{invocation.command}, {invocation.name}: the saved cells {fault_words(error)}, so that they cannot be "
-            f"{done}; show them with the version that measured them, or measure again"
-        ) from error
-
-
-# A picture takes a second, and a page may have hundreds.
+# Progress is said so often: a picture takes a second, and a page may have hundreds.
 _SILENT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The tables and pictures of an invocation."""
-
-    invocation: Invocation
-    tables: Sequence[Table]
-    pictures: Pictures
-
-
-def saved_page(title: str, shown: Sequence[Shown], say: Callable[[str], None]) -> str:
-    """The page's text.
-
-    Args:
-        say: is told which pictures cannot be drawn, and how many are, for those who wait.
+def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pictures]]) -> str:
+    """Return the text of a page with invocations' tables and pictures; say how many pictures are drawn.
 
     Raises:
         OutputError: a picture cannot be drawn, because no file can be written.
     """
-    total = sum(len(invocation_shown.pictures) for invocation_shown in shown)
-    drawn, said_at = 0, time.monotonic()
-
-    def picture(draw: Callable[[Path], None], caption: str) -> str:
-        nonlocal drawn, said_at
-        try:
-            part = html_picture(draw, caption)
-        except UsageError as error:
-            say(f"warning: {error}")
-            part = f'<p class="note">{html.escape(str(error))}</p>'
-        drawn += 1
-        if drawn < total and time.monotonic() - said_at >= _SILENT_S:
-            said_at = time.monotonic()
-            say(f"{drawn} of {total} pictures are done")
-        return part
-
-    return html_page(title, [part for invocation_shown in shown for part in _parts(invocation_shown, picture)])
+    total, drawn, said_at = sum(len(pictures) for *_, pictures in shown), 0, time.monotonic()
+    parts = []
+    for invocation, tables, pictures in shown:
+        lines = [shlex.join(["cs336sys", *run.arguments]) for run in invocation.runs if run.arguments]
+        parts.append(f"<h2>{html.escape(f'{invocation.command}, {invocation.name}')}</h2>")
+        parts += [f"<pre>{html.escape(line)}</pre>" for line in dict.fromkeys(lines)]
+        for name, draw in pictures.items():
+            parts.append(_picture_part(draw, f"{invocation.command}: {name}"))
+            drawn += 1
+            if drawn < total and time.monotonic() - said_at >= _SILENT_S:
+                said_at = time.monotonic()
+                say(f"{drawn} of {total} pictures are done")
+        parts += [html_table(table, "h3") for table in tables]
+    return html_page(title, parts)
 
 
-def _parts(shown: Shown, picture: Callable[[Callable[[Path], None], str], str]) -> list[str]:
-    invocation = shown.invocation
-    heading = html.escape(f"{invocation.command}, {invocation.name}")
-    # What was not run by the command line has arguments that begin with something else.
-    lines = [shlex.join(["cs336sys", *run.arguments]) for run in invocation.runs if run.arguments]
-    return [
-        f"<h2>{heading}</h2>",
-        *(f"<pre>{html.escape(line)}</pre>" for line in dict.fromkeys(lines)),
-        *(picture(draw, f"{invocation.command}: {name}") for name, draw in shown.pictures.items()),
-        *(html_table(table, "h3") for table in shown.tables),
-    ]
+def _picture_part(draw: Callable[[Path], None], caption: str) -> str:
+    """Return a picture as HTML, or the reason why it cannot be drawn."""
+    try:
+        return html_picture(draw, caption)
+    except UsageError as error:
+        say(f"warning: {error}")
+        return f'<p class="note">{html.escape(str(error))}</p>'

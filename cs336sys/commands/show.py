@@ -61,7 +61,7 @@ def show(
 
     cs336sys show results/*.jsonl.gz --html results.html
     """
-    from cs336sys.commands.registry import Shown, marked, saved_page, saved_pictures
+    from cs336sys.commands.registry import marked, saved_page, saved_pictures
     from cs336sys.tables.outputs import write_file
     from cs336sys.tables.page import check_page_writable
 
@@ -73,17 +73,18 @@ def show(
     tables = output.select(
         [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
     )
-    drawable = [] if plot is None and html is None else sound
-    pictures = [saved_pictures(invocation, cells, presentation(invocation)) for invocation, cells, _ in drawable]
-    drawn = list(drawings(pictures, plot, names)) if plot is not None else []
+    pictured = [] if plot is None and html is None else sound
+    pictures = [saved_pictures(invocation, cells, presentation(invocation)) for invocation, cells, _ in pictured]
+    # Refuses files that cannot be written before anything is.
+    files_to_draw = list(drawings(pictures, plot, names)) if plot is not None else []
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
-    for path, draw in drawn:
+    for path, draw in files_to_draw:
         draw(path)
         say(f"drew {path}")
     if html is not None:
-        shown = list(map(Shown, [invocation for invocation, _, _ in sound], tables, pictures))
-        page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown, say)
+        shown = list(zip([invocation for invocation, _, _ in sound], tables, pictures, strict=True))
+        page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
     for fault in faults:
@@ -93,13 +94,14 @@ def show(
 
 
 def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list["Invocation"]:
+    """Read the files, and return the invocations of these commands; of any, without one."""
     from cs336sys.commands.registry import invocations
 
-    read = {path: read_results(path) for path in files}
-    for path, results in read.items():
+    results_of_files = {path: read_results(path) for path in files}
+    for path, results in results_of_files.items():
         for sentence in passed_over_words(results):
             say(f"warning: {path}: {sentence}")
-    saved = invocations(list(read.values()))
+    saved = invocations(list(results_of_files.values()))
     measured = list(dict.fromkeys(invocation.command for invocation in saved))
     if not measured:
         raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
@@ -112,47 +114,39 @@ def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list[
 def _sound_cells(
     presentation: Callable[["Invocation"], "Presentation"], saved: Sequence["Invocation"], status: Sequence[str]
 ) -> tuple[list[tuple["Invocation", list[Cell], list["Table"]]], list[UsageError]]:
-    """Return each invocation that has cells of this status, with these and their tables, and why others have none."""
+    """Return invocations with their cells of this status and tables, and the faults of those that cannot be shown."""
     from cs336sys.commands.registry import sound_cells_and_tables
 
     sound = []
     faults: list[UsageError] = []
     for invocation in saved:
         try:
-            cells, tables = sound_cells_and_tables(
-                invocation, status, presentation(invocation), lambda sentence: say(f"warning: {sentence}")
-            )
+            cells, tables = sound_cells_and_tables(invocation, status, presentation(invocation))
+            sound += [(invocation, cells, tables)] if cells else []
         except UsageError as fault:
             faults.append(fault)
-            continue
-        if cells:
-            sound.append((invocation, cells, tables))
     if not sound:
         raise faults[0] if faults else UsageError(f"--status {','.join(status)}: no cell has this status")
     return sound, faults
 
 
 def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
-    """Return a function that reads from saved arguments how a command of the context's was asked to show its cells.
+    """Return a function that reads in an invocation's saved arguments how its command was asked to show its cells.
 
-    Options that the command no longer has are ignored. Equal command lines are parsed once.
+    Options that the command, one of the context ``ctx``, no longer has are ignored.
     """
     from cs336sys.commands.registry import can_be_shown
     from cs336sys.tables.saved import Presentation
 
     @functools.cache
-    def presenting(name: str) -> Any:
-        """Return the command with the options about presentation alone."""
+    def parse(name: str, arguments: tuple[str, ...]) -> Presentation:
+        """Parse the options about presentation alone."""
         assert isinstance(ctx.command, LazyGroup)
         command = ctx.command.get_command(ctx, name)
         names = {field.name for field in fields(Presentation)}
         command.params = [parameter for parameter in command.params if parameter.name in names]
-        return command
-
-    @functools.cache
-    def parsed(name: str, arguments: tuple[str, ...]) -> Presentation:
         # A context without a parent, so that no variable of today's environment is read.
-        context = presenting(name).make_context(
+        context = command.make_context(
             name, list(arguments), resilient_parsing=True, ignore_unknown_options=True, allow_extra_args=True
         )
         return Presentation(**{name: value for name, value in context.params.items() if value})
@@ -161,7 +155,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
         if not can_be_shown(invocation.command):
             return Presentation()
         name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
-        return parsed(invocation.command, tuple(arguments) if name == invocation.command else ())
+        return parse(invocation.command, tuple(arguments) if name == invocation.command else ())
 
     return presentation
 
@@ -169,7 +163,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
 def drawings(
     pictures: Sequence["Pictures"], plot: Path, commands: Iterable[str]
 ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
-    """Each picture with its file: the one asked for, or where there are several, one named after picture and place."""
+    """Yield each picture's file and drawing function; of several, each adds its name to ``plot``, numbered if equal."""
     from cs336sys.tables.outputs import check_writable
 
     named = [(name, draw) for drawn in pictures for name, draw in drawn.items()]

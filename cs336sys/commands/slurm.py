@@ -25,15 +25,15 @@ _MEASURING = (
 )
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard", "report")
-# Options about trackers and saved cells of the machine that the job runs on, and options that choose among the results'
-# tables, which a plan does not have.
+# Options that a plan is made without: of trackers and saved cells, which are on the job's machine, and of the results'
+# tables.
 _EMPTY: dict[str, Any] = dict.fromkeys(("sort", "format")) | dict.fromkeys(("resume", "resume_any"), False)
 _EMPTY |= dict.fromkeys(("table", "columns", "track"), ())
 
-# What stands behind the command's name is its own.
+# Options after the command's name are the command's.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
-# What sbatch's --time accepts: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on below.
+# sbatch's --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on below.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
 _OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")
 
@@ -70,6 +70,7 @@ class Job:
     ] = ()
 
     def __post_init__(self) -> None:
+        """Refuse values that sbatch would refuse, and options of sbatch that these options set."""
         if self.gpus is not None and (self.gpus_per_node is not None or self.gpus % self.nodes):
             rule = f"give a multiple of --nodes {self.nodes}, or --gpus-per-node instead"
             raise UsageError(f"--gpus {self.gpus}: {rule}")
@@ -87,7 +88,7 @@ class Job:
                     f"--sbatch '{option}': must be an option of sbatch without its dashes: constraint=h200"
                 )
             name = option.partition("=")[0]
-            # sbatch would take the last of the two, and the command be started for the first.
+            # sbatch would take the last of both, and we start the command for the first.
             if name in _OPTIONS_OF_SLURM:
                 raise UsageError(f"--sbatch '{option}': give --{_OPTIONS_OF_SLURM[name]} to cs336sys slurm instead")
 
@@ -109,19 +110,25 @@ def slurm(
 
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
+    from jinja2 import Environment, PackageLoader
+
     from cs336sys.tables.outputs import check_writable, write_file, writing_stdout
 
     command, context = _read_command(ctx, arguments)
-    command_options = dict(context.params)
+    name, command_options = arguments[0], dict(context.params)
     gpus_per_node = job.gpus // job.nodes if job.gpus else job.gpus_per_node
-    on_ranks, gpus_per_node = _ranks_and_gpus(arguments[0], command_options, job.nodes, gpus_per_node)
-    _plan_job(command, context, arguments[0], job.nodes * gpus_per_node if on_ranks else None)
+    on_ranks, gpus_per_node = _ranks_and_gpus(name, command_options, job.nodes, gpus_per_node)
+    _plan_job(command, context, name, job.nodes * gpus_per_node if on_ranks else None)
     job = replace(job, gpus=None, gpus_per_node=gpus_per_node)
+    line = shlex.join(arguments)
     # tune without --measure has nothing to save, and report saves in a folder of its own.
-    saves = "save" in command_options and command_options.get("measure", True) and not command_options["save"]
-    saved = f'--save "{arguments[0]}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
-    # A job that is started again has its old number, and goes on where it was.
-    script = batch_script(job, arguments[0], f"{shlex.join(arguments)} {saved if saves else ''}".rstrip(), on_ranks)
+    if "save" in command_options and command_options.get("measure", True) and not command_options["save"]:
+        # A job that is started again has its old number, and resumes.
+        line += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
+    loader, python = PackageLoader("cs336sys.commands", "."), shlex.quote(sys.executable)
+    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": python}
+    script = templates.get_template("slurm.jinja").render(facts)
     if output is None:
         with writing_stdout():
             print(script, end="")
@@ -134,13 +141,14 @@ def slurm(
 def _ranks_and_gpus(name: str, command_options: dict[str, Any], nodes: int, gpus: int | None) -> tuple[bool, int]:
     """Return whether torchrun starts the command's ranks, and the GPUs of each machine: ``gpus``, or those needed."""
     world_size = command_options.get("world_size")
+    # A command that starts ranks takes several numbers of them; tune takes one.
     if isinstance(world_size, list | tuple):
         mesh_sizes = re.findall(r"=\s*(\d+)", command_options.get("mesh") or "")
-        needed = max(world_size or [math.prod(map(int, mesh_sizes)) if mesh_sizes else 2])
-        chosen = gpus or -(-needed // nodes)
+        needed_ranks = max(world_size or [math.prod(map(int, mesh_sizes)) if mesh_sizes else 2])
+        chosen = gpus or math.ceil(needed_ranks / nodes)
         if world_size:
             _refuse_world_size(command_options, nodes, chosen)
-        # What starts its ranks itself can start other numbers of them, and end and replace them.
+        # Only a command that starts its ranks itself can start several numbers of them, and replace them in time.
         return nodes > 1 or not (world_size or command_options["cell_timeout"]), chosen
     if nodes > 1:
         raise UsageError(f"--nodes {nodes}: {name} runs on one machine; leave --nodes out")
@@ -150,9 +158,9 @@ def _ranks_and_gpus(name: str, command_options: dict[str, Any], nodes: int, gpus
 
 
 def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_node: int) -> None:
-    """Raise a UsageError for numbers of ranks that torchrun would not start, or that need more GPUs."""
+    """Refuse numbers of ranks that torchrun would not start, or that need more GPUs."""
     sizes = command_options["world_size"]
-    option, needed = f"--world-size {','.join(map(str, sizes))}", -(-max(sizes) // nodes)
+    option, needed = f"--world-size {','.join(map(str, sizes))}", math.ceil(max(sizes) / nodes)
     if nodes > 1 and set(sizes) != {nodes * gpus_per_node}:
         raise UsageError(f"{option}: torchrun starts {nodes} x {gpus_per_node} ranks; leave it out")
     on_cpu = command_options["backend"] in ("gloo", ["gloo"]) or command_options.get("device") == "cpu"
@@ -161,7 +169,7 @@ def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_nod
 
 
 def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
-    """The command that a job will run, and a context with its options as it will read them."""
+    """Return the command that the job will run, and a context with its options."""
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
     name, *options = arguments
@@ -172,10 +180,10 @@ def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
 
 
 def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
-    """Let the command read the values of its options: better refused here than in the queue.
+    """Let the command read the values of its options, and plan its cells: better refused here than in the queue.
 
     Args:
-        ranks: how many torchrun will start; None where the command says so itself.
+        ranks: how many ranks torchrun will start; None without torchrun.
     """
     command_options = context.params
     # The script adds --save where it is not given.
@@ -186,7 +194,7 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     if "verification" in groups:
         groups["verification"].workloads(groups["model"])
     if name in _PLANNED:
-        # It writes nothing here.
+        # A plan writes no files here.
         declared = command.callback.declared
         written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}
@@ -196,22 +204,3 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
             context.params["device"] = "auto"
         with contextlib.redirect_stdout(io.StringIO()):
             command.invoke(context)
-
-
-def batch_script(job: Job, name: str, command: str, on_ranks: bool) -> str:
-    """Return the script: directives, the job's setup, and the command in a step of ``srun``.
-
-    Args:
-        name: of the command.
-        command: its name and arguments, as a shell reads them.
-        on_ranks: torchrun starts a rank for each GPU of all nodes; otherwise the command runs once.
-    """
-    from jinja2 import Environment, PackageLoader
-
-    templates = Environment(
-        loader=PackageLoader("cs336sys.commands", "."), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    python = shlex.quote(sys.executable)
-    return templates.get_template("slurm.jinja").render(
-        job=job, name=name, command=command, on_ranks=on_ranks, python=python
-    )

@@ -10,10 +10,10 @@ from cs336sys.errors import CapabilityError
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one.
+    """Return the device ``cpu`` or ``cuda``; ``auto`` is CUDA where there is a GPU.
 
     Raises:
-        CapabilityError: ``cuda`` was asked for and there is none.
+        CapabilityError: ``cuda`` was asked for and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise CapabilityError("device 'cuda': torch sees no CUDA GPU here; choose cpu or auto")
@@ -22,12 +22,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was launched; a CPU has."""
+    """Wait until the device has done all that was launched; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# In the order of workload.COLLECTIVE_DTYPES: first those of sizes.PRECISIONS.
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -43,14 +42,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Most memory that tensors held at once since the last reset, in GiB; None where torch does not count it (CPU)."""
+    """Return the most memory in GiB that tensors held at once since the last reset; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
 
 
 def reset_peak_resident() -> float | None:
-    """Begin a new peak of the process's main memory; what it holds now in GiB, None where Linux does not tell."""
+    """Reset the peak of the process's main memory to what it holds now, and return that in GiB; None without Linux."""
     try:
-        # Sets the high-water mark back to what is held now (man 5 proc_pid_clear_refs).
+        # man 5 proc_pid_clear_refs
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
@@ -58,11 +57,12 @@ def reset_peak_resident() -> float | None:
 
 
 def peak_resident_gib() -> float | None:
-    """The most main memory that the process held at once since :func:`reset_peak_resident`, in GiB."""
+    """Return the most main memory that the process held at once since :func:`reset_peak_resident`, GiB."""
     return _status_gib("VmHWM")
 
 
 def _status_gib(name: str) -> float | None:
+    """Return a size of /proc/self/status, where it is in KiB, in GiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -71,11 +71,11 @@ def _status_gib(name: str) -> float | None:
 
 
 def free_gpu_memory() -> None:
-    """Give back what nobody holds any more, cuBLAS's workspaces among it. No graph captured before may be replayed.
+    """Free unused GPU memory, and cuBLAS's workspaces: no CUDA graph captured before may be replayed afterwards.
 
-    It keeps one, 32 MiB on an H200, for each thread and stream that has multiplied, and every step in CUDA graphs has
-    streams of its own: peaks were 0.125 GiB larger for each such cell that the process had measured before (2.7b first
-    of five sizes 51.72 GiB, last 52.34).
+    cuBLAS keeps a workspace, 32 MiB on an H200, for each thread and stream that has multiplied, and every step in CUDA
+    graphs has streams of its own: each such cell that a process had measured before raised peaks by 0.125 GiB (2.7b
+    first of five sizes 51.72 GiB, last 52.34).
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -84,5 +84,5 @@ def free_gpu_memory() -> None:
 
 
 def held_memory_gib(device: torch.device) -> float:
-    """Return what tensors hold now, in GiB; 0 where torch does not count it (CPU)."""
+    """Return the memory that tensors hold now, GiB; 0 on a CPU, where torch does not count it."""
     return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0

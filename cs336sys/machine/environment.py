@@ -19,7 +19,7 @@ from cs336sys.processes.caches import kept_settings_file
 from cs336sys.results.model import Run
 from cs336sys.settings.course_package import course_package
 
-# Variables that change what runs, how fast, or in how much memory; a name ending in "_" stands for all that begin so.
+# Variables that change what runs, how fast, or in how much memory; a name ending in "_" is a prefix.
 RELEVANT_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -35,27 +35,27 @@ RELEVANT_VARIABLES = (
 )
 
 
-def new_run(arguments: Sequence[str], *, seed: int | None = None) -> Run:
-    """The record of an invocation that starts now on this machine."""
+def new_run(arguments: Sequence[str]) -> Run:
+    """Return the record of an invocation that starts now on this machine."""
     return Run(
         run_id=str(uuid.uuid4()),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         arguments=tuple(arguments),
         machine=describe_machine(),
-        environment=describe_environment(seed=seed),
+        environment=describe_environment(),
     )
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware and versions that timings depend on, as JSON scalars; None for what is not there.
+    """Return hardware and versions that timings depend on, as JSON scalars; None for what is not there.
 
-    Names no host, user or path, so that result files can be published. The CPU is part of it on GPU machines too: it
+    No host, user or path is named, so that result files can be published. The CPU is part of it on GPU machines too: it
     launches the kernels.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     drivers = {gpu.driver for gpu in read_gpus()}
-    # Packed into one number; since version 9 as major * 10000 + minor * 100 + patch.
+    # major * 10000 + minor * 100 + patch, since version 9.
     cudnn = torch.backends.cudnn.version()
     return {
         "gpu": ", ".join(dict.fromkeys(names)) or None,
@@ -72,10 +72,10 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
-    """Everything else worth knowing later, as JSON scalars; None for what cannot be found out.
+def describe_environment() -> dict[str, Any]:
+    """Return everything else worth knowing later, as JSON scalars; None for what cannot be found out.
 
-    The source revision and digest, matmul precision and TF32, threads, the seed, every variable of
+    The source revision and digest, matmul precision and TF32, threads, every variable of
     :data:`RELEVANT_VARIABLES` that is set, the state of each visible GPU now, and a digest of its attention settings.
     """
     commit, dirty = source_revision()
@@ -88,7 +88,7 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
         "git_commit": commit,
         "git_dirty": dirty,
         "source_digest": source_digest(),
-        "seed": seed,
+        "seed": None,
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
         # torch adds the attribute when it runs.
@@ -102,7 +102,7 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
 
 
 def source_revision() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that cs336sys is imported from, and whether its tracked files differ from it.
+    """Return the commit of the checkout that cs336sys is imported from, and whether tracked files differ from it.
 
     (None, None) when cs336sys is not imported from a git checkout of its own, or git is missing.
     """
@@ -111,7 +111,7 @@ def source_revision() -> tuple[str | None, bool | None]:
     if run_tool([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None, None
     commit = run_tool([*git, "rev-parse", "HEAD"])
-    # What git describe --dirty would say; that writes the index, and leaves its lock behind if it is killed with us.
+    # Not git describe --dirty, which writes the index, and leaves its lock behind if it is killed with us.
     changes = run_tool([*git, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"])
     if commit is None or changes is None:
         return None, None
@@ -124,7 +124,7 @@ def source_digest() -> str:
     They need no git, and change with edits that are not committed.
     """
     digest = hashlib.sha256()
-    # By name alone: importing the model is for those who build it.
+    # Found by name: importing the model is for those who build it.
     for package in ("cs336sys", "cs336_basics"):
         spec = importlib.util.find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
@@ -134,7 +134,7 @@ def source_digest() -> str:
 
 
 def nccl_version() -> str | None:
-    """Version of the NCCL that torch was built with, or None."""
+    """Return the version of the NCCL that torch was built with, or None."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
@@ -151,6 +151,7 @@ def _relevant_variables() -> dict[str, str]:
 
 
 def _gpu_states() -> dict[str, Any]:
+    """Return clocks, temperature and power of each visible GPU, and a digest of its measured attention settings."""
     if not torch.cuda.is_available():
         return {}
     states = {gpu.uuid: gpu for gpu in read_gpus()}
@@ -161,6 +162,7 @@ def _gpu_states() -> dict[str, Any]:
             for name in ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_c", "power_w", "power_limit_w"):
                 description[f"gpu{index}_{name}"] = getattr(gpu, name)
             description[f"gpu{index}_clock_limits"] = ", ".join(gpu.clock_limits)
-        if (kept := kept_settings_file(torch.cuda.get_device_name(index))).exists():
-            description["attention_settings"] = hashlib.sha256(kept.read_bytes()).hexdigest()[:16]
+        settings_file = kept_settings_file(torch.cuda.get_device_name(index))
+        if settings_file.exists():
+            description["attention_settings"] = hashlib.sha256(settings_file.read_bytes()).hexdigest()[:16]
     return description

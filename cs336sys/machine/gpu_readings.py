@@ -14,7 +14,7 @@ import torch
 
 from cs336sys.machine.system import clock_limits_of
 
-# A long cell keeps every second, fourth, ... of its readings, so that its record stays smaller than its samples.
+# Of a longer cell, every second, fourth, ... reading is kept, so that its record stays smaller than its samples.
 _MOST_READINGS = 400
 
 
@@ -23,8 +23,7 @@ class Reading:
     """A GPU at one moment; what it does not tell is None.
 
     Attributes:
-        energy_j: the GPU's energy counter, which starts with the driver: the difference of two readings is what the
-            whole board drew between them.
+        energy_j: the whole board's energy since the driver was loaded; the difference of two readings is what it drew.
     """
 
     sm_clock_mhz: int | None
@@ -45,12 +44,13 @@ def nvml_reader(uuid: str) -> ReadGpu | None:
         return None
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call NVML; None where the GPU does not tell."""
         try:
             return function(*arguments)
         except pynvml.NVMLError:
             return None
 
-    # Never shut down: the library counts, and the process ends soon.
+    # Never shut down: NVML counts its users, and this process ends soon.
     ask(pynvml.nvmlInit)
     gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
     if gpu is None:
@@ -60,12 +60,12 @@ def nvml_reader(uuid: str) -> ReadGpu | None:
         power_mw = ask(pynvml.nvmlDeviceGetPowerUsage, gpu)
         energy_mj = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpu)
         return Reading(
-            ask(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
-            ask(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
-            None if power_mw is None else power_mw / 1e3,
-            None if energy_mj is None else energy_mj / 1e3,
+            sm_clock_mhz=ask(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+            temperature_c=ask(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+            power_w=None if power_mw is None else power_mw / 1e3,
+            energy_j=None if energy_mj is None else energy_mj / 1e3,
             # Drivers from 535 on call them event reasons, and keep this name.
-            clock_limits_of(ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0),
+            clock_limits=clock_limits_of(ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0),
         )
 
     return read
@@ -75,8 +75,8 @@ class GpuReadings:
     """Reads a GPU again and again while its context lasts, and once at its end.
 
     Args:
-        read: None reads nothing.
-        interval_s: several readings in the shortest cells, of half a second.
+        read: returns a reading; None: nothing is read.
+        interval_s: time between readings; the shortest cells, of half a second, get several.
     """
 
     def __init__(self, read: ReadGpu | None, interval_s: float = 0.05):
@@ -114,15 +114,15 @@ class GpuReadings:
         None where its counter cannot be read, or was read for less than a second of that time.
         """
         readings = [(time_s, reading.energy_j) for time_s, reading in self._readings if reading.energy_j is not None]
-        readings = [(time_s, energy_j) for time_s, energy_j in readings if time_s >= readings[-1][0] - last_s]
-        # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
-        if not readings or readings[-1][0] - readings[0][0] < 1.0:
+        if not readings:
             return None
-        (first_s, first_j), (end_s, end_j) = readings[0], readings[-1]
-        return (end_j - first_j) / (end_s - first_s) * last_s
+        end_s, end_j = readings[-1]
+        first_s, first_j = next(reading for reading in readings if reading[0] >= end_s - last_s)
+        # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
+        return (end_j - first_j) / (end_s - first_s) * last_s if end_s - first_s >= 1.0 else None
 
     def columns(self) -> dict[str, list[Any]] | None:
-        """The readings as lists, for a results file; ``time_s`` since the start. None without any."""
+        """Return the readings as a list for each field, with ``time_s`` since the start; None without readings."""
         if not self._readings:
             return None
         columns: dict[str, list[Any]] = {"time_s": [round(time_s, 3) for time_s, _ in self._readings]}
@@ -132,7 +132,7 @@ class GpuReadings:
 
 
 def reading_gpu(device: torch.device) -> GpuReadings:
-    """Readings of the GPU that is measured on; of none on a CPU."""
+    """Return a context that reads the GPU that is measured on; on a CPU it reads nothing."""
     if device.type != "cuda":
         return GpuReadings(None)
     return GpuReadings(nvml_reader(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))

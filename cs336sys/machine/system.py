@@ -24,11 +24,11 @@ def run_tool(
     variables: Mapping[str, str] | None = None,
     starts_others: bool = False,
 ) -> str | None:
-    """Standard output of a command; None when it is missing, fails or is not done after ``timeout_s``.
+    """Return a command's standard output; None when it is missing, fails or is not done after ``timeout_s``.
 
     Args:
         variables: environment variables set for the command besides the inherited ones.
-        starts_others: it starts programs of its own, none of which must outlive it or this process.
+        starts_others: the command starts programs, none of which must outlive it or this process.
     """
     try:
         if starts_others:
@@ -58,7 +58,7 @@ def library_loads(name: str) -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed Python package, without importing it."""
+    """Return the version of an installed Python package without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -77,12 +77,12 @@ def cpu_model() -> str | None:
 
 
 def cpu_cores() -> int | None:
-    """Number of logical cores that this process may use."""
+    """Return the number of logical cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def memory_gib() -> tuple[float | None, float | None]:
-    """Main memory of this machine, or of the container that this process is confined to: (total, available) in GiB."""
+    """Return the (total, available) main memory in GiB of this machine, or of the container that confines us."""
     values = {}
     for line in _read_text("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -119,7 +119,7 @@ class GpuState:
     """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None.
 
     Attributes:
-        index: its number for nvidia-smi, which does not heed CUDA_VISIBLE_DEVICES.
+        index: its number for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
         clock_limits: what holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
     """
 
@@ -154,7 +154,7 @@ SLOWDOWNS = {"power cap", "hardware slowdown", "software thermal slowdown", "har
 
 
 def clock_limits_of(bits: int) -> tuple[str, ...]:
-    """The names of NVML's clocks event reasons that are in effect."""
+    """Return the names of NVML's clocks event reasons that are in effect."""
     return tuple(name for bit, name in CLOCK_LIMITS.items() if bits & bit)
 
 
@@ -167,17 +167,18 @@ _CLOCK_LIMIT_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.a
 
 
 def read_gpus() -> list[GpuState]:
-    """All GPUs of this machine; empty without nvidia-smi."""
+    """Ask nvidia-smi for all GPUs of this machine; without it there are none."""
     for field in _CLOCK_LIMIT_FIELDS:
         text = run_tool(["nvidia-smi", f"--query-gpu={_GPU_FIELDS},{field}", "--format=csv,noheader,nounits"])
         if text is not None:
             rows = [line.split(", ") for line in text.splitlines()]
-            # A GPU that was lost, or none at all, makes a sentence among the rows.
-            return [_gpu_state(row) for row in rows if len(row) == _GPU_FIELDS.count(",") + 2]
+            # A GPU that was lost, or the lack of any, is a sentence among the rows.
+            return [_gpu_state(row) for row in rows if len(row) == len(_GPU_FIELDS.split(",")) + 1]
     return []
 
 
 def _gpu_state(values: list[str]) -> GpuState:
+    """Read a row of :data:`_GPU_FIELDS` and the clock limits."""
     index, uuid, name, driver, *numbers, limits = values
     *memory_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
     total, free = (None if mib is None else mib / MIB_PER_GIB for mib in memory_mib)
@@ -189,7 +190,7 @@ def _gpu_state(values: list[str]) -> GpuState:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The device of the cells, and the memory for all that a process holds."""
+    """A device by name, and all the memory that a process can hold on it."""
 
     device: str
     memory_gib: float
@@ -197,7 +198,7 @@ class Capacity:
 
 
 def capacity(device: str) -> Capacity | None:
-    """The memory of ``--device`` (``auto``: the first visible GPU, or this machine); None where it is not known."""
+    """Return the memory of ``--device`` (``auto``: the first visible GPU, or else this machine); None if unknown."""
     gpu = gpu_capacity(device)
     if gpu is not None or device == "cuda":
         return gpu
@@ -206,7 +207,7 @@ def capacity(device: str) -> Capacity | None:
 
 
 def gpu_capacity(device: str) -> Capacity | None:
-    """As :func:`capacity`, of the first visible GPU alone; None where there is none, or ``device`` is the CPU."""
+    """As :func:`capacity`, but None where there is no visible GPU, or ``device`` is the CPU."""
     gpu = None if device == "cpu" else _first_visible(read_gpus())
     if gpu is None or gpu.memory_total_gib is None:
         return None
@@ -214,7 +215,7 @@ def gpu_capacity(device: str) -> Capacity | None:
 
 
 def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
-    """The GPU that CUDA calls its first, by CUDA_VISIBLE_DEVICES; that counts alike where GPUs are of one kind."""
+    """Return the GPU that CUDA_VISIBLE_DEVICES names first; numbers are nvidia-smi's if all GPUs are of one kind."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus[0] if gpus else None
@@ -223,7 +224,7 @@ def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
 
 
 def _parse_number(text: str) -> float | None:
-    """A CSV value; None for ``[N/A]``, ``[Not Supported]`` and the like."""
+    """Read a CSV value; None for ``[N/A]``, ``[Not Supported]`` and the like."""
     try:
         return float(text)
     except ValueError:

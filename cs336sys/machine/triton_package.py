@@ -1,4 +1,4 @@
-"""Whether Triton can be imported here, and a repair of its interpreter."""
+"""Finds out whether Triton can be imported here, and repairs its interpreter."""
 
 import functools
 import importlib.util
@@ -9,10 +9,11 @@ from typing import Any
 
 
 class TritonFinder:
-    """Turns whatever an import of Triton raises into an ImportError, which is all that torch is ready for."""
+    """Turns whatever an import of Triton raises into an ImportError, the only error that torch handles."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        """Return Triton's spec with a loader that raises ImportErrors; None for other modules."""
         spec = PathFinder.find_spec(name, path) if name == "triton" else None
         if spec is None or spec.loader is None:
             return None
@@ -30,7 +31,7 @@ class TritonFinder:
 
 @functools.cache
 def why_no_triton() -> str | None:
-    """Return what a request for Triton needs and does not have, as the end of a sentence; None if nothing."""
+    """Return what is needed to import Triton and missing here, as the end of a sentence; None if nothing is."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     try:

@@ -252,7 +252,7 @@ def test_launched_and_replayed_steps_are_taken_in_turn(monkeypatch):
     assert "capture_s" in on.derived
     assert "capture_s" not in off.derived
     FAULTS["batch not copied in"](monkeypatch)
-    monkeypatch.setattr(bench, "_waiting", {})
+    monkeypatch.setattr(bench, "_unclaimed_outcomes", {})
     assert [measure_interleaved(cell, stages.append).status for cell in cells] == ["ok", "wrong"]
 
 

@@ -22,13 +22,13 @@ from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import CollectiveWorkload
 
-# The largest integer up to which a dtype holds every one (2^mantissa bits): sums below it are the same in any order.
+# Up to these a dtype holds every integer (2^mantissa bits), so that sums are the same in any order.
 _LARGEST_EXACT = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "fp64": 2**53, "int32": 2**31 - 1}
 
-# Period of the data: a prime, so that pieces of the size of a power of two are noticed when they are swapped.
+# Period of the data: a prime, so that swapped pieces whose size is a power of two are noticed.
 _PERIOD = 997
 
-# Outputs are filled with this before the check; no rank contributes it.
+# Outputs hold this before the check; no rank contributes it.
 _UNWRITTEN = -1
 
 # Elements compared at a time, so that checking a large message needs little extra memory.
@@ -40,9 +40,9 @@ class RankHardware:
     """The machine that a rank runs on, and the memory that its tensors are in.
 
     Attributes:
-        machine: its name.
+        machine: its host name.
         gpu_uuid: None on a CPU.
-        memory_bytes: what the rank's tensors certainly cannot exceed: on a GPU what is free; on a CPU the limit of the
+        memory_bytes: the most that the rank's tensors can take: on a GPU what is free; on a CPU the limit of the
             container, for all ranks of the machine together. None where there is no limit: memory that looks used may
             be cache, and on some virtual machines the total grows as it is used.
     """
@@ -54,7 +54,7 @@ class RankHardware:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's findings: wrong elements of its output and, if no rank found any, the times of all calls in us."""
+    """The number of wrong elements in a rank's output and, if no rank has any, the times of all its calls in us."""
 
     wrong_elements: int
     back_to_back_us: tuple[float, ...] = ()
@@ -76,22 +76,23 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     }
     progress("starting the ranks")
     ranks = launch.kept(workload.world_size, backend=workload.backend, timeout_s=workload.timeout_s)
-    hardware = ranks.run(own_hardware)
+    hardware = ranks.run(hardware_of_rank)
     derived["link"] = _link_name(hardware)
     refusal = _does_not_fit(workload, hardware)
     if refusal is not None:
-        return Outcome("oom", {}, derived, refusal, refused=True)
+        return Outcome("oom", derived=derived, reason=refusal, refused=True)
 
     progress("checking and timing")
     results = ranks.run(time_collective, workload)
     derived["wrong_elements"] = sum(result.wrong_elements for result in results)
     if derived["wrong_elements"]:
-        at = ", ".join(str(rank) for rank, result in enumerate(results) if result.wrong_elements)
-        return Outcome("wrong", {}, derived, f"{derived['wrong_elements']} wrong elements on rank {at}")
+        wrong_ranks = ", ".join(str(rank) for rank, result in enumerate(results) if result.wrong_elements)
+        reason = f"{derived['wrong_elements']} wrong elements on rank {wrong_ranks}"
+        return Outcome("wrong", derived=derived, reason=reason)
     clock = "cuda events" if workload.backend == "nccl" else "cpu clock"
     samples = {
-        "back_to_back": _largest([result.back_to_back_us for result in results], workload.warmup, clock),
-        "synchronized": _largest([result.synchronized_us for result in results], workload.warmup, "cpu clock"),
+        "back_to_back": _slowest([result.back_to_back_us for result in results], workload.warmup, clock),
+        "synchronized": _slowest([result.synchronized_us for result in results], workload.warmup, "cpu clock"),
     }
     factor = bus_factor(workload.collective, workload.world_size)
     for name, times in samples.items():
@@ -101,13 +102,14 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     return Outcome("ok", samples, derived)
 
 
-def _largest(times_us: Sequence[Sequence[float]], warmup: int, clock: str) -> Samples:
-    slowest = [max(of_ranks) for of_ranks in zip(*times_us, strict=True)]
+def _slowest(times_us: Sequence[Sequence[float]], warmup: int, clock: str) -> Samples:
+    """Return each call's time on its slowest rank, of the times by rank and call."""
+    slowest = list(map(max, zip(*times_us, strict=True)))
     return Samples("us", f"{clock}, maximum over ranks", tuple(slowest[warmup:]), tuple(slowest[:warmup]))
 
 
-def own_hardware() -> RankHardware:
-    """Run on a rank: what it has."""
+def hardware_of_rank() -> RankHardware:
+    """Return the hardware of the rank that runs this."""
     device = group_device()
     if device.type == "cpu":
         return RankHardware(platform.node(), None, container_memory_limit_bytes())
@@ -117,6 +119,7 @@ def own_hardware() -> RankHardware:
 
 
 def _link_name(hardware: Sequence[RankHardware]) -> str:
+    """Name what links the ranks: within this machine, between machines, or both."""
     machines = len({rank.machine for rank in hardware})
     between = f"network between {machines} machines"
     if hardware[0].gpu_uuid is None:
@@ -127,19 +130,19 @@ def _link_name(hardware: Sequence[RankHardware]) -> str:
 
 
 def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]) -> str | None:
-    """Explain why the tensors certainly cannot be allocated; the same answer on every rank."""
-    needed = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
+    """Explain why the tensors cannot be allocated, None if they may be; the same answer on every rank."""
+    needed_bytes = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
     for number, rank in enumerate(hardware):
         sharing_ranks = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
-        if rank.memory_bytes is not None and sharing_ranks * needed > rank.memory_bytes:
+        if rank.memory_bytes is not None and sharing_ranks * needed_bytes > rank.memory_bytes:
             where = "free on its GPU" if rank.gpu_uuid else f"the limit of {sharing_ranks} ranks on its machine"
-            needed_gb, free_gb = needed / 1e9, rank.memory_bytes / 1e9
-            return f"rank {number} needs {needed_gb:.3g} GB for its tensors, {free_gb:.3g} GB are {where}"
+            needed_gb, limit_gb = needed_bytes / 1e9, rank.memory_bytes / 1e9
+            return f"rank {number} needs {needed_gb:.3g} GB for its tensors, {limit_gb:.3g} GB are {where}"
     return None
 
 
 def time_collective(workload: CollectiveWorkload) -> RankTimes:
-    """Run on every rank: check one call, then time it in two ways, each after warm-up calls of its own.
+    """Check one call, then time it in two ways, each after warm-up calls of its own; all ranks call this together.
 
     - Back to back: the next call is launched without waiting for the last. On a GPU a call lasts from the CUDA event
       after the previous call to its own; otherwise the CPU clock is read between calls. This is the bandwidth seen by a
@@ -150,20 +153,21 @@ def time_collective(workload: CollectiveWorkload) -> RankTimes:
     Returns times of warm-up and measured calls, in order; none if any rank has wrong elements.
     """
     device = group_device()
-    call, wrong_elements = prepare(workload, device)
+    call, count_wrong_elements = prepare(workload, device)
     call()
-    count = wrong_elements()
-    if any(gather_objects(count)):
-        return RankTimes(count)
+    wrong_elements = count_wrong_elements()
+    if any(gather_objects(wrong_elements)):
+        return RankTimes(wrong_elements)
     calls = workload.warmup + workload.iterations
-    return RankTimes(count, tuple(_back_to_back_us(call, calls, device)), tuple(_synchronized_us(call, calls, device)))
+    back_to_back_us = tuple(_back_to_back_us(call, calls, device))
+    return RankTimes(wrong_elements, back_to_back_us, tuple(_synchronized_us(call, calls, device)))
 
 
 def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
-    """The collective as a call on tensors that exist, and a function that counts wrong elements after the first call.
+    """Return a call of the collective on allocated tensors, and a function that counts wrong elements after one call.
 
     Inputs are integers whose sum over the ranks is exact in the dtype. The call is torch's own function, and nothing
-    else is timed. Later calls work on what earlier ones left; sums may grow to infinity, which takes no longer to add.
+    else is timed. Later calls take the results of earlier ones; sums may grow to infinity, which takes no longer.
     """
     rank, ranks, elements = dist.get_rank(), workload.world_size, workload.elements
     data = exact_data(workload.dtype, ranks)
@@ -189,38 +193,39 @@ def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callabl
 
 
 def exact_data(dtype: str, ranks: int) -> list[Tensor]:
-    """One period of every rank's data, int64: it differs between ranks and between neighbours, and sums are exact."""
-    contributing = min(ranks, _LARGEST_EXACT[dtype])
-    values = _LARGEST_EXACT[dtype] // contributing + 1
+    """Return one period of each rank's data, int64: it differs between ranks and neighbours, and sums are exact."""
+    contributing_ranks = min(ranks, _LARGEST_EXACT[dtype])
+    values = _LARGEST_EXACT[dtype] // contributing_ranks + 1
     positions = torch.arange(_PERIOD)
-    return [(positions + 7 * rank) % _PERIOD % values * (rank < contributing) for rank in range(ranks)]
+    return [(positions + 7 * rank) % _PERIOD % values * (rank < contributing_ranks) for rank in range(ranks)]
 
 
 def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:
-    """Fill a tensor with periodic data, beginning with its element ``start``."""
+    """Fill a tensor with periodic data, beginning with the element ``start`` of the data."""
     data = data.roll(-(start % len(data))).to(tensor)
-    rows, rest = _periods(tensor, len(data))
+    rows, remainder = _periods(tensor, len(data))
     rows.copy_(data.expand_as(rows))
-    rest.copy_(data[: len(rest)])
+    remainder.copy_(data[: len(remainder)])
 
 
 def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
-    """Return how many elements differ from what :func:`write` would write; NaN does."""
+    """Return how many elements differ from what :func:`write` would write; NaN differs from everything."""
     data = data.roll(-(start % len(data))).to(tensor)
-    rows, rest = _periods(tensor, len(data))
-    wrong_count = (rest != data[: len(rest)]).sum()
-    for some in rows.split(max(1, _COMPARED_AT_ONCE // len(data))):
-        wrong_count = wrong_count + (some != data).sum()
+    rows, remainder = _periods(tensor, len(data))
+    wrong_count = (remainder != data[: len(remainder)]).sum()
+    for some_rows in rows.split(max(1, _COMPARED_AT_ONCE // len(data))):
+        wrong_count = wrong_count + (some_rows != data).sum()
     return int(wrong_count)
 
 
 def _periods(tensor: Tensor, period: int) -> tuple[Tensor, Tensor]:
-    """The whole periods of a tensor as rows, and what remains."""
-    whole = len(tensor) // period * period
-    return tensor[:whole].view(whole // period, period), tensor[whole:]
+    """Return views of a tensor: its whole periods as rows, (count, period), and the remaining elements."""
+    rows = len(tensor) // period
+    return tensor[: rows * period].view(rows, period), tensor[rows * period :]
 
 
 def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
+    """Time calls that do not wait for each other, us, by CUDA events or by the CPU's clock."""
     if device.type == "cpu":
         dist.barrier()
         clocks = [time.perf_counter()]

@@ -16,10 +16,10 @@ from cs336sys.run.ranks import choose_world_sizes
 from cs336sys.run.sweep import run_sweep, show_plan
 from cs336sys.settings.operations import BACKEND_DEVICES, CollectiveWorkload
 
-# From where latency is everything to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's take seconds.
+# From sizes that latency decides to those that bandwidth decides; 1 MB to 1 GB are the handout's. Gloo's take seconds.
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
 
-# Of a range. From 1 byte to 1e18 by a factor of 1.05 there are 850.
+# Most sizes of a range; from 1 byte to 1e18 by a factor of 1.05 there are 850.
 _MOST_SIZES = 1000
 
 
@@ -37,13 +37,13 @@ class CollectiveOptions(OptionGroup):
     factor: Annotated[float, setting(help="From one size of a range FROM:TO to the next.")] = 2.0
 
     def workloads(self, device: str) -> list[CollectiveWorkload]:
-        """A cell for each backend, number of ranks, dtype, collective and size.
+        """Return a cell for each backend, number of ranks, dtype, collective and size.
 
         Raises:
-            UsageError: a message has no such size, or the device not that backend.
+            UsageError: a size cannot be read, or a backend does not communicate tensors of the device.
         """
         world_sizes = choose_world_sizes(self.world_size)
-        # Before torch is imported, which takes seconds.
+        # Read before _backends imports torch, which takes seconds.
         messages = message_sizes(self.message, self.factor) if self.message else []
         backends = _backends(self.backend, device)
         messages = messages or message_sizes([DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], self.factor)
@@ -90,7 +90,7 @@ def allreduce(
 
 
 def message_sizes(values: Sequence[str], factor: float) -> list[int]:
-    """The values of ``--message`` in bytes; ``8B:1KB`` is a range from 8 bytes up, each ``factor`` times the last.
+    """Read the sizes of ``--message``, in bytes; ``8B:1KB`` is a range from 8 bytes up, each ``factor`` times the last.
 
     Raises:
         UsageError: a value is no size or range, or the factor is not more than 1.
@@ -98,7 +98,8 @@ def message_sizes(values: Sequence[str], factor: float) -> list[int]:
     if factor <= 1:
         raise UsageError(f"--factor {factor:g}: must be more than 1")
 
-    def convert(text: str) -> tuple[int, ...]:
+    def read_range(text: str) -> tuple[int, ...]:
+        """Read one size, or the sizes of a range."""
         first, colon, last = text.partition(":")
         smallest = byte_count(first)
         if not colon:
@@ -106,24 +107,25 @@ def message_sizes(values: Sequence[str], factor: float) -> list[int]:
         largest = byte_count(last)
         if smallest > largest:
             raise UsageError("a range begins with its smallest size")
+        # Rounded down, but for the error of the logarithms.
         count = int(math.log(largest / smallest) / math.log(factor) + 1e-9) + 1
         if count > _MOST_SIZES:
             raise UsageError(f"has {count:,} sizes by --factor {factor!r}: must be at most {_MOST_SIZES}, choose 2")
         return tuple(round(smallest * factor**step) for step in range(count))
 
-    ranges = split_list(values, "--message", convert)
+    ranges = split_list(values, "--message", read_range)
     return list(dict.fromkeys(size for sizes in ranges for size in sizes))
 
 
-def _backends(values: Sequence[str], device: str) -> Sequence[str]:
-    for backend in values:
+def _backends(chosen: Sequence[str], device: str) -> Sequence[str]:
+    """Return the chosen backends, which must be for the device, or without any the one for the device."""
+    for backend in chosen:
         if device not in ("auto", BACKEND_DEVICES[backend]):
             raise UsageError(
                 f"--backend {backend}: communicates tensors on {BACKEND_DEVICES[backend]}, not on {device}"
             )
-    if values:
-        return values
-
+    if chosen:
+        return chosen
     from cs336sys.machine.device import choose_device
 
     return ["nccl" if choose_device(device).type == "cuda" else "gloo"]

@@ -15,7 +15,7 @@ from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
 from cs336sys.tables.titles import failure_notes, shown_settings, title
 
-# How calls were timed: the name in samples and derived columns, and in words.
+# How calls were timed, by the name in samples and derived columns.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
 
 
@@ -35,19 +35,15 @@ _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements
 def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Build the tables of calls back to back, of calls that are each waited for, and of the fit to both."""
     varying = shown_settings(cells, _GROUP_COLUMNS)
-    shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
-    message_columns = (*shown.values(), *_SIZE_COLUMNS)
+    message_columns = (*(varying | {"dtype": _GROUP_COLUMNS["dtype"]}).values(), *_SIZE_COLUMNS)
     measured = [cell for cell in cells if cell.status == "ok"]
     rounding_notes = _rounding_notes([cell.configuration | cell.derived for cell in measured])
     back_to_back = Table(
         "allreduce",
         title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
         (
-            *message_columns,
-            *_time_columns("back_to_back"),
-            Column("in_place", "in place"),
-            Column("wrong_elements", "wrong", "count"),
-            Column("status", "status"),
+            *(*message_columns, *_time_columns("back_to_back"), Column("in_place", "in place")),
+            *(Column("wrong_elements", "wrong", "count"), Column("status", "status")),
         ),
         _collective_rows(cells, "back_to_back"),
         notes=(*_collective_notes(cells), *failure_notes(cells), *rounding_notes),
@@ -63,17 +59,17 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
-    """The measured cells by backend, world size, dtype and collective, each in rising order of size."""
+    """Group the measured cells by backend, world size, dtype and collective, each group in rising order of size."""
     groups: dict[MessageSweep, list[Cell]] = {}
     for cell in cells:
         if cell.status == "ok":
-            group = MessageSweep(*(cell.configuration[name] for name in MessageSweep._fields))
-            groups.setdefault(group, []).append(cell)
-    return {group: sorted(of_group, key=lambda cell: cell.derived["size_bytes"]) for group, of_group in groups.items()}
+            sweep = MessageSweep(*(cell.configuration[name] for name in MessageSweep._fields))
+            groups.setdefault(sweep, []).append(cell)
+    return {sweep: sorted(group, key=lambda cell: cell.derived["size_bytes"]) for sweep, group in groups.items()}
 
 
 def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
-    """Latency and bandwidth of one group's cells, fitted to the medians of a timing; None with fewer than two sizes."""
+    """Fit latency and bandwidth to the medians of one group's cells; None with fewer than two sizes."""
     try:
         return fit_alpha_beta(*_points(cells, timing))
     except UsageError:
@@ -81,19 +77,21 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
 
 
 def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
-    """Return each cell's distance from its group's line; none for groups of two sizes, which always fit."""
+    """Return, by the cell's id, a column with its distance from its group's line; two sizes always fit, and have none.
+
+    Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
+    """
     misfits = {}
-    for of_group in groups_of(cells).values():
-        line = fit_of(of_group, timing)
-        if line is not None and len(of_group) > 2:
-            for cell, size, time_s in zip(of_group, *_points(of_group, timing), strict=True):
-                # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
+    for group in groups_of(cells).values():
+        line = fit_of(group, timing)
+        if line is not None and len(group) > 2:
+            for cell, size, time_s in zip(group, *_points(group, timing), strict=True):
                 misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
     return misfits
 
 
 def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
-    """Sizes in bytes and median times in s."""
+    """Return the cells' sizes in bytes and median times in s."""
     return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
 
 
@@ -103,9 +101,9 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
     for workload in workloads:
         row = workload.configuration() | {"size_bytes": workload.message_bytes}
         try:
-            of_rank = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
+            rank_bytes = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
             row |= {"size_bytes": workload.size_bytes, "elements": workload.elements}
-            row |= {"tensors_bytes": of_rank, "all_ranks_bytes": of_rank * workload.world_size}
+            row |= {"tensors_bytes": rank_bytes, "all_ranks_bytes": rank_bytes * workload.world_size}
         except UsageError as error:
             row["reason"] = str(error)
         rows.append(row)
@@ -114,23 +112,23 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
         *_SIZE_COLUMNS,
         *named_columns(tensors_bytes="tensors of a rank", all_ranks_bytes="of all ranks", reason="reason"),
     )
-    notes = tuple(_rounding_notes(rows))
-    return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows, notes)
+    title = "allreduce: cells and the memory of their tensors (nothing was run)"
+    return Table("plan", title, columns, rows, tuple(_rounding_notes(rows)))
 
 
 def _rounding_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Note messages that are no whole number of elements, or that ranks cannot share equally."""
-    reduced_messages = {
-        f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)": None
+    rounded = dict.fromkeys(
+        f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)"
         for row in rows
         if "elements" in row and row["size_bytes"] != row["message_bytes"]
-    }
-    if not reduced_messages:
-        return []
-    return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(reduced_messages)}"]
+    )
+    reason = "less than asked for, to have whole elements that all ranks share equally"
+    return [f"{reason}: {', '.join(rounded)}"] if rounded else []
 
 
 def _time_columns(timing: str) -> tuple[Column, ...]:
+    """Return the columns of measured cells by one timing; not all cells have a distance from the fit."""
     return (
         Column("time_us", "time", "us", lambda cell: cell.samples[timing], spread="samples"),
         Column("min_us", "min", "us", lambda cell: min(cell.samples[timing].measured)),
@@ -143,6 +141,7 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
 
 
 def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]:
+    """Return a row for each cell, with its times by one timing if it was measured."""
     misfits = _misfits(cells, timing)
     return [
         cell.configuration
@@ -154,13 +153,13 @@ def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]
 
 
 def _collective_notes(cells: Sequence[Cell]) -> list[str]:
-    links: dict[str, list[str]] = {}
+    """Name the links, say how calls were counted, and give the average bus bandwidth of a single group."""
+    ranks_by_link: dict[str, list[str]] = {}
     for cell in cells:
         if "link" in cell.derived:
-            links.setdefault(cell.derived["link"], []).append(
-                f"{cell.configuration['world_size']} ranks of {cell.configuration['backend']}"
-            )
-    notes = [f"link of {' and '.join(dict.fromkeys(of_ranks))}: {link}" for link, of_ranks in links.items()]
+            ranks = f"{cell.configuration['world_size']} ranks of {cell.configuration['backend']}"
+            ranks_by_link.setdefault(cell.derived["link"], []).append(ranks)
+    notes = [f"link of {' and '.join(dict.fromkeys(ranks))}: {link}" for link, ranks in ranks_by_link.items()]
     counts = {(cell.configuration["iterations"], cell.configuration["warmup"]) for cell in cells if cell.status == "ok"}
     notes += [
         f"mean ± standard deviation of {iterations} calls after {warmup} warm-up, each the slowest rank's"
@@ -173,29 +172,29 @@ def _collective_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def _average_busbw(cells: Sequence[Cell]) -> float | None:
-    """The mean over all sizes, as nccl-tests prints it; None for one rank, which has no bus."""
+    """Return the mean GB/s over all sizes, as nccl-tests prints it; None for one rank, which has no bus."""
     busbw = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
     return None if None in busbw else sum(busbw) / len(busbw)
 
 
 def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
+    """Build the table of latency and bandwidth of each group and timing, with the columns of settings that vary."""
     rows = []
-    for group, of_group in groups_of(cells).items():
-        average = _average_busbw(of_group)
+    for sweep, group in groups_of(cells).items():
+        factor = bus_factor(sweep.collective, sweep.world_size)
         for timing, label in TIMINGS.items():
-            line = fit_of(of_group, timing)
+            line = fit_of(group, timing)
             if line is None:
                 continue
-            factor = bus_factor(group.collective, group.world_size)
-            # Otherwise larger messages took no longer, and nothing is known of the bandwidth.
+            # Where larger messages took no longer, nothing is known of the bandwidth.
             is_finite = math.isfinite(line.bytes_per_s)
-            # Through two sizes there is always a line.
-            deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
-            row = group._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
+            row = sweep._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
             row["bandwidth_gbps"] = line.bytes_per_s / 1e9 if is_finite else None
             row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None
             row["half_bandwidth_bytes"] = line.half_bandwidth_bytes if is_finite else None
-            row["average_busbw_gbps"] = average if timing == "back_to_back" else None
+            row["average_busbw_gbps"] = _average_busbw(group) if timing == "back_to_back" else None
+            # Two sizes are always on a line.
+            deviation = line.largest_deviation(*_points(group, timing)) if len(group) > 2 else None
             row["deviation_percent"] = None if deviation is None else 100 * deviation
             rows.append(row)
     columns = (
@@ -212,14 +211,14 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))
 
 
-# Of more sizes than this, time over the ranks is drawn for some: more lines cannot be told apart.
+# Time over the ranks is drawn for so many sizes at most: more lines cannot be told apart.
 _MOST_SIZES = 8
 
 _STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
 
 
 def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
-    """Rows of axes over a column for each collective, dtype and backend, so that backends stand side by side.
+    """Draw a column of axes for each collective, dtype and backend, so that backends stand side by side.
 
     Times are medians of calls back to back, bandwidths those of these medians; dashed lines are the fitted latency and
     bandwidth. Time over the ranks is drawn where several world sizes were measured.
@@ -232,15 +231,13 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     size = 1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)
     figure, axes = new_axes(*size, len(rows), len(columns), sharey="row")
     for number, column in enumerate(columns):
-        of_column = {
-            group: cells_of_group
-            for group, cells_of_group in groups.items()
-            if (group.collective, group.dtype, group.backend) == column
+        groups_of_column = {
+            sweep: group for sweep, group in groups.items() if (sweep.collective, sweep.dtype, sweep.backend) == column
         }
         axes[0][number].set_title(" ".join(column), fontsize=10)
         for row, draw in enumerate(rows):
             drawing = axes[row][number]
-            draw(drawing, of_column)
+            draw(drawing, groups_of_column)
             drawing.set_yscale("log")
             drawing.grid(alpha=0.3)
             if drawing.get_legend_handles_labels()[1]:
@@ -248,13 +245,6 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
             if number:
                 drawing.set_ylabel("")
     write_figure(figure, path)
-
-
-def rates_of_median(cell: Cell) -> tuple[float, float]:
-    """Return algorithm and bus bandwidth of the median call, GB/s: those of the command's table are of the mean."""
-    algbw, busbw = (cell.derived[f"back_to_back_{kind}_gbps"] for kind in ("algbw", "busbw"))
-    of_median = cell.samples["back_to_back"].mean / cell.samples["back_to_back"].median
-    return algbw * of_median, busbw * of_median
 
 
 def _draw_time_over_size(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
@@ -271,25 +261,29 @@ def _draw_time_over_size(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) 
 
 def _draw_bus_bandwidth(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
-        # One rank alone has none.
+        # One rank alone has no bus.
         if group.world_size > 1:
-            points = [(cell.derived["size_bytes"], rates_of_median(cell)[1]) for cell in cells]
-            drawing.plot(*zip(*points, strict=True), label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
+            sizes = [cell.derived["size_bytes"] for cell in cells]
+            calls = [cell.samples["back_to_back"] for cell in cells]
+            # The derived bandwidth is that of the mean call.
+            means = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
+            medians = [busbw * call.mean / call.median for busbw, call in zip(means, calls, strict=True)]
+            drawing.plot(sizes, medians, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="bus bandwidth, GB/s")
 
 
 def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
-    by_message: dict[int, list[tuple[int, float]]] = {}
+    """Draw a line for each size of message, or for evenly spaced ones of many, the largest among them."""
+    points_by_message: dict[int, list[tuple[int, float]]] = {}
     for group, cells in groups.items():
         for cell in cells:
-            points = by_message.setdefault(cell.configuration["message_bytes"], [])
+            points = points_by_message.setdefault(cell.configuration["message_bytes"], [])
             points.append((group.world_size, cell.samples["back_to_back"].median))
-    messages = sorted(by_message)
-    step = -(-len(messages) // _MOST_SIZES)
-    # From the largest down, which are the ones that matter.
-    for number, message_bytes in enumerate(messages[::-1][::step]):
+    messages = sorted(points_by_message, reverse=True)
+    for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / _MOST_SIZES)]):
         label = format_number(float(message_bytes), "decimal_bytes")
-        drawing.plot(*zip(*sorted(by_message[message_bytes]), strict=True), label=label, color=f"C{number}", **_STYLE)
+        ranks, times = zip(*sorted(points_by_message[message_bytes]), strict=True)
+        drawing.plot(ranks, times, label=label, color=f"C{number}", **_STYLE)
     drawing.set_xticks(sorted({group.world_size for group in groups}))
     drawing.set(xlabel="ranks", ylabel="time, us")
 

@@ -1,4 +1,4 @@
-"""Measures one cell of ``bench``: steps in CUDA graphs or of our kernels are checked first, then phases are timed."""
+"""Measures cells of ``bench``, one alone or several in turn: steps in graphs or of our kernels are checked first."""
 
 import functools
 import gc
@@ -30,7 +30,6 @@ from cs336sys.timing.phases import StepTimer, gpu_busy_ms
 from cs336sys.training import user_models
 from cs336sys.training.model import use_attention
 from cs336sys.training.step import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
-from cs336sys.training.user_models import telling_user_errors
 
 
 def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -50,26 +49,32 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         with reading_gpu(device) as readings:
             samples = time_steps(built.step, built.step.phases, progress)
         peak_gib = peak_memory_gib(device)
-        busy_ms = None
-        if device.type == "cuda":
-            progress("profiling one step")
-            busy_ms = gpu_busy_ms(built.step)
+        busy_ms = _profile_busy_ms(built.step, progress)
         measured_ms = samples["wall"].measured
         drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)
-        surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
+        observed: dict[str, Any] = {"gpu_readings": readings.columns()}
         if drawn_j is not None:
-            surroundings["step_energy_j"] = drawn_j / len(measured_ms)
+            observed["step_energy_j"] = drawn_j / len(measured_ms)
         if resident_before_gib is not None:
-            surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
-        return training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings)
+            observed |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
+        return training_outcome(built, samples, checked, peak_gib, busy_ms, observed)
+
+
+def _profile_busy_ms(step: TrainStep, progress: Progress) -> float | None:
+    """Return for how many ms of one more step the GPU is busy; None on a CPU."""
+    if step.device.type != "cuda":
+        return None
+    progress("profiling one step")
+    return gpu_busy_ms(step)
 
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """A step that is ready, its graphs captured, with how long that took in seconds.
+    """A step that is ready, its graphs captured.
 
     Attributes:
         flop_columns: as of :func:`~cs336sys.training.flop_counting.counted_columns`.
+        build_s: seconds that building the model took, and capturing.
     """
 
     step: TrainStep
@@ -100,11 +105,9 @@ def training_outcome(
     checked: Checked | None,
     peak_gib: float | None,
     busy_ms: float | None,
-    surroundings: Mapping[str, Any],
+    observed: Mapping[str, Any],
 ) -> Outcome:
-    """Report a measured step: its samples, the columns derived from them, and ``surroundings``: what was observed of
-    the GPU's clocks and of the process's memory.
-    """
+    """Report a measured step: samples, columns derived from them, and what was ``observed`` of clocks and memory."""
     step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
     peak = None
@@ -116,57 +119,52 @@ def training_outcome(
         "peak_gib": peak_gib,
         **workload.rates(samples["step"], peak, flop_columns.get("flops")),
         "gpu_busy_ms": busy_ms,
-        **surroundings,
+        **observed,
     }
     if step.graphs is not None:
-        derived["capture_s"] = step.graphs.capture_s
-        derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
+        derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
     if checked is not None:
         derived |= checked.columns()
-    impossible = impossible_utilization(derived["mfu_percent"])
-    if impossible is not None:
+    if (impossible := impossible_utilization(derived["mfu_percent"])) is not None:
         return Outcome("error", reason=impossible)
     return Outcome("ok", dict(samples), with_notes(derived, training_warnings(step.loss, workload)))
 
 
-# Measures cells of ``bench`` that differ in one setting together: a step of each in turn, in one process.
-#
-# A launch-bound step is as fast as the core that its thread runs on. On a shared machine that differs by half and more,
-# and stays the same for a dozen steps; when steps are taken in turn, every workload gets its share of the slow ones.
-
-
 # Outcomes of the cells that were measured together last and have not been asked for yet, by configuration.
-_waiting: dict[str, Outcome] = {}
+_unclaimed_outcomes: dict[str, Outcome] = {}
 
 
 def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Measure one cell of ``bench --interleave``, and with it those that it is interleaved with: runs in the worker.
+    """Measure a cell of ``bench --interleave``, a step of it and of those that it is interleaved with in turn.
 
-    The others' outcomes are kept for the calls that ask for them, which should come next.
+    A launch-bound step is as fast as the core that its thread runs on. On a shared machine that differs by half and
+    more, and stays the same for a dozen steps; in turn, every workload gets its share of the slow ones. The others'
+    outcomes are kept for the calls that ask for them, which should come next.
 
     Args:
-        configuration: of a workload, with two entries more: ``interleave``, the name of a setting, and ``interleaved``,
-            its values separated by commas, one of which is the workload's.
+        configuration: a workload's, with ``interleave``, the name of a setting, and ``interleaved``, its values with
+            commas between them.
 
     Returns:
-        As :func:`~cs336sys.commands.bench.measure.measure_training`, with one sample of each series for every turn. The
-        peak is that of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is
-        subtracted.
+        As :func:`measure_training`. The peak is that of the warm-up steps, when later workloads have no memory yet,
+        without what earlier ones hold.
     """
     key = configuration_key(configuration)
-    if key not in _waiting:
-        _waiting.clear()
+    if key not in _unclaimed_outcomes:
+        _unclaimed_outcomes.clear()
         setting = configuration["interleave"]
         by_value = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
-        workloads = {value: Workload.from_configuration(values) for value, values in by_value.items()}
-        with telling_user_errors(next(iter(workloads.values()))):
+        workloads = {value: Workload.from_configuration(settings) for value, settings in by_value.items()}
+        with user_models.telling_user_errors(next(iter(workloads.values()))):
             for value, outcome in _measure_in_turn(workloads, progress).items():
-                _waiting[configuration_key(by_value[value])] = outcome
-    return _waiting.pop(key)
+                _unclaimed_outcomes[configuration_key(by_value[value])] = outcome
+    return _unclaimed_outcomes.pop(key)
 
 
 @dataclass(frozen=True)
-class _Warm:
+class _WarmStep:
+    """A step after its warm-up, with the peak of that in GiB, without what other steps held."""
+
     built: BuiltStep
     timer: StepTimer
     checked: Checked | None
@@ -178,29 +176,29 @@ class _Warm:
 
 
 def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
-    """Return each workload's outcome; of settings of the whole process, workloads differ in attention alone."""
+    """Return each workload's outcome by name; of settings of the whole process they may differ in attention alone."""
     first = next(iter(workloads.values()))
     device = choose_device(first.device)
     set_matmul_precision(first)
-    held_at_first = held_memory_gib(device)
-    warm: dict[str, _Warm] = {}
+    held_before_gib = held_memory_gib(device)
+    warm_steps: dict[str, _WarmStep] = {}
     outcomes: dict[str, Outcome] = {}
-    differences: dict[str, Checked | None] = {}
+    checks: dict[str, Checked | None] = {}
     for name, workload in workloads.items():
         # Before any workload's model is built: the check itself holds two.
-        differences[name], failure = check_training(workload, device, functools.partial(_tell, progress, name))
+        checks[name], failure = check_training(workload, device, functools.partial(_tell, progress, name))
         if failure is not None:
             outcomes[name] = failure
     for name, workload in workloads.items():
         if name in outcomes:
             continue
-        stage = f"{name}, {len(warm)} more in memory" if warm else name
+        stage = f"{name}, {len(warm_steps)} more in memory" if warm_steps else name
         gc.collect()
-        others_gib = held_memory_gib(device) - held_at_first
+        others_gib = held_memory_gib(device) - held_before_gib
         telling = functools.partial(_tell, progress, stage)
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)
-        # Their attentions may be the same in a user's model.
-        same = {other.built.step.workload.attention for other in warm.values()} - {workload.attention}
+        # Two values of --attention may leave a user's model the same.
+        same = {other.built.step.workload.attention for other in warm_steps.values()} - {workload.attention}
         same &= set(built.flop_columns.get("same_attention", ()))
         if same and workload.attention in built.flop_columns["same_attention"]:
             reason = f"--attention {' and '.join(sorted(same))} is the same, the model's own: measured once"
@@ -211,23 +209,18 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             telling(f"warm-up {number + 1}/{workload.warmup}")
             timer.run()
         peak_gib = peak_memory_gib(device)
-        warm[name] = _Warm(built, timer, differences[name], None if peak_gib is None else peak_gib - others_gib)
+        own_peak_gib = None if peak_gib is None else peak_gib - others_gib
+        warm_steps[name] = _WarmStep(built, timer, checks[name], own_peak_gib)
     with reading_gpu(device) as readings:
         for number in range(first.steps):
             progress(f"step {number + 1}/{first.steps} of each")
-            for warm_step in warm.values():
-                warm_step.run()
-    for name, measured in warm.items():
-        samples = measured.timer.samples(first.warmup)
-        busy_ms = None
-        if device.type == "cuda":
-            progress(f"{name}: profiling one step")
-            use_attention(measured.built.step.workload)
-            busy_ms = gpu_busy_ms(measured.built.step)
-        columns = {"gpu_readings": readings.columns()}
-        outcomes[name] = training_outcome(
-            measured.built, samples, measured.checked, measured.peak_gib, busy_ms, columns
-        )
+            for warm in warm_steps.values():
+                warm.run()
+    for name, warm in warm_steps.items():
+        use_attention(warm.built.step.workload)
+        busy_ms = _profile_busy_ms(warm.built.step, functools.partial(_tell, progress, name))
+        samples, observed = warm.timer.samples(first.warmup), {"gpu_readings": readings.columns()}
+        outcomes[name] = training_outcome(warm.built, samples, warm.checked, warm.peak_gib, busy_ms, observed)
     return outcomes
 
 

@@ -46,11 +46,13 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    from cs336sys.commands.bench import tables as of_bench
+    from cs336sys.commands.bench import tables
     from cs336sys.tables.training_plan import training_plan
 
     workloads = training.workloads(mode)
-    of_bench.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
+    baseline = baseline or ""
+    # Refuses a baseline that no cell has.
+    tables.baseline_values(baseline, [workload.configuration() for workload in workloads])
     output.check(plot=plot)
     if interleave is None:
         measure, notes = "measure_training", []
@@ -64,35 +66,35 @@ def bench(
         return
     refuse_what_does_not_fit(workloads, training.device, force=force)
     if rounds > 1:
-        # A round goes through all of them, so that what is compared is measured side by side.
+        # A round goes through all cells, so that cells to compare are measured close to each other.
         configurations = [
             configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
         ]
-    tables = partial(of_bench.bench_tables, percentiles=percentiles, baseline=over)
-    output.check_selection("bench", tables)
-    is_study = len({workload.warmup for workload in workloads}) > 1
+    build = partial(tables.bench_tables, percentiles=percentiles, baseline=baseline)
+    output.check_selection("bench", build)
+    is_warmup_study = len({workload.warmup for workload in workloads}) > 1
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.commands.bench.measure:{measure}"
-    sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, **skips)
-    for warning in of_bench.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
+    sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_warmup_study, **skips)
+    for warning in tables.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
-    sweep.report(tables, output, (plot, partial(of_bench.plot_bench, baseline=over)), pooled=of_bench.pool_bench_rounds)
+    sweep.report(build, output, (plot, partial(tables.plot_bench, baseline=baseline)), pooled=tables.pool_bench_rounds)
 
 
 def _is_other_attention(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
-    """Return whether a cell's attention is not what another cell measured already."""
+    """Return False, and say so, where a measured cell differs in ``--attention`` alone and found both the same."""
     key = configuration_key(configuration, ignore=("attention",))
-    alike = [cell for cell in cells if configuration_key(cell.configuration, ignore=("attention",)) == key]
-    for cell in alike:
+    for cell in cells:
         attentions = {configuration["attention"], cell.configuration["attention"]}
-        if len(attentions) > 1 and attentions <= set(cell.derived.get("same_attention", ())):
+        is_same = len(attentions) > 1 and attentions <= set(cell.derived.get("same_attention", ()))
+        if is_same and configuration_key(cell.configuration, ignore=("attention",)) == key:
             say(f"--attention {' and '.join(sorted(attentions))} are the model's own here: measured once")
             return False
     return True
 
 
 def _interleaved_configurations(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:
-    """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side."""
+    """Return the configurations for ``measure_interleaved``, those that are measured together next to each other."""
     setting = option.replace("-", "_")
     if len({workload.warmup for workload in workloads}) > 1:
         raise UsageError("--interleave takes one value of --warmup: a warm-up study needs a process for every cell")
@@ -105,13 +107,13 @@ def _interleaved_configurations(workloads: Sequence[Workload], option: str) -> l
             f"--interleave: --synchronize {workloads[0].synchronize} lets alternating steps overlap: use "
             f"--synchronize step"
         )
-    together: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for configuration in (workload.configuration() for workload in workloads):
-        together.setdefault(configuration_key(configuration, ignore=(setting,)), []).append(configuration)
-    if any(len(group) < 2 for group in together.values()):
+        groups.setdefault(configuration_key(configuration, ignore=(setting,)), []).append(configuration)
+    if any(len(group) < 2 for group in groups.values()):
         raise UsageError(f"--interleave {option}: give --{option} two values or more")
     return [
         configuration | {"interleave": setting, "interleaved": ",".join(str(member[setting]) for member in group)}
-        for group in together.values()
+        for group in groups.values()
         for configuration in group
     ]

@@ -22,75 +22,66 @@ from cs336sys.tables.saved import SavedCommand, measured_cells
 from cs336sys.tables.table import Column, Table, named_columns
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
-# A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
-_FALLEN_PART = 0.03
+# A clock that falls by a larger share slows what computing limits down by more than steps spread.
+_NOTED_FALL = 0.03
 
 
 def median_clock(cell: Cell) -> float | None:
-    """The clock of the multiprocessors in MHz while the cell was measured, None where it is not known."""
-    clocks = _clocks(cell.derived.get("gpu_readings") or {})
+    """Return the clock of the multiprocessors in MHz while the cell was measured; None where it is not known."""
+    clocks = _known(cell.derived.get("gpu_readings") or {}, "sm_clock_mhz")
     return statistics.median(clocks) if clocks else None
 
 
 def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
-    """The readings of rounds, one after another."""
-    readings_of_rounds = [readings for cell in cells if (readings := cell.derived.get("gpu_readings"))]
-    if not readings_of_rounds:
-        return None
-    return {
-        name: [value for readings in readings_of_rounds for value in readings[name]] for name in readings_of_rounds[0]
-    }
+    """Return the readings of rounds, one after another; None without any."""
+    rounds = [cell.derived["gpu_readings"] for cell in cells if cell.derived.get("gpu_readings")]
+    return {name: [value for readings in rounds for value in readings[name]] for name in rounds[0]} if rounds else None
 
 
 def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
-    """A sentence where clocks fell during a cell, or something held them down."""
-    highest = None if run is None else run.environment.get("gpu0_max_sm_clock_mhz")
-    seen: dict[str, list[float]] = {}
-    clocks: dict[str, list[float]] = {}
-    lowest: list[tuple[float, float]] = []
-    hottest: list[float] = []
+    """Say in one sentence where clocks fell during a cell, or what held them down; none where neither was."""
+    highest_mhz = None if run is None else run.environment.get("gpu0_max_sm_clock_mhz")
+    # By what held clocks down, for each cell: the share of the readings, and the median clock of these.
+    shares: dict[str, list[float]] = {}
+    held_mhz: dict[str, list[float]] = {}
+    falls: list[tuple[float, float]] = []
+    temperatures_c: list[float] = []
     for cell in cells:
         readings = cell.derived.get("gpu_readings") or {}
         limits = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
         for limit in set().union(*limits):
-            seen.setdefault(limit, []).append(sum(limit in reading for reading in limits) / len(limits))
-            capped = [
-                clock for clock, reading in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in reading
-            ]
-            clocks.setdefault(limit, []).append(statistics.median([clock for clock in capped if clock] or [math.inf]))
-        fall = _fall(_clocks(readings))
-        lowest += [fall] if fall else []
+            clocks = [clock for clock, names in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in names]
+            shares.setdefault(limit, []).append(len(clocks) / len(limits))
+            held_mhz.setdefault(limit, []).append(statistics.median([*filter(None, clocks)] or [math.inf]))
+        fall = _fall(_known(readings, "sm_clock_mhz"))
+        falls += [fall] if fall else []
         if fall or any(limits):
-            hottest += [degrees for degrees in readings["temperature_c"] if degrees is not None]
-    sentences = []
-    for limit, parts in sorted(seen.items()):
-        lost = 1 - min(clocks[limit]) / highest if highest else 0.0
+            temperatures_c += _known(readings, "temperature_c")
+    clauses = []
+    for limit, shares_of_cells in sorted(shares.items()):
+        lost = 1 - min(held_mhz[limit]) / highest_mhz if highest_mhz else 0.0
         cost = f", the SM clock {100 * lost:.0f} % below its limit" if lost > 0 else ""
-        sentences.append(
-            f"{limit} in {len(parts)} of {len(cells)} cells (up to {100 * max(parts):.0f} % of the readings{cost})"
-        )
-    if lowest:
-        before, after = min(lowest, key=lambda fall: fall[1] / fall[0])
-        sentences.append(
-            f"the SM clock fell in {len(lowest)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz"
-        )
-    if not sentences:
+        most = f"up to {100 * max(shares_of_cells):.0f} % of the readings{cost}"
+        clauses.append(f"{limit} in {len(shares_of_cells)} of {len(cells)} cells ({most})")
+    if falls:
+        before, after = min(falls, key=lambda fall: fall[1] / fall[0])
+        clauses.append(f"the SM clock fell in {len(falls)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz")
+    if not clauses:
         return ()
-    heat = f", at up to {max(hottest):.0f} °C" if hottest else ""
-    return (f"clocks: {'; '.join(sentences)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
+    heat = f", at up to {max(temperatures_c):.0f} °C" if temperatures_c else ""
+    return (f"clocks: {'; '.join(clauses)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
 
 
-def _clocks(readings: Mapping[str, Any]) -> list[float]:
-    return [clock for clock in readings.get("sm_clock_mhz", ()) if clock is not None]
+def _known(readings: Mapping[str, Any], name: str) -> list[float]:
+    """Return the values of a column of readings that the GPU told."""
+    return [value for value in readings.get(name, ()) if value is not None]
 
 
 def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
-    """The highest clock and the lowest after it, where that is noticeably lower; it rises from an idle GPU's first."""
-    if not clocks:
-        return None
-    highest = max(clocks)
-    after = min(clocks[clocks.index(highest) :])
-    return (highest, after) if after < (1 - _FALLEN_PART) * highest else None
+    """Return the highest clock and the lowest after it (an idle GPU's first clocks are low), or None without a fall."""
+    highest = max(clocks, default=0.0)
+    after = min(clocks[clocks.index(highest) :]) if clocks else highest
+    return (highest, after) if after < (1 - _NOTED_FALL) * highest else None
 
 
 _CHECKED = (
@@ -110,16 +101,16 @@ _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
 def _bench_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
-    """Rates are of the mean of all steps, peaks the largest, the GPU's busy time the median, the rest the first's."""
+    """Return derived columns: rates of the mean step, the largest peaks, the median busy time, others the first's."""
     if not pooled.samples:
         return {}
     first = rounds[0].derived
-    # The GPU's peak is not saved, but what was made of it is.
+    # The GPU's peak is not saved; MFU is the TFLOP/s over it.
     mfu_percent = first["mfu_percent"]
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
     busy_ms = titles.known_values(rounds, "gpu_busy_ms")
     energies_j = titles.known_values(rounds, "step_energy_j")
-    joined = {
+    of_all_rounds = {
         "peak_gib": titles.largest_known(rounds, "peak_gib"),
         "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
         "peak_resident_gib": titles.largest_known(rounds, "peak_resident_gib"),
@@ -128,8 +119,8 @@ def _bench_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
     }
     workload = Workload.from_configuration(pooled.configuration)
     rates = workload.rates(pooled.samples["step"], peak_tflops, first.get("flops"))
-    # Cells of a GPU have no resident memory.
-    return first | rates | {name: value for name, value in joined.items() if name in first}
+    # No columns that the rounds lack: cells of a GPU have no resident memory.
+    return first | rates | {name: value for name, value in of_all_rounds.items() if name in first}
 
 
 pool_bench_rounds = partial(titles.pool_cells, combine_derived=_bench_of_rounds)
@@ -138,21 +129,22 @@ pool_bench_rounds = partial(titles.pool_cells, combine_derived=_bench_of_rounds)
 def bench_tables(
     cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = (), baseline: str = ""
 ) -> list[Table]:
-    """The step times, and a table of speed-ups when the sweep offers something to compare.
+    """Build the table of step times, and that of speed-ups, which is empty where the sweep has nothing to compare.
 
     Args:
-        baseline: settings of the cells that speed-ups are over, as of :func:`baseline_values`.
+        baseline: settings of the cells that speed-ups are over, as :func:`baseline_values` reads them.
     """
     settings = titles.SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
     always = (*_ALWAYS_SHOWN, "attention") if any(map(_keeps_attention, cells)) else _ALWAYS_SHOWN
     shown = titles.shown_settings(cells, settings, always)
-    heading = titles.title("bench", cells, run, settings, shown)
-    return [_time_table(cells, run, heading, shown, percentiles), _speedups(cells, shown, baseline)]
+    title = titles.title("bench", cells, run, settings, shown)
+    return [_time_table(cells, run, title, shown, percentiles), _speedups(cells, shown, baseline)]
 
 
 def _time_table(
-    cells: Sequence[Cell], run: Run | None, heading: str, settings: dict[str, Column], percentiles: Sequence[float]
+    cells: Sequence[Cell], run: Run | None, title: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
+    """Build the table of step times, with these columns of settings."""
     columns = [
         *titles.SIZE_COLUMNS,
         *settings.values(),
@@ -190,10 +182,11 @@ def _time_table(
         "memory"
         for setting, values in sorted(_interleaved(cells))
     ]
-    return Table("bench", heading, tuple(columns), rows, tuple(notes), _STEADIER, hidden)
+    return Table("bench", title, columns, rows, tuple(notes), steadier=_STEADIER, hidden=hidden)
 
 
 def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
+    """Return a cell's settings and columns by key; a cell that is not ``ok`` lacks most columns."""
     workload = Workload.from_configuration(cell.configuration)
     row = _settings_row(cell) | {"parameters": workload.parameters, "status": cell.status}
     if cell.status != "ok":
@@ -218,10 +211,12 @@ def _keeps_attention(cell: Cell) -> bool:
 
 
 def _settings_row(cell: Cell) -> dict[str, Any]:
+    """Return a cell's settings as tables show them."""
     return cell.configuration | ({"attention": "the model's own"} if _keeps_attention(cell) else {})
 
 
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Say what peaks of main memory count, where they were measured."""
     before_gib = titles.known_values(cells, "resident_before_gib")
     if not before_gib:
         return ()
@@ -233,7 +228,7 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def gate_warnings(cells: Sequence[Cell]) -> list[str]:
-    """Warn where ``compare`` could not call steps the same as others just like them: too few, or too noisy."""
+    """Warn of cells with so few or noisy steps that ``compare`` could not call them the same as equal ones."""
     sides = [
         [[cell.samples["step"].measured for cell in rounds]]
         for rounds in titles.by_configuration(cells).values()
@@ -250,7 +245,7 @@ def gate_warnings(cells: Sequence[Cell]) -> list[str]:
 
 
 def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
-    """Read ``cuda-graph=off,precision=fp32``: the value of each setting that speed-ups are over.
+    """Read the value of each setting that speed-ups are over: ``cuda-graph=off,precision=fp32``.
 
     Raises:
         UsageError: none of the configurations has such a setting and value.
@@ -267,10 +262,10 @@ def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> d
 def speedup_pairs(
     cells: Sequence[Cell], settings: Collection[str], baseline: str = ""
 ) -> tuple[list[str], list[tuple[Cell, Cell]]]:
-    """Return the settings that are compared, and every measured cell with the one that its speed-up is over.
+    """Return the settings that are compared, and each measured cell with the baseline that its speed-up is over.
 
-    That cell differs in nothing but the compared settings, or the interleaved one. It has the value of ``baseline``,
-    or else the setting's default, or the first value in the order of the cells where the default was not measured.
+    Both differ in nothing but the compared settings, or the interleaved one. The baseline has the value that
+    ``baseline`` asks for, or else the default, or, where that was not measured, the value of the first cell.
     """
     compared = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
     axes = [name for name in compared if name in settings and len({cell.configuration.get(name) for cell in cells}) > 1]
@@ -279,13 +274,13 @@ def speedup_pairs(
     preferred = {name: Workload.settings()[name].default for name in axes} | baseline_values(baseline)
     values = {name: [cell.configuration.get(name) for cell in cells] for name in axes}
     expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in axes}
-    baselines: dict[int, Cell] = {}
+
+    def unexpected_settings(cell: Cell) -> int:
+        return sum(cell.configuration.get(name) != value for name, value in expected.items())
+
     # An interrupted sweep went through some configurations once more than through others.
-    for group in titles.by_configuration(cells, ignore=(*axes, "rounds")).values():
-        first = min(
-            group, key=lambda cell: sum(cell.configuration.get(name) != value for name, value in expected.items())
-        )
-        baselines |= {id(cell): first for cell in group}
+    groups = titles.by_configuration(cells, ignore=(*axes, "rounds")).values()
+    baselines = {id(cell): min(group, key=unexpected_settings) for group in groups for cell in group}
     pairs = [(cell, baselines[id(cell)]) for cell in cells]
     return axes, [(cell, first) for cell, first in pairs if cell is not first and cell.status == first.status == "ok"]
 
@@ -297,6 +292,7 @@ def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
 
 
 def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str) -> Table:
+    """Build the table of speed-ups, with these columns of settings; it has no rows where nothing can be compared."""
     axes, pairs = speedup_pairs(cells, settings, baseline)
     series = (*_PHASES, "step")
     rows = []
@@ -315,26 +311,26 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str)
 
 
 def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
-    """Settings whose values were measured alternately, each with its values."""
+    """Return the settings whose values were measured in turn, each with its values, separated by commas."""
     configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
 
 
 _COLORS = {"forward": "#1f4e96", "backward": "#c23b22", "optimizer": "#f2c14e"}
 
-# Settings of which each combination has axes of its own, as each size has: their times share no scale.
+# Settings besides the size of which each combination has axes of its own, because times differ too much for one scale.
 _APART = ("mode", "batch_size", "vocab_size", "context")
 
 _INCHES_PER_BAR = 0.27
 # Title, ticks and the distance to the next axes.
 _INCHES_BETWEEN = 0.66
 
-# Of an axis' length: room for the label of the longest bar.
+# Share of an axis that the label of the longest bar takes.
 _LABEL_ROOM = 0.22
 
 
 def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
-    """Axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
+    """Draw axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
     from matplotlib.patches import Patch
 
     settings = titles.shown_settings(cells, titles.SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN})
@@ -344,14 +340,15 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     ways = [name for name in settings if name not in _APART] or ["precision", "compile"]
     _, pairs = speedup_pairs(cells, settings, baseline)
     baselines = {id(cell): baseline for cell, baseline in pairs}
-    bars = [len(group) for group in groups.values()] or [1]
-    inches = 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN
-    figure, axes = new_axes(10, inches, len(bars), 2 if pairs else 1, gridspec_kw={"height_ratios": bars})
+    bar_counts = [len(group) for group in groups.values()] or [1]
+    height = 0.5 + sum(bar_counts) * _INCHES_PER_BAR + len(bar_counts) * _INCHES_BETWEEN
+    columns = 2 if pairs else 1
+    figure, axes = new_axes(10, height, len(bar_counts), columns, gridspec_kw={"height_ratios": bar_counts})
     most = max((speedup(*pair, "step").estimate for pair in pairs), default=1.0)
     for drawings, (model, group) in zip(axes, groups.items(), strict=False):
         drawings[0].set_title(model, fontsize=10, loc="left")
         _draw_times(drawings[0], group)
-        drawings[0].set_yticks(range(len(group)), [_way(cell, ways) for cell in group], fontsize=8)
+        drawings[0].set_yticks(range(len(group)), [_training_label(cell, ways) for cell in group], fontsize=8)
         if pairs:
             _draw_speedups(drawings[1], group, baselines, most)
             drawings[1].set_yticks([])
@@ -378,19 +375,21 @@ def _model_text(cell: Cell) -> str:
     return ", ".join([f"{size.name}, {parameters} parameters, batch {size.batch_size} x context {size.context}", *mode])
 
 
-def _way(cell: Cell, ways: Sequence[str]) -> str:
-    compile_names = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
+_COMPILE_LABELS = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
 
-    def value_text(name: str) -> str:
-        value = cell.configuration.get(name)
-        if name == "compile":
-            return compile_names[cell.configuration[name]]
-        return f"{titles.SETTING_COLUMNS[name].header} {value}" if name in ("cuda_graph", "warmup") else str(value)
 
-    return ", ".join(map(value_text, ways))
+def _training_label(cell: Cell, settings: Sequence[str]) -> str:
+    """Name a way of training by its values of these settings."""
+    labels = {name: str(cell.configuration.get(name)) for name in settings}
+    for name in labels.keys() & {"cuda_graph", "warmup"}:
+        labels[name] = f"{titles.SETTING_COLUMNS[name].header} {labels[name]}"
+    if "compile" in labels:
+        labels["compile"] = _COMPILE_LABELS[labels["compile"]]
+    return ", ".join(labels.values())
 
 
 def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
+    """Draw each cell's mean times of phases, one after another, and label the bar with the mean step."""
     longest = 0.0
     for row, cell in enumerate(group):
         if cell.status != "ok":
@@ -407,6 +406,7 @@ def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
 
 
 def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
+    """Draw the speed-ups of the group's cells, and baselines in outline, up to ``most``."""
     first = {id(baseline) for baseline in baselines.values()}
     for row, cell in enumerate(group):
         if id(cell) in baselines:

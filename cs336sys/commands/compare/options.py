@@ -1,7 +1,6 @@
 """``cs336sys compare``: did it get faster between two results files, and is that more than noise."""
 
 import math
-from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -46,7 +45,7 @@ def compare(
     limit_percent = None if fail_above is None else _read_percent(fail_above)
     if allow_undecided and limit_percent is None:
         raise UsageError("--allow-undecided needs --fail-above: nothing else fails")
-    # 0.95 would be read as less than one percent, and nobody means less than even chances.
+    # Someone who types 0.95 means 95 percent.
     if not 50 <= confidence < 100:
         raise UsageError(f"--confidence {confidence:g}: must be a percentage from 50 to less than 100, such as 95")
     metrics = split_list(metric, "--metric", str) if metric else []
@@ -61,12 +60,14 @@ def compare(
     try:
         output.emit(comparison_tables(matched.pairs, compared, confidence))
     except UsageError as error:
-        # Cells that fail in B have other columns: that none has what was asked for must not hide the regression.
+        # Raised last: columns that the tables lack, as cells that fail in B do, must not hide a regression.
         fault = error
-    slower = unknown = 0
+    slower, unknown = [], []
     if limit_percent is not None:
-        slower = _say_each("regression", regressions(matched.pairs, compared, limit_percent))
-        unknown = _say_each("undecided", undecided(matched, compared, metrics, limit_percent))
+        slower = [f"regression: {sentence}" for sentence in regressions(matched.pairs, compared, limit_percent)]
+        unknown = [f"undecided: {text}" for text in undecided(matched, compared, metrics, limit_percent)]
+    for sentence in (*slower, *unknown):
+        say(sentence)
     if slower or (unknown and not allow_undecided):
         if fault is not None:
             say(f"error: {fault}")
@@ -77,22 +78,14 @@ def compare(
 
 def _require_pairs(matched: Matched, files: str) -> None:
     if not matched.pairs:
-        nearest = ", ".join(
-            f"{name} ({first} and {second})" for name, (first, second) in nearest_difference(matched).items()
-        )
+        differences = nearest_difference(matched).items()
+        nearest = ", ".join(f"{name} ({first} and {second})" for name, (first, second) in differences)
         hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
         raise UsageError(f"{files} have no configuration in common{hint}")
 
 
-def _say_each(kind: str, sentences: Iterable[str]) -> int:
-    """Say each sentence after its kind, and return how many there were."""
-    listed = list(sentences)
-    for sentence in listed:
-        say(f"{kind}: {sentence}")
-    return len(listed)
-
-
 def _read_percent(text: str) -> float:
+    """Read a percentage of at least 0: ``5%`` or ``5``."""
     try:
         percent = float(text.strip().removesuffix("%"))
     except ValueError:

@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 from cs336sys.results.comparison import (
@@ -22,12 +23,12 @@ from cs336sys.results.comparison import (
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import Value, format_quantity
-from cs336sys.tables.table import Column, Table, fill_row
+from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
-# From here on a table says that means tell something else than medians.
+# A table says how far the ratio of means is off that of medians from this logarithm of their quotient on.
 _NOTED_STALLS = 0.02
 
-# What the intervals cover, by the level of which the noise was taken.
+# What the intervals cover, by the level at which the noise was measured.
 _COVERED = {
     "samples": "one run a side: what differs from run to run is not covered; take --rounds, or several files a side",
     "rounds": "rounds of one run a side: what differs between processes is not covered; take several files a side",
@@ -36,22 +37,19 @@ _COVERED = {
 
 
 def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_percent: float) -> list[Table]:
-    """One table for each metric, one for the pairs that could not be compared, and a summary.
+    """Build a table for each metric, one for the pairs that could not be compared, and a summary.
 
     Settings that tell the pairs apart are columns, those that all pairs share stand in a note of the first table.
     """
     identifying = distinguishing_settings([cell_settings(pair.a.representative) for pair in pairs])
     identity = [Column(name, name.replace("_", " ")) for name in identifying]
-    first, *others = [
-        *(_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()),
-        *_not_compared(pairs, identity),
-        *_summary(compared),
-    ]
+    metric_tables = [_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()]
+    first, *others = with_rows(*metric_tables, _not_compared(pairs, identity), _summary(compared))
     return [replace(first, notes=(*first.notes, _shared_settings(pairs))), *others]
 
 
 def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callable[[Side], str]:
-    """Name a side's configuration by the settings that tell it from the others."""
+    """Return a function that names a side by the settings that tell it from the others."""
     sides = (*(pair.a for pair in pairs), *unpaired_sides)
     identifying = distinguishing_settings([cell_settings(side.representative) for side in sides])
 
@@ -63,18 +61,15 @@ def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callab
 
 
 def _shared_settings(pairs: Sequence[Pair]) -> str:
-    configurations = [cell_settings(pair.a.representative) for pair in pairs]
-    shared = [
-        f"{name} {value}"
-        for name, value in configurations[0].items()
-        if all(name in other and other[name] == value for other in configurations)
-    ]
-    return f"every cell: {', '.join(shared)}"
+    first, *others = (cell_settings(pair.a.representative) for pair in pairs)
+    shared = [item for item in first.items() if all(item in other.items() for other in others)]
+    return f"every cell: {', '.join(f'{name} {value}' for name, value in shared)}"
 
 
 def _metric_table(
     metric: str, rows: Sequence[tuple[Pair, Comparison]], identity: Sequence[Column], confidence_percent: float
 ) -> Table:
+    """Build the table of a metric: medians, their ratio, and what the samples can tell of it."""
     unit = rows[0][1].a.unit
     interval = f"{confidence_percent:g} %"
     columns = (
@@ -110,12 +105,12 @@ def _metric_table(
 
 
 def _of_difference(name: str) -> Callable[[Comparison], Any]:
-    """A column's value: this attribute of the difference, where there is one."""
+    """Return a column's function: this attribute of the difference, None where there is no difference."""
     return lambda comparison: comparison.difference and getattr(comparison.difference, name)
 
 
 def _to_decide(comparison: Comparison) -> str | None:
-    """About how many samples, rounds or runs a side would decide what these do not."""
+    """Say about how many samples, rounds or runs a side would decide the comparison; None where that is not known."""
     difference = comparison.difference
     if difference is None or comparison.verdict != "undecided" or difference.to_decide is None:
         return None
@@ -123,17 +118,17 @@ def _to_decide(comparison: Comparison) -> str | None:
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Say how few independent samples the fewest are worth, and where stalls hide from medians."""
-    differences = [(compared.difference, compared) for compared in comparisons if compared.difference is not None]
+    """Say how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
+    compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [
-        (difference.independent[0], len(compared.a.all_values))
-        for difference, compared in differences
+        (difference.independent[0], len(comparison.a.all_values))
+        for comparison, difference in compared
         if difference.level == "samples"
     ]
     worth, count = min(counts, default=(0, 0))
     if worth < count:
         yield f"samples are like those before them: {count} are worth {worth} independent ones where they are most"
-    stalls = [abs(math.log(compared.stalls)) for _, compared in differences if compared.stalls is not None]
+    stalls = [abs(math.log(comparison.stalls)) for comparison, _ in compared if comparison.stalls is not None]
     stalled = max(stalls, default=0.0)
     if stalled > _NOTED_STALLS:
         percent = format_quantity(100 * math.expm1(stalled), "percent")
@@ -143,7 +138,7 @@ def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
         )
 
 
-def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> list[Table]:
+def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> Table:
     columns = (
         *identity,
         Column("a_status", "A", value=lambda pair: pair.a.status),
@@ -151,17 +146,18 @@ def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> list[Tab
         Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
     )
     rows = [cell_settings(pair.a.representative) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
-    return [Table("not_compared", "compare: cells that are not ok in both files", columns, rows)] if rows else []
+    return Table("not_compared", "compare: cells that are not ok in both files", columns, rows)
 
 
-def _summary(compared: Compared) -> list[Table]:
+def _summary(compared: Compared) -> Table:
+    """Build the table of how many cells are faster, slower, the same or undecided in each metric."""
     columns = (
         Column("metric", "metric"),
         Column("cells", "cells", "count", len),
-        Column("faster", "faster", "count", lambda verdicts: verdicts.count("faster")),
-        Column("slower", "slower", "count", lambda verdicts: verdicts.count("slower")),
-        Column("same", "same", "count", lambda verdicts: verdicts.count("same")),
-        Column("undecided", "undecided", "count", lambda verdicts: verdicts.count("undecided")),
+        Column("faster", "faster", "count", methodcaller("count", "faster")),
+        Column("slower", "slower", "count", methodcaller("count", "slower")),
+        Column("same", "same", "count", methodcaller("count", "same")),
+        Column("undecided", "undecided", "count", methodcaller("count", "undecided")),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
     rows: list[dict[str, Value]] = []
@@ -171,7 +167,7 @@ def _summary(compared: Compared) -> list[Table]:
         mean = statistics.geometric_mean(ratios) if ratios else None
         verdicts = [comparison.verdict for _, comparison in pairs]
         rows.append({"metric": metric, "geometric_mean_ratio": mean} | fill_row(columns, verdicts))
-    return [Table("summary", "compare: summary", columns, rows)] if rows else []
+    return Table("summary", "compare: summary", columns, rows)
 
 
 def comparison_warnings(
@@ -180,23 +176,22 @@ def comparison_warnings(
     """List what a reader of the tables must know."""
     for results in (a, b):
         yield from passed_over_words(results)
-    for name, sides in (
-        ("A", (*(pair.a for pair in matched.pairs), *matched.only_a)),
-        ("B", (*(pair.b for pair in matched.pairs), *matched.only_b)),
-    ):
-        left_out = sum(side.left_out for side in sides)
+    unpaired_sides = {"A": matched.only_a, "B": matched.only_b}
+    paired_sides = {"A": [pair.a for pair in matched.pairs], "B": [pair.b for pair in matched.pairs]}
+    for name in ("A", "B"):
+        left_out = sum(side.left_out for side in (*paired_sides[name], *unpaired_sides[name]))
         if left_out:
             yield f"{name} holds {_count_of(left_out, 'cell')} of other code or another machine than its last: left out"
-    for name, unpaired_sides in (("A", matched.only_a), ("B", matched.only_b)):
-        if unpaired_sides:
-            yield f"not compared, because only {name} has them: {_count_of(len(unpaired_sides), 'cell')}"
+    for name, sides in unpaired_sides.items():
+        if sides:
+            yield f"not compared, because only {name} has them: {_count_of(len(sides), 'cell')}"
     differences = machine_differences(matched.pairs, a, b)
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
         yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
-    without = sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs)
-    if without:
-        yield f"not compared, because A or B lacks the series: {_count_of(without, 'cell')}"
+    lacking = sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs)
+    if lacking:
+        yield f"not compared, because A or B lacks the series: {_count_of(lacking, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
     methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
     for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
@@ -206,8 +201,9 @@ def comparison_warnings(
 
 
 def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
-    """The comparisons that are slower by more than the limit, the cells that B could not measure and A could, and a
-    sentence where neither side measured anything.
+    """List comparisons that are slower by more than the limit, and cells that only A could measure.
+
+    Where neither side measured anything, that is one sentence, too.
     """
     name = _names(pairs)
     for metric, rows in compared.items():

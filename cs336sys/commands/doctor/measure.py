@@ -11,22 +11,20 @@ from cs336sys.timing.phases import time_calls, time_queued_calls
 
 _PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Of square products. The faster one counts: 8192 in half precision on an H200, whose 4096 are too short for its cap.
+# Sides of square matrices. The faster product counts: on an H200 in half precision, 8192.
 _SIDES = (4096, 8192)
-# Many times an L2 cache.
+# Many times the size of an L2 cache.
 _COPY_BYTES = 2**31
 _WARMUP_MS, _REPETITION_MS = 100.0, 400.0
 _LAUNCHES = 200
 
 
 def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Ceilings:
-    """Measure a GPU for about ten seconds, each rate the median of repetitions.
+    """Measure what the current GPU reaches at most, in about ten seconds; each rate is the median of repetitions.
 
     Products are of random numbers: zeros draw less power, and so run at a higher clock.
 
-    Args:
-        device: the current GPU.
-        progress: told what is measured next.
+    ``progress`` is told what is measured next.
     """
     tflops = {}
     for precision in _PRECISIONS:
@@ -34,31 +32,27 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
         tflops[precision] = max(_product_tflops(device, precision, side) for side in _SIDES)
     progress("copies, launches and links")
     peers = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
-    links = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
-    return Ceilings(
-        torch.cuda.get_device_name(device),
-        tflops,
-        copy_gbps=2 * _copied_gbps(device, device, _COPY_BYTES),
-        launch_us=_launch_us(device),
-        link_gbps=min(links, default=None),
-    )
+    links_gbps = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
+    # Within the GPU, bytes read and written count.
+    copy_gbps, launch_us = 2 * _copied_gbps(device, device, _COPY_BYTES), _launch_us(device)
+    return Ceilings(torch.cuda.get_device_name(device), tflops, copy_gbps, launch_us, min(links_gbps, default=None))
 
 
 def _product_tflops(device: torch.device, precision: str, side: int) -> float:
     left, right = (torch.randn(side, side, device=device).to(_PRECISIONS[precision]) for _ in range(2))
-    before = torch.get_float32_matmul_precision()
+    setting_before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        took_ms = _median_ms(lambda: left @ right, device)
+        median_ms = _median_ms(lambda: left @ right, device)
     finally:
-        torch.set_float32_matmul_precision(before)
-    return 2 * side**3 / took_ms / 1e9
+        torch.set_float32_matmul_precision(setting_before)
+    return 2 * side**3 / median_ms / 1e9
 
 
-def _copied_gbps(source: torch.device, target: torch.device, size: int) -> float:
-    values = torch.zeros(size, dtype=torch.uint8, device=source)
+def _copied_gbps(source: torch.device, target: torch.device, size_bytes: int) -> float:
+    values = torch.zeros(size_bytes, dtype=torch.uint8, device=source)
     copies = torch.empty_like(values, device=target)
-    return size / _median_ms(lambda: copies.copy_(values), source) / 1e6
+    return size_bytes / _median_ms(lambda: copies.copy_(values), source) / 1e6
 
 
 def _median_ms(call: Callable[[], Any], device: torch.device) -> float:
@@ -66,7 +60,7 @@ def _median_ms(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _launch_us(device: torch.device) -> float:
-    """CPU time of an in-place addition to one number; the GPU runs them faster than the CPU launches them."""
+    """Return the CPU's us for an in-place addition to one number; the GPU adds faster than the CPU launches."""
     value = torch.zeros(1, device=device)
 
     def launch() -> None:

@@ -39,7 +39,7 @@ def doctor(
 
     cs336sys doctor --ceilings ceilings.json
     """
-    from cs336sys.tables.table import Column, Table
+    from cs336sys.tables.table import Column, Table, named_columns
 
     output.check()
     if ceilings is not None:
@@ -48,9 +48,9 @@ def doctor(
         output.emit([_measured_ceilings(ceilings)])
         return
     if code.model is None:
-        of_models = {"--loss": code.loss, "--batch": code.batch, "--blocks": code.blocks}
-        of_models["--optimizer"] = None if optimizer == "course" else optimizer
-        for option, value in of_models.items():
+        model_options = {"--loss": code.loss, "--batch": code.batch, "--blocks": code.blocks}
+        model_options["--optimizer"] = None if optimizer == "course" else optimizer
+        for option, value in model_options.items():
             if value is not None:
                 raise UsageError(f"{option} {value} only applies to --model: add --model, or leave it out")
         from cs336sys.machine.diagnosis import diagnose
@@ -60,9 +60,9 @@ def doctor(
         checks, subject = _check_user_model(code, optimizer), f"in {code.model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
-    columns = (Column("name", "check"), Column("verdict", "verdict"), Column("found", "found"), Column("fix", "fix"))
-    table = Table("doctor", f"What cs336sys finds {subject}: {counts}", columns, [asdict(check) for check in checks])
-    output.emit([table])
+    columns = (Column("name", "check"), *named_columns("verdict", "found", "fix"))
+    title = f"What cs336sys finds {subject}: {counts}"
+    output.emit([Table("doctor", title, columns, list(map(asdict, checks)))])
     if "missing" in verdicts:
         raise typer.Exit(CapabilityError.exit_code)
 

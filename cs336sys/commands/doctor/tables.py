@@ -5,7 +5,7 @@ from cs336sys.tables.table import Column, Table, named_columns
 
 
 def ceilings_table(ceilings: Ceilings) -> Table:
-    """Build the table: what was measured, beside the datasheet."""
+    """Build the table: what was measured, next to the datasheet."""
     rows = []
     for precision, tflops in ceilings.tflops.items():
         peak = peak_tflops(ceilings.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
@@ -26,5 +26,6 @@ def ceilings_table(ceilings: Ceilings) -> Table:
 
 
 def _pair(measured: float, datasheet: float | None) -> dict[str, float | None]:
-    part = None if datasheet is None else 100 * measured / datasheet
-    return {"measured": measured, "datasheet": datasheet, "datasheet_percent": part}
+    """Return the columns of a measured value and that of the datasheet, if it has one."""
+    percent = None if datasheet is None else 100 * measured / datasheet
+    return {"measured": measured, "datasheet": datasheet, "datasheet_percent": percent}

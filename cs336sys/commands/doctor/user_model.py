@@ -19,14 +19,14 @@ from cs336sys.training.flop_counting import AttentionCalls, count_step
 from cs336sys.training.model import blocks_of, initializer_of
 from cs336sys.training.step import TrainStep
 
-_PAGE = "compare it with the examples of the documentation, page your_model"
-_GPU_ALONE = f"{_PAGE}; if it needs a GPU, measure it by bench: it is tried on the CPU here"
+_SEE_EXAMPLES = "compare it with the examples of the documentation, page your_model"
+_NEEDS_GPU = f"{_SEE_EXAMPLES}; if it needs a GPU, measure it by bench: it is tried on the CPU here"
 
 _CPU = torch.device("cpu")
 
 
 def check_model(workload: Workload) -> list[Check]:
-    """Report findings one step after another; the last one is the step that fails.
+    """Check imports, training, and what commands need of a user's model, in turn, up to the first that fails.
 
     Args:
         workload: small, launched, with the user's model.
@@ -37,27 +37,27 @@ def check_model(workload: Workload) -> list[Check]:
             for check in (_imports, _trains, _blocks, _attention, _kernels, _compiles, _waits, _starts_in_parts):
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
-        failed = {_imports: "imports", _trains: "trains", _blocks: "blocks"}
-        fix = _PAGE if check is _imports else _GPU_ALONE
-        checks.append(Check(failed.get(check, "model"), str(error), "missing", fix))
-        return checks
+        name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
+        fix = _SEE_EXAMPLES if check is _imports else _NEEDS_GPU
+        return [*checks, Check(name, str(error), "missing", fix)]
     return [*checks, *_commands(checks)]
 
 
 def _imports(workload: Workload) -> list[Check]:
-    named = user_models.references_of(workload)
-    for reference in named:
+    references = user_models.references_of(workload)
+    for reference in references:
         user_models.load(reference)
-    return [Check("imports", f"{', '.join(named)}, code {workload.user.code_digest}")]
+    return [Check("imports", f"{', '.join(references)}, code {workload.user.code_digest}")]
 
 
 def _trains(workload: Workload) -> list[Check]:
+    """Train three steps on one batch, and check that losses are finite and that all parameters get gradients."""
     step = TrainStep(workload, _CPU)
     count = sum(parameter.numel() for parameter in step.model.parameters())
     size = workload.size
     sizes = f"d_model {size.d_model}, d_ff {size.d_ff}, {size.num_layers} layers, {size.num_heads} heads"
     checks = [Check("builds", f"{type(step.model).__name__}, {count:,} parameters at {sizes}")]
-    losses, without = [], []
+    losses, without_gradient = [], []
     for number in range(3):
         step.forward()
         assert step.loss is not None
@@ -67,8 +67,8 @@ def _trains(workload: Workload) -> list[Check]:
         except RuntimeError as error:
             raise UserCodeError(f"{_changed_in_place(workload) or workload.user.model}: {error!s:.160}") from error
         if number == 0:
-            trained = ((name, tensor) for name, tensor in step.model.named_parameters() if tensor.requires_grad)
-            without = [name for name, parameter in trained if parameter.grad is None]
+            trained = [item for item in step.model.named_parameters() if item[1].requires_grad]
+            without_gradient = [name for name, parameter in trained if parameter.grad is None]
         step.optimizer_step()
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
     losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
@@ -82,15 +82,15 @@ def _trains(workload: Workload) -> list[Check]:
         Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")
         for warning in hidden
     ]
-    if without:
-        names = f"none for {', '.join(without[:3])}" + (" ..." if without[3:] else "")
+    if without_gradient:
+        names = f"none for {', '.join(without_gradient[:3])}" + (" ..." if without_gradient[3:] else "")
         fix = "remove parameters that the loss does not depend on: torch's DDP fails on them"
         checks.append(Check("gradients", names, "warn", fix))
     return checks
 
 
 def _changed_in_place(workload: Workload) -> str:
-    """Return the line of the user's that changes a tensor which the backward pass needs; or nothing."""
+    """Say which line of the user's changes a tensor in place that the backward pass needs; "" if none is found."""
     step = TrainStep(workload, _CPU)
     with _InPlaceChanges() as changes, torch.autograd.graph.saved_tensors_hooks(changes.save, lambda saved: saved):
         step.forward()
@@ -104,8 +104,9 @@ class _InPlaceChanges(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # With the version that was saved; holding the tensors keeps their addresses unique.
         self._saved: list[tuple[Tensor, int]] = []
-        # By the address of their memory, which lives as long as this does.
+        # The stack of the first change, by address.
         self._stacks: dict[int, list[tuple[Path, int]]] = {}
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -113,12 +114,13 @@ class _InPlaceChanges(TorchDispatchMode):
         return tensor
 
     def stack(self) -> list[tuple[Path, int]]:
-        """Return the stack, innermost last, of the change that the backward pass comes upon first."""
+        """Return the stack, innermost last, of the change that the backward pass meets first; empty without one."""
         changed = (tensor for tensor, version in reversed(self._saved) if tensor._version != version)
         stacks = (self._stacks.get(tensor.untyped_storage().data_ptr()) for tensor in changed)
         return next(filter(None, stacks), [])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and note the stack where it changes memory of saved tensors."""
         if func._schema.is_mutable:
             addresses = {tensor.untyped_storage().data_ptr() for tensor, _ in self._saved}
             frames = [(Path(frame.filename).absolute(), frame.lineno or 0) for frame in traceback.extract_stack()]
@@ -139,6 +141,7 @@ def _blocks(workload: Workload) -> list[Check]:
 
 
 def _attention(workload: Workload) -> list[Check]:
+    """Count the calls of torch's attention, which ``--attention`` replaces."""
     step = TrainStep(workload, _CPU)
     attention = AttentionCalls()
     with torch.no_grad():
@@ -167,6 +170,7 @@ def _kernels(workload: Workload) -> list[Check]:
 
 
 def _compiles(workload: Workload) -> list[Check]:
+    """Let torch's compiler find the graph breaks, without compiling."""
     if launches := count_step(workload).launches:
         summary = f"not tried: Triton's interpreter runs {', '.join(launches)} here, and cannot be compiled"
         return [Check("compiles", summary)]
@@ -185,6 +189,7 @@ def _compiles(workload: Workload) -> list[Check]:
 
 
 def _waits(workload: Workload) -> list[Check]:
+    """Count a step on the meta device, to find where it would wait for numbers from the GPU."""
     count = count_step(workload)
     if count.failure:
         return [Check("counts", f"no FLOPs: {count.failure:.160}", "warn", "the model should run on the meta device")]
@@ -195,6 +200,7 @@ def _waits(workload: Workload) -> list[Check]:
 
 
 def _starts_in_parts(workload: Workload) -> list[Check]:
+    """Check whether layers can be built one by one, and name layers that several ranks compute differently."""
     model = TrainStep(workload, _CPU).model
     checks = [Check("initial values", "layer by layer, from the meta device")]
     if initializer_of(workload) is None:
@@ -212,6 +218,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
 
 
 def _commands(checks: list[Check]) -> list[Check]:
+    """Say what each command can do with the model."""
     is_ok = {check.name: check.verdict == "ok" for check in checks}
     graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"
     blocks = "" if is_ok["blocks"] else ", but --compile block, ranges and tables of blocks"

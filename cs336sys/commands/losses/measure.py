@@ -21,9 +21,9 @@ from cs336sys.training.user_models import telling_user_errors
 
 
 def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:
-    """A batch for each step, of random pieces of the text: token ids and those that follow, (batch_size, context) each.
+    """Draw a batch of pieces of the text for each step: inputs and targets, token ids (batch_size, context) each.
 
-    The same for all workloads of one text, size and seed.
+    Batches are the same for all workloads of one text, size and seed.
 
     Raises:
         UsageError: the text is shorter than the context, or has bytes beyond the vocabulary.
@@ -73,9 +73,9 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
 
 
 def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: Progress) -> list[Tensor]:
-    """The losses of one step on each batch, () each.
+    """Take one step on each batch, and return the losses, () each.
 
-    The steps that warm a CUDA graph up are the first ones of the training, so it learns as launched steps do.
+    Steps that warm up a CUDA graph are the first of the training, so that the model learns as with launched steps.
     """
     losses: list[Tensor] = []
     on_device = [tuple(tensor.to(step.device) for tensor in batch) for batch in batches]
@@ -87,15 +87,14 @@ def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: 
 
     @contextlib.contextmanager
     def on_batch(number: int) -> Iterator[None]:
-        for captured, new in zip((step.inputs, step.targets), on_device[number], strict=True):
-            captured.copy_(new)
+        for captured_tensor, new in zip((step.inputs, step.targets), on_device[number], strict=True):
+            captured_tensor.copy_(new)
         yield
         keep_loss()
 
     step.warmup_of_capture = min(step.warmup_of_capture, len(batches))
     step.capture(around_warmup=on_batch)
     for number, batch in enumerate(on_device[len(losses) :], len(losses) + 1):
-        # Between two lines of progress.
         if number % 20 == 1:
             progress(f"step {number}/{len(batches)}")
         step.use(*batch)

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.profiling import LossWorkload
@@ -11,7 +12,7 @@ from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table
 
-# The loss of one step depends on its batch: means are of so many steps, where there are as many.
+# A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
 _AVERAGED = 20
 
 _SETTINGS = titles.columns_of(LossWorkload)
@@ -35,9 +36,7 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("status", "status"),
     )
     firsts = _first_on_batches(cells)
-    rows = [
-        cell.configuration | cell.derived | _losses(cell, firsts, averaged) | {"status": cell.status} for cell in cells
-    ]
+    rows = [cell.configuration | cell.derived | _losses(cell, firsts, averaged) for cell in cells]
     notes = ["off: the difference from the first row's loss of the same step, on the same batch"]
     if len(firsts) > 1:
         notes.append("first row: the first with the same text, context, batch size and seed; others have other batches")
@@ -49,39 +48,42 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 
-# What the batches of a cell are drawn by.
+# The text's digest or files, the context, the batch size and the seed, which decide what batches are drawn.
 _Batches = tuple[object, ...]
 
 
 def _batches_of(cell: Cell) -> _Batches:
-    drawn_by = cell.configuration
-    text = drawn_by.get("text_digest") or drawn_by.get("text")
-    return text, *(drawn_by.get(name) for name in ("context", "batch_size", "seed"))
+    settings = cell.configuration
+    text = settings.get("text_digest") or settings.get("text")
+    return text, *(settings.get(name) for name in ("context", "batch_size", "seed"))
 
 
 def _first_on_batches(cells: Sequence[Cell]) -> dict[_Batches, Cell]:
-    """The first that was measured of all cells on the same batches."""
-    firsts: dict[_Batches, Cell] = {}
-    for cell in cells:
-        if cell.status == "ok":
-            firsts.setdefault(_batches_of(cell), cell)
-    return firsts
+    """Return the first measured cell on each sequence of batches."""
+    return {_batches_of(cell): cell for cell in reversed(cells) if cell.status == "ok"}
 
 
-def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[str, float]:
+def _losses_off(cell: Cell, first: Cell) -> list[float]:
+    """Return how far a cell's losses are above those of the same steps of another."""
+    pairs = zip(cell.samples["loss"].measured, first.samples["loss"].measured, strict=False)
+    return [loss - first_loss for loss, first_loss in pairs]
+
+
+def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[str, Any]:
+    """Return a cell's status and, if it was measured, its columns of losses."""
     if cell.status != "ok":
-        return {}
-    baseline = firsts[_batches_of(cell)]
-    losses = cell.samples["loss"].measured
-    columns = {"steps": len(losses), "first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
-    if cell is not baseline:
-        off = [loss - other for loss, other in zip(losses, baseline.samples["loss"].measured, strict=False)]
-        columns |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
-    return columns
+        return {"status": cell.status}
+    first, losses = firsts[_batches_of(cell)], cell.samples["loss"].measured
+    row = {"status": "ok", "steps": len(losses), "first_loss": losses[0]}
+    row["last_loss"] = statistics.fmean(losses[-averaged:])
+    if cell is not first:
+        off = _losses_off(cell, first)
+        row |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
+    return row
 
 
 def plot_losses(cells: Sequence[Cell], path: Path) -> None:
-    """The loss over the steps, a line for each way of training; below, how far each is from the first."""
+    """Draw the loss over the steps, a line for each way of training; below, how far each is from the first."""
     measured = [cell for cell in cells if cell.status == "ok"]
     settings = titles.shown_settings(measured, _SETTINGS)
     firsts = _first_on_batches(measured)
@@ -90,12 +92,12 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     for number, cell in enumerate(measured):
         losses = cell.samples["loss"].measured
         name = ", ".join(f"{column.header} {cell.configuration.get(key)}" for key, column in settings.items()) or "loss"
-        # Drawn one over the other where they are equal: later ones thinner, so that all are seen.
+        # Later lines are thinner, so that all are seen where they are equal.
         width = max(1.0, 3.0 - number)
         curves.plot(range(1, len(losses) + 1), losses, label=name, color=f"C{number}", linewidth=width)
-        if cell is not firsts[_batches_of(cell)]:
-            first = firsts[_batches_of(cell)].samples["loss"].measured
-            off = [loss - other for loss, other in zip(losses, first, strict=False)]
+        first = firsts[_batches_of(cell)]
+        if cell is not first:
+            off = _losses_off(cell, first)
             differences.plot(range(1, len(off) + 1), off, color=f"C{number}", linewidth=1)
     curves.set_ylabel("loss, nats a token")
     curves.legend()

@@ -69,9 +69,8 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
 
     Returns:
         ``fp32``, ``fp16`` or ``bf16`` of: ``parameters``, as seen inside the autocast context; ``fc1``;
-        ``layer_norm``; ``rms_norm``, in the layer norm's place, all the rest being of the model with layer norm;
-        ``logits``; ``loss``; ``loss_outside``, the same loss of the same logits after the context was left;
-        ``gradients``.
+        ``layer_norm``; ``rms_norm``, of a model with it instead of the layer norm; ``logits``; ``loss``;
+        ``loss_outside``, the same loss of the same logits after the context was left; ``gradients``.
 
     Raises:
         CapabilityError: this device or torch cannot run it.
@@ -80,7 +79,7 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
         with_layer_norm = _train_step(nn.LayerNorm, DTYPES[precision], loss_function, device)
         with_rms_norm = _train_step(nn.RMSNorm, DTYPES[precision], loss_function, device)
     except RuntimeError as error:
-        # How torch says that a device lacks a dtype differs by device and operation; RuntimeError is their common base.
+        # The errors for a dtype that a device lacks differ by device and operation; this is their common base.
         raise CapabilityError(str(error).splitlines()[0]) from error
     return with_layer_norm | {"layer_norm": with_layer_norm.pop("ln"), "rms_norm": with_rms_norm["ln"]}
 
@@ -88,7 +87,7 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
 def _train_step(
     norm: type[nn.Module], autocast_dtype: torch.dtype, loss_function: str, device: torch.device
 ) -> dict[str, str]:
-    """Dtype by part: parameters, fc1, ln, logits, loss, loss_outside, gradients."""
+    """Return the dtype of each part: parameters, fc1, ln, logits, loss, loss_outside, gradients."""
     model = ToyModel(_IN_FEATURES, _OUT_FEATURES, norm).to(device)
     x = torch.randn(_BATCH, _IN_FEATURES, device=device)
     if loss_function == "cross-entropy":
@@ -96,17 +95,12 @@ def _train_step(
     else:
         targets = torch.randn(_BATCH, _OUT_FEATURES, device=device)
     compute_loss = LOSSES[loss_function]
-
     seen: dict[str, set[torch.dtype]] = {}
 
-    def record(part: str):
-        return lambda module, inputs, output: seen.update({part: {output.dtype}})
-
     for part, module in (("fc1", model.fc1), ("ln", model.ln), ("logits", model.fc2)):
-        module.register_forward_hook(record(part))
-
+        module.register_forward_hook(lambda _, inputs, output, part=part: seen.update({part: {output.dtype}}))
     with warnings.catch_warnings():
-        # torch warns where it autocasts to nothing (told apart below) or a norm has no fused kernel for mixed dtypes.
+        # torch warns where it cannot autocast (refused below) or a norm has no fused kernel for mixed dtypes.
         warnings.simplefilter("ignore")
         with torch.autocast(device.type, autocast_dtype):
             if not torch.is_autocast_enabled(device.type):
@@ -123,15 +117,14 @@ def _train_step(
 
 def precision_cells(precisions: list[str], device: torch.device, run_id: str) -> list[Cell]:
     """Return a cell for each way to add, and for each precision and loss."""
-    where = {"device": device.type}
     cells = []
     for name, total in accumulate(device).items():
         error = abs(total - TERMS * TERM)
         errors = {"absolute_error": error, "relative_error_percent": 100 * error / (TERMS * TERM)}
-        configuration = {"accumulation": name} | where
+        configuration = {"accumulation": name, "device": device.type}
         cells.append(Cell("precision", configuration, "ok", derived={"sum": total} | errors, run_id=run_id))
     for precision, loss in product(precisions, LOSSES):
-        configuration = {"precision": precision, "loss_function": loss} | where
+        configuration = {"precision": precision, "loss_function": loss, "device": device.type}
         try:
             dtypes = autocast_dtypes(precision, loss, device)
             cells.append(Cell("precision", configuration, "ok", derived=dtypes, run_id=run_id))

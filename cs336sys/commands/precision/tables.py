@@ -32,7 +32,7 @@ _AUTOCAST_COLUMNS = (
 
 
 def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """The sums in each choice of dtypes, and the dtypes of the toy model's parts under autocast."""
+    """Build the table of sums in each choice of dtypes, and that of the dtypes of the toy model under autocast."""
     sums = [cell.configuration | cell.derived for cell in cells if "accumulation" in cell.configuration]
     steps = [cell for cell in cells if "loss_function" in cell.configuration]
     dtypes = [cell.configuration | cell.derived | {"status": cell.status, "reason": cell.reason} for cell in steps]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.derivation import Derived
+from cs336sys.accounting.memory import GIB
 from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, Settings, joined_selection
-from cs336sys.commands.report.problem import Handout
+from cs336sys.commands.report.problem import Handout, plain_peak_gib
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
 from cs336sys.tables.answers import answers_table
@@ -26,13 +27,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def join_text(parts: Iterable[Any], conjunction: str = "and") -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Join as ``a``, ``a and b``, or ``a, b and c``."""
     *others, last = [str(part) for part in parts] or [""]
     return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def times(value: float) -> str:
-    """A factor in three digits, ``2.10x``; ``4x`` where it is exactly that."""
+    """Write a factor in three digits, ``2.10x``; ``4x`` where it is exactly that."""
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}x"
     return f"{value:#.3g}x".replace(".x", "x")
@@ -45,38 +46,40 @@ def compare_speed(before: Samples, after: Samples) -> str:
         return f"undecided; about {speedup.to_decide} steps would decide"
     if speedup.is_noise:
         return f"the {same_within(speedup.low, speedup.high)}"
-    bound = speedup.low if speedup.low > 1 else speedup.high
-    faster = bound if speedup.is_bound else speedup.estimate
-    # Beyond the noise, a difference is one however small; three digits show half a percent.
-    exact = f"{times(faster)} as fast" if faster > 1 else f"{times(1 / faster)} slower"
-    return "at least " * speedup.is_bound + (exact if abs(faster - 1) > 0.005 else "as fast within 0.5 %")
+    end_near_1 = speedup.low if speedup.low > 1 else speedup.high
+    factor = end_near_1 if speedup.is_bound else speedup.estimate
+    # Also differences beyond the noise may be too small for the three digits of a factor.
+    exact = f"{times(factor)} as fast" if factor > 1 else f"{times(1 / factor)} slower"
+    return "at least " * speedup.is_bound + (exact if abs(factor - 1) > 0.005 else "as fast within 0.5 %")
 
 
 def trend(values: Sequence[float | Samples]) -> str:
-    """``grows``, ``falls``, or neither; samples grow where the noise does not explain it."""
+    """Say whether each value ``grows`` or ``falls`` from the one before; samples do beyond the noise alone."""
 
-    def step(before: Any, after: Any) -> int:
-        if isinstance(before, Samples) and ratio(after, before).is_noise:
-            return 0
-        first, second = (value.median if isinstance(value, Samples) else value for value in (before, after))
-        return (second > first) - (second < first)
+    def sign_of_change(before: Any, after: Any) -> int:
+        if isinstance(before, Samples):
+            if ratio(after, before).is_noise:
+                return 0
+            before, after = before.median, after.median
+        return (after > before) - (after < before)
 
-    steps = {step(*pair) for pair in pairwise(values)}
-    return "grows" if steps == {1} else "falls" if steps == {-1} else "neither grows nor falls steadily"
+    signs = {sign_of_change(*pair) for pair in pairwise(values)}
+    return "grows" if signs == {1} else "falls" if signs == {-1} else "neither grows nor falls steadily"
 
 
 def _spread(values: Sequence[float], unit: str = "times") -> str:
-    """``between 1.2x and 1.9x``, or the one value if all are shown alike."""
-    low, high = _WORDS[unit](min(values)), _WORDS[unit](max(values))
+    """Write the range ``between 1.2x and 1.9x``, or one value if its ends are written alike."""
+    low, high = _VALUE_FILTERS[unit](min(values)), _VALUE_FILTERS[unit](max(values))
     return low if low == high else f"between {low} and {high}"
 
 
-# Filters of templates: of one value, joined for a list; then those of a list.
-_WORDS: dict[str, Callable[[Any], str]] = {
+# Filters of templates that write one value; :func:`_of_each` lets them take a list, too.
+_VALUE_FILTERS: dict[str, Callable[[Any], str]] = {
     **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes")},
     "times": times,
     "gib": lambda gib: format_quantity(gib, "gib" if abs(gib) >= 0.1 or gib == 0 else "gib as mib"),
-    "signed_gib": lambda gib: f"{'+' if gib > 0 else ''}{_WORDS['gib'](gib)}",
+    "bytes_as_gib": lambda count: _VALUE_FILTERS["gib"](count / GIB),
+    "signed_gib": lambda gib: f"{'+' if gib > 0 else ''}{_VALUE_FILTERS['gib'](gib)}",
     "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
     "percent": lambda value: f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %",
     "deviation": lambda samples: 100 * samples.std / samples.mean,
@@ -85,39 +88,41 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _of_each(word: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda value: join_text(map(word, value)) if isinstance(value, list | tuple) else word(value)
+def _of_each(write: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return a filter that writes one value, or each value of a list, joined."""
+    return lambda value: join_text(map(write, value)) if isinstance(value, list | tuple) else write(value)
 
 
 def where(rows: Iterable[Mapping[str, Any]], **settings: Any) -> list[Mapping[str, Any]]:
-    """The rows with these values."""
-    return [row for row in rows if settings.items() <= {name: row.get(name) for name in settings}.items()]
+    """Return the rows with these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in settings.items())]
 
 
 def longest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of each size's longest context."""
+    """Return the rows of each size's longest context."""
     rows = list(rows)
     return [row for row in rows if row["context"] == max(other["context"] for other in where(rows, size=row["size"]))]
 
 
 @cache
 def templates() -> "Environment":
-    """The templates of all problems, with the filters and functions that their sentences use."""
+    """Load the templates of all problems, with the filters and functions that their sentences use."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 
     loader = PackageLoader("cs336sys.commands.report", "problems")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {name: _of_each(word) for name, word in _WORDS.items()}
+    environment.filters |= {name: _of_each(write) for name, write in _VALUE_FILTERS.items()}
     environment.filters |= {"spread": _spread, "trend": trend, "listed": join_text, "where": where, "longest": longest}
     called = pass_context(lambda context, size: _of_each(context["handout"].called)(size))
     shape = pass_context(lambda context, row: f"{context['handout'].called(row['size'])} at context {row['context']}")
     environment.filters |= {"called": called, "shape": shape}
     environment.globals |= {"compare_speed": compare_speed, "ratio": ratio, "each": _each}
+    environment.globals["plain_peak_gib"] = plain_peak_gib
     return environment
 
 
 def _each(items: Iterable[Any], caller: Callable[[Any], str]) -> str:
-    """Join what a block makes of each, ``{% call(row) each(rows) %}``."""
+    """Join what the body of ``{% call(row) each(rows) %}`` makes of each item."""
     return join_text([caller(item).strip() for item in items])
 
 
@@ -147,7 +152,9 @@ class Answer:
         self.find, self.find_each = self.evidence.find, self.evidence.find_each
 
     def write(self, name: str, /, **facts: Any) -> None:
-        """Add the sentences of the template block ``problem.part``, those that begin with ``Missing:`` to what lacks.
+        """Add the paragraphs that a template block, ``FILE.BLOCK``, makes of the facts, each as one sentence.
+
+        Those that begin with ``Missing:`` are added to what is missing.
 
         Raises:
             LookupError: the template names a fact that is not there.
@@ -160,23 +167,25 @@ class Answer:
             text = "".join(template.blocks[block](template.new_context({"handout": self.handout, **facts})))
         except UndefinedError as error:
             raise LookupError(str(error)) from error
-        for sentence in (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()):
-            written = self.missing if sentence.startswith("Missing: ") else self.sentences
-            if (wording := sentence.removeprefix("Missing: ")) not in written:
-                written.append(wording)
+        for paragraph in filter(str.strip, re.split(r"\n\s*\n", text)):
+            sentence = " ".join(paragraph.split())
+            wording = sentence.removeprefix("Missing: ")
+            sentences = self.sentences if wording == sentence else self.missing
+            if wording not in sentences:
+                sentences.append(wording)
 
     def _label(self, label: str, settings: Mapping[str, Any]) -> str:
-        """Fill a label with settings; ``{called}`` is the handout's name of a size."""
+        """Fill in a label's ``{SETTING}``; ``{called}`` is the handout's name of the size."""
         return label.format_map({**settings, "called": self.handout.called(settings.get("size", ""))})
 
     def lack_unmeasured(self, label: str, rows: Iterable[Mapping[str, Any]], grid: Settings) -> None:
-        """Say which points of a grid of settings no row has."""
-        measured = {tuple(row[key] for key in grid) for row in rows} if grid else {()}
+        """Say which combinations of a grid's settings no row has."""
+        measured = {tuple(row[key] for key in grid) for row in rows}
         points = [point for point in product(*grid.values()) if point not in measured]
         self.missing += [self._label(label, dict(zip(grid, point, strict=True))) for point in points]
 
     def write_failures(self, cells: Iterable[Cell], label: str) -> None:
-        """Write a sentence for each status that is none of success: which cells, by their filled label."""
+        """Write a sentence for each status but ``ok``, which names its cells by their filled-in label."""
         failed = [cell for cell in cells if cell.status != "ok"]
         for status in dict.fromkeys(cell.status for cell in failed):
             names = [self._label(label, cell.configuration) for cell in failed if cell.status == status]
@@ -187,7 +196,7 @@ class Answer:
         self.tables.append(answers_table(table, title, answers))
 
     def measured_by(self, groups: Iterable[Selection]) -> None:
-        """Name the invocations that measured the cells, each once."""
+        """Name the last runs of the invocations that measured the cells, each once."""
         self.runs |= {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
 
     def show(
@@ -199,15 +208,15 @@ class Answer:
         join: bool = False,
         keep: Callable[[Rows], Rows] = list,
     ) -> None:
-        """Add the command's own table: its settings and these columns, or all columns.
+        """Add the command's own table of each group: its settings and these columns, or all columns.
 
         Args:
-            medians: of samples, as the sentences have them, in place of means with standard deviations.
-            join: the groups' cells into one table, whose settings that differ become columns; not for commands that
-                compare the cells of an invocation.
+            medians: show medians of samples, as the sentences do, instead of means with standard deviations.
+            join: put the groups' cells into one table, in which settings that differ become columns; not for commands
+                that compare the cells of an invocation.
             keep: chooses the rows that are shown.
         """
-        for group in [joined_selection(groups)] if join and groups else groups:
+        for group in [joined_selection(groups)] if join else groups:
             for selected in group.tables(table, *columns):
                 shown = replace(selected, rows=keep(selected.rows))
                 self.tables += [of_medians(shown) if medians else shown] if shown.rows else []
@@ -216,10 +225,11 @@ class Answer:
     def show_compared(
         self, rows: Sequence[dict], table: str, title: str, settings: Sequence[str], phases: Sequence[str], *last: str
     ) -> None:
-        """Add a table of :func:`compared` rows with these columns ``last``, and name the invocations.
+        """Add a table of :func:`compared` rows, and say for each value of the first setting where it is faster.
 
         Args:
-            settings: columns that tell rows apart; a sentence for each value of the first says where it is faster.
+            settings: the first columns, which tell rows apart.
+            last: the last columns, after three for each phase.
         """
         keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *last]
         columns = named_columns(**{key: "faster" if key.endswith("_speedup") else "" for key in keys})
@@ -228,7 +238,7 @@ class Answer:
         self.write("common.compared", rows=rows, by=settings[0], phases=phases)
 
     def draw(self, groups: Iterable[Selection], *names: str) -> None:
-        """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
+        """Add the groups' pictures (those of these names, if any is given), numbered where several have one name."""
         for group in groups:
             for name, draw in group.pictures(*names).items():
                 number = 1 + sum(picture.split(",")[0] == name for picture in self.pictures)
@@ -236,7 +246,7 @@ class Answer:
 
 
 def of_medians(table: Table) -> Table:
-    """A table with medians in place of means and standard deviations, as the sentences next to it have them."""
+    """Replace the means and standard deviations of a table by medians, as the sentences next to it have them."""
     rows = [
         {key: value.median if isinstance(value, Samples) and value.measured else value for key, value in row.items()}
         for row in table.rows
@@ -246,7 +256,7 @@ def of_medians(table: Table) -> Table:
 
 
 def facts_of(cell: Cell) -> dict[str, Any]:
-    """A cell's settings, columns and samples under one name each."""
+    """Return a cell's status, settings, derived columns and samples by name, as templates ask for them."""
     return {"status": cell.status, **cell.configuration, **cell.derived, **cell.samples}
 
 
@@ -265,42 +275,43 @@ def measured(
     only: Callable[[Cell], Any] = lambda cell: True,
     facts: Callable[[Answer, list[Selection]], Mapping[str, Any] | None] = lambda answer, groups: {},
 ) -> Callable[[Answer], None]:
-    """Answer with a command's cells: its tables with some columns, and a block of a template.
+    """Return a function that answers with a command's cells: its tables with some columns, and a template's block.
 
-    The block, if any, gets ``cells``, all that were ``tried``, and ``rows`` of the command's tables by name.
+    The block, if any, gets the measured ``cells``, all that were ``tried``, and ``rows``, a function that returns the
+    rows of a table of the command's.
 
     Args:
         wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
         grid: settings of which every combination is asked for; ``label`` names a combination.
         medians, keep: as :meth:`Answer.show` takes them.
-        draws: whether the command's pictures are shown.
-        only: whether a cell is taken.
-        facts: more for the block, from the cells by invocation; without them there is no answer.
+        draws: show the command's pictures.
+        only: returns whether a cell is taken.
+        facts: returns more facts for the block, or None where the cells hold no answer.
     """
 
-    def answered(answer: Answer) -> None:
+    def answer_with_cells(answer: Answer) -> None:
         selections = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
         groups = [group for group in selections if group.cells]
-        extra = facts(answer, groups) if groups else None
-        if extra is None:
+        facts_of_groups = facts(answer, groups) if groups else None
+        if facts_of_groups is None:
             return
         for table, columns in tables.items():
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
-        answer.measured_by(groups)
         answer.draw(groups if draws else ())
         joined = joined_selection(groups)
         tried = list(map(facts_of, joined.cells))
         if block:
-            answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **extra})
+            measured_cells = where(tried, status="ok")
+            answer.write(block, cells=measured_cells, tried=tried, rows=joined.rows, **facts_of_groups)
         answer.lack_unmeasured(label, tried, grid(answer.handout))
 
-    return answered
+    return answer_with_cells
 
 
 # Settings that a cell shares with the one that it is compared with.
 _SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
 
-# A speed-up whose interval is wider, its high end over its low end, rests on few samples and is no extreme.
+# A speed-up whose high end is more than so many times its low end rests on few samples, and is not named as an extreme.
 _SURE = 1.25
 
 
@@ -311,28 +322,28 @@ def compared(
 
     Returns:
         rows in this order of settings, each with its ``group`` and, by phase, the columns ``PHASE_before_ms``,
-        ``PHASE_ms`` and ``PHASE_speedup``, an interval, and whether this is narrow, ``PHASE_is_sure``. Of what several
-        invocations compared the first stands that has samples enough to tell, or else the first.
+        ``PHASE_ms`` and ``PHASE_speedup``, an interval, and whether this is narrow, ``PHASE_is_sure``. Of several
+        invocations with the same cells, the first with the fewest undecided phases counts.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:
         for cell in group.measured:
-            names = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
-            settings = {**names, setting: base}.items()
-            before = next((other for other in group.measured if settings <= other.configuration.items()), None)
+            shared = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
+            base_settings = {**shared, setting: base}.items()
+            before = next((other for other in group.measured if base_settings <= other.configuration.items()), None)
             if before is None or cell.configuration[setting] == base:
                 continue
             row: dict[str, Any] = {**facts_of(cell), "group": group, "undecided": 0, "samples": math.inf}
             for phase in [phase for phase in phases if phase in cell.samples]:
-                first, second = before.samples[phase], cell.samples[phase]
-                speedup = ratio(first, second)
-                row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median, f"{phase}_speedup": speedup}
-                row |= {f"{phase}_before_std_ms": first.std, f"{phase}_std_ms": second.std}
+                old, new = before.samples[phase], cell.samples[phase]
+                speedup = ratio(old, new)
+                row |= {f"{phase}_before_ms": old.median, f"{phase}_ms": new.median, f"{phase}_speedup": speedup}
+                row |= {f"{phase}_before_std_ms": old.std, f"{phase}_std_ms": new.std}
                 row[f"{phase}_is_sure"] = speedup.high <= _SURE * speedup.low
-                row["samples"] = min(row["samples"], len(first.measured), len(second.measured))
+                row["samples"] = min(row["samples"], len(old.measured), len(new.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")
-            key = tuple(names.values())
+            key = tuple(shared.values())
             if key not in rows or row["undecided"] < rows[key]["undecided"]:
                 rows[key] = row
     return sorted(rows.values(), key=lambda row: [row[name] for name in order])

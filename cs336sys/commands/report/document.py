@@ -32,12 +32,12 @@ class Section:
     """One part of a problem, with each machine's answer.
 
     Attributes:
-        absent: the command lines that would give what no file has.
+        measuring_lines: without any answer, the command lines that would measure it.
     """
 
     letter: str
-    blocks: Sequence[Answer]
-    absent: Sequence[str] = ()
+    answers: Sequence[Answer]
+    measuring_lines: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Document:
     def count_words(self) -> str:
         """Say how many parts are answered: ``45 of 45 parts answered, 2 of them in part``."""
         sections = [section for _, of_problem in self.problems for section in of_problem]
-        answered = [section for section in sections if section.blocks]
-        # Where one machine has measured everything, none lacks anything.
-        partly = sum(all(block.missing for block in section.blocks) for section in answered)
+        answered = [section for section in sections if section.answers]
+        # Where one machine has measured everything, no answer lacks anything.
+        partly = sum(all(answer.missing for answer in section.answers) for section in answered)
         return f"{len(answered)} of {len(sections)} parts answered" + (f", {partly} of them in part" if partly else "")
 
 
@@ -76,11 +76,12 @@ def build_document(
 
 
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
+    """Answer a part from the cells of each machine, and add a sentence to ``faults`` where cells cannot be read."""
     lines = [command.line for command in part.commands(target)]
-    # What the handout asks and is missing comes from no command of the one size that is asked for in its place, and may
-    # want more GPUs than there are here.
-    handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
-    blocks: list[Answer] = []
+    # Sizes that are missing are measured by the handout's own command, whatever size and GPUs the target has.
+    full_target = replace(target, size=None, gpus=max(target.gpus, 8))
+    lines_of_missing = [command.line for command in part.commands(full_target)]
+    answers: list[Answer] = []
     for evidence in evidences:
         answer = Answer(evidence, target.handout)
         try:
@@ -91,48 +92,47 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             faults.append("; ".join([f"{name}: {fault}", *(f"measure again: {line}" for line in lines[:1])]))
             continue
         if answer.sentences or answer.tables:
-            blocks.append(_finished(answer, lines, handouts_own))
-    # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
-    blocks = [block for block in blocks if block.machine] or blocks[:1]
-    # What one machine lacks another has measured.
-    if any(not block.missing for block in blocks):
-        blocks = [replace(block, missing=[]) for block in blocks]
-    return Section(part.letter, blocks, [] if blocks else lines)
+            answers.append(_finished(answer, lines, lines_of_missing))
+    # Arithmetic is the same on all machines, and each answer with measurements has it, too.
+    answers = [answer for answer in answers if answer.machine] or answers[:1]
+    # Nothing is missing that any machine has measured.
+    if any(not answer.missing for answer in answers):
+        answers = [replace(answer, missing=[]) for answer in answers]
+    return Section(part.letter, answers, [] if answers else lines)
 
 
 def _caption(name: str) -> str:
-    """Caption a picture; those of several invocations are numbered in the order of their commands."""
-    kind, _, number = name.partition(", ")
-    shown = _CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}")
-    return f"{shown}, {number}" if number else shown
+    """Caption a picture by its name, which ends in a number where several have the same: ``flash, 2``."""
+    kind, comma, number = name.partition(", ")
+    return _CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}") + comma + number
 
 
-def _finished(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Answer:
-    """An answer with its machine and captions, and with the commands in ``sources`` that give what it lacks."""
-    # Some say themselves what would give them.
+def _finished(answer: Answer, lines: Sequence[str], lines_of_missing: Sequence[str]) -> Answer:
+    """Add machine, captions and command lines (``lines`` if no run is known), and how to measure what is missing."""
+    # Items with code name their command themselves.
     missing = [f"Not measured: {item}." for item in answer.missing if "`" in item]
-    if plain := [item for item in answer.missing if "`" not in item]:
-        source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
-        missing.append(f"Not measured: {'; '.join(plain)}.{source}")
+    if items := [item for item in answer.missing if "`" not in item]:
+        commands = ", ".join(f"`{line}`" for line in lines_of_missing)
+        missing.append(f"Not measured: {'; '.join(items)}." + f" Measure it with {commands}." * bool(commands))
     runs = answer.runs.values()
     return replace(
         answer,
         machine="; ".join([answer.evidence.machine, *environment_words(runs)]) if runs else "",
         commands=list(dict.fromkeys(map(typed_command, runs))) or list(lines),
-        tables=_saying_once(answer.tables),
+        tables=_with_notes_once(answer.tables),
         pictures={_caption(name): draw for name, draw in answer.pictures.items()},
         missing=missing,
     )
 
 
-# Commands whose ranks communicate, and the variables that change how.
+# Commands whose ranks communicate, and how the names of variables that change this begin.
 _WITH_RANKS = ("allreduce", "ddp", "shard", "verify")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "GLOO_")
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
 
 
 def environment_words(runs: Iterable[Run]) -> list[str]:
-    """Name the variables under which ranks communicated, one sentence, or none; ranks of a CPU have Gloo alone."""
+    """Name the variables under which ranks communicated, in one clause or none; ranks of a CPU have Gloo's alone."""
     of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
     prefixes = _PREFIXES if any(run.machine.get("gpu") for run in of_ranks) else "GLOO_"
     variables = {item for run in of_ranks for item in run.environment.items() if item[0].startswith(prefixes)}
@@ -141,18 +141,17 @@ def environment_words(runs: Iterable[Run]) -> list[str]:
     return [f"with {', '.join(names)}{multicast}"] if names else []
 
 
-def _saying_once(tables: Sequence[Table]) -> list[Table]:
-    """The tables of several runs, each note under the last table that has it."""
-    printed: set[str] = set()
-    kept = []
-    for table in reversed(tables):
-        kept.append(replace(table, notes=[note for note in table.notes if note not in printed]))
-        printed |= set(table.notes)
-    return kept[::-1]
+def _with_notes_once(tables: Sequence[Table]) -> list[Table]:
+    """Keep each note only under the last table that has it."""
+    last_table = {note: index for index, table in enumerate(tables) for note in table.notes}
+    return [
+        replace(table, notes=[note for note in table.notes if last_table[note] == index])
+        for index, table in enumerate(tables)
+    ]
 
 
 def typed_command(run: Run) -> str:
-    """Return what was typed, without where its results went."""
+    """Return the command line as it was typed, without the options that say where results went."""
     kept = ["cs336sys"]
     arguments = iter(run.arguments)
     for argument in arguments:

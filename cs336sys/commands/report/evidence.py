@@ -16,7 +16,7 @@ from cs336sys.tables.table import Table, select_columns
 
 Settings = Mapping[str, Collection[Any]]
 
-# How often something was measured, where its files went: no part of what was measured.
+# Settings that say how, and how often, a cell was measured: cells that differ in them alone count as the same.
 _OF_MEASURING = (
     *("warmup", "steps", "seed", "device", "synchronize", "rounds", "round", "interleave", "interleaved"),
     *("snapshot", "trace", "keep", "profiler", "timeout_s", "check_layers", "warmup_ms", "repetition_ms", "iterations"),
@@ -52,7 +52,7 @@ class Selection:
         return saved_tables(self.invocation, self.cells, Presentation())
 
     def tables(self, name: str, *columns: str) -> list[Table]:
-        """The command's tables of this name, with the settings that its cells differ in and these columns, or all."""
+        """Return the command's tables of this name, with their columns of settings and these ``columns``, or all."""
         chosen = [table for table in self._tables if table.name == name and table.rows]
         if not chosen or not columns:
             return chosen
@@ -61,30 +61,28 @@ class Selection:
         return select_columns(chosen, [key for key in dict.fromkeys([*settings, *columns]) if key in keys])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        return [dict(row) for whole in self.tables(table) for row in whole.rows]
+        """Return the rows of the command's tables of this name."""
+        return [dict(row) for full_table in self.tables(table) for row in full_table.rows]
 
     def pictures(self, *names: str) -> Pictures:
-        """The command's pictures of the cells, of these names alone if any is given."""
+        """Return the command's pictures of the cells, of these names alone if any is given."""
         drawn = saved_pictures(self.invocation, self.cells)
         return {name: draw for name, draw in drawn.items() if not names or name in names}
 
     def by(self, setting: str) -> dict[Any, Cell]:
-        """The measured cells by a setting, of equal ones the last."""
+        """Return the measured cells by the value of a setting, the last one of each value."""
         return {cell.configuration[setting]: cell for cell in self.measured}
 
     def only(self, is_wanted: Callable[[Cell], Any]) -> "Selection":
         return Selection(self.invocation, [cell for cell in self.cells if is_wanted(cell)])
 
     def setting(self, name: str) -> Any:
-        """A setting that all cells have alike."""
+        """Return the value of a setting that is the same in all cells."""
         return self.cells[0].configuration[name]
 
 
 def joined_selection(groups: Sequence[Selection]) -> Selection:
-    """The cells of several invocations as if one had measured them, for tables that compare none with another.
-
-    The smallest models and shortest contexts come first.
-    """
+    """Join the cells of several invocations, for tables that do not compare cells; small models and contexts first."""
     runs = [run for group in groups for run in group.invocation.runs[-1:]]
     order = ("d_model", "num_layers", "context", "head_dim")
     cells = sorted(cells_of(groups), key=lambda cell: [cell.configuration.get(name) or 0 for name in order])
@@ -93,10 +91,6 @@ def joined_selection(groups: Sequence[Selection]) -> Selection:
 
 def cells_of(groups: Sequence[Selection]) -> list[Cell]:
     return [cell for group in groups for cell in group.cells]
-
-
-def measured_of(groups: Sequence[Selection]) -> list[Cell]:
-    return [cell for group in groups for cell in group.measured]
 
 
 @dataclass
@@ -113,23 +107,23 @@ class Evidence:
     tests: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]) -> list[Selection]:
-        """The command's cells with the ``required`` values of settings, the invocation that has most of them first.
+        """Return the command's cells with the ``required`` values of settings, the invocation with most cells first.
 
-        What was measured in several invocations is taken from the first of them. Of a ``preferred`` setting only cells
-        with these values are taken if there are any, and else all: a machine may be too small for what a handout asks.
+        A cell that several invocations measured is taken from the first of them. Cells without a ``preferred`` value
+        are taken only where no cell has one: a machine may be too small for what a handout asks.
         """
         seen: set[str] = set()
         groups = []
         for group in self.find_each(command, preferred, **required):
-            groups.append(group.only(lambda cell: _what(cell) not in seen))
-            seen.update(map(_what, group.cells))
+            groups.append(group.only(lambda cell: _identity(cell) not in seen))
+            seen.update(map(_identity, group.cells))
         return [group for group in groups if group.cells]
 
     def find_each(
         self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]
     ) -> list[Selection]:
-        """As :meth:`find`, with what several invocations measured in each of them, for what is compared within one."""
-        # A board's cells have columns of their own: whoever wants them says so.
+        """As :meth:`find`, with all cells of every invocation, so that cells of one can be compared with each other."""
+        # A board's cells have columns of their own: whoever wants them requires ``board``.
         settings = {"board": (None, False), **required}
         groups = _narrowed([Selection(*shown) for shown in self.shown if shown[0].command == command], settings)
         for name, values in (preferred or {}).items():
@@ -137,20 +131,22 @@ class Evidence:
 
         def count_and_time(group: Selection) -> tuple[int, str]:
             runs = group.invocation.runs
-            return len({_what(cell) for cell in group.cells}), runs[-1].time if runs else ""
+            return len(set(map(_identity, group.cells))), runs[-1].time if runs else ""
 
         return sorted(groups, key=count_and_time, reverse=True)
 
 
 def _narrowed(groups: Sequence[Selection], settings: Settings) -> list[Selection]:
-    """The groups with those cells that have one of the values of each setting, without groups that have none."""
-    chosen = [
-        group.only(lambda c: all(c.configuration.get(key) in settings[key] for key in settings)) for group in groups
-    ]
-    return [group for group in chosen if group.cells]
+    """Return the groups with the cells that have one of the values of each setting, without groups that have none."""
+
+    def is_wanted(cell: Cell) -> bool:
+        return all(cell.configuration.get(name) in values for name, values in settings.items())
+
+    return [wanted for group in groups if (wanted := group.only(is_wanted)).cells]
 
 
-def _what(cell: Cell) -> str:
+def _identity(cell: Cell) -> str:
+    """Return the settings that decide what was measured, as a key."""
     return configuration_key(cell.configuration, ignore=_OF_MEASURING)
 
 
@@ -186,7 +182,7 @@ _TESTS_BYTES = 16 * MIB
 
 
 def read_test_outcomes(path: Path) -> dict[str, str]:
-    """``passed``, ``failed`` or ``skipped`` by test, of a file that ``pytest --junitxml`` has written."""
+    """Read which tests ``passed``, ``failed`` or were ``skipped``, by name, from a file of ``pytest --junitxml``."""
     try:
         cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
     except UsageError:
@@ -197,7 +193,7 @@ def read_test_outcomes(path: Path) -> dict[str, str]:
         raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
 
     def outcome(case: ElementTree.Element) -> str:
-        kinds = {child.tag for child in case}
-        return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        tags = {child.tag for child in case}
+        return "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
 
     return {printable(case.get("name", "")): outcome(case) for case in cases}

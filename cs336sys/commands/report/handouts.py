@@ -18,13 +18,14 @@ _YEARS = (2025, 2026)
 
 
 def _problem(name: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
-    """A function for each letter (one without any), or a pair of it and its own commands; and the years that ask."""
+    """Return the years that ask a problem, and it; ``answers``: by letter a function, or one with its own commands."""
     pairs = [answer if isinstance(answer, tuple) else (answer, commands) for answer in answers]
     parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
     return years, Problem(name, parts)
 
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
+    """As :func:`_problem`, about a parallel strategy; the functions ``first`` answer the first letters."""
     answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
@@ -98,58 +99,59 @@ PROBLEMS = {year: tuple(problem for years, problem in _ALL if year in years) for
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
 
-# Sizes whose ranks share a CPU, the largest first.
+# Sizes that ranks on a CPU can train, the largest first.
 _CPU_SIZES = ("small", "tiny")
 
 
 def target_of(
     handout: Handout, size: str | None, device: str, gpu: str | None = None, memory_bytes: float | None = None
 ) -> Target:
-    """This machine, as far as it can be known without torch, or one with one GPU of that name, and so much memory.
+    """Describe this machine, as far as it can be known without torch, or one with one GPU of that name.
+
+    ``memory_bytes`` replaces the memory of that GPU, or of this machine.
 
     Raises:
         UsageError: the GPU has no datasheet.
     """
+    local_gpus = [] if device == "cpu" or gpu is not None else read_gpus()
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        local_gpus = local_gpus[: len([index for index in visible.split(",") if index])]
     if gpu is not None:
         sheet = datasheet(rates_of(gpu).gpu)
         assert sheet is not None
-        return Target(handout, size, device, 1, sheet.tflops[0], (memory_bytes or sheet.memory_bytes) / GIB)
-    local = _local_target(handout, size, device)
-    return local if memory_bytes is None else replace(local, memory_gib=memory_bytes / GIB)
-
-
-def _local_target(handout: Handout, size: str | None, device: str) -> Target:
-    gpus = [] if device == "cpu" else read_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(gpus) if visible is None else min(len(gpus), len([index for index in visible.split(",") if index]))
-    if count:
-        tflops = peak_tflops(gpus[0].name, "fp32") or _GPU_TFLOPS
-        return Target(handout, size, device, count, tflops, gpus[0].memory_total_gib)
-    return Target(handout, size, device, 0, _CORE_TFLOPS * (cpu_cores() or 1), memory_gib()[1])
+        target = Target(handout, size, device, gpus=1, tflops=sheet.tflops[0], memory_gib=sheet.memory_bytes / GIB)
+    elif local_gpus:
+        tflops = peak_tflops(local_gpus[0].name, "fp32") or _GPU_TFLOPS
+        target = Target(handout, size, device, len(local_gpus), tflops, local_gpus[0].memory_total_gib)
+    else:
+        (_, available_gib), tflops = memory_gib(), _CORE_TFLOPS * (cpu_cores() or 1)
+        target = Target(handout, size, device, gpus=0, tflops=tflops, memory_gib=available_gib)
+    return target if memory_bytes is None else replace(target, memory_gib=memory_bytes / GIB)
 
 
 def planned(problems: Sequence[Problem], target: Target) -> list[tuple[Command, list[str]]]:
-    """The commands that measure, each once, with the problems that need it."""
+    """Return the commands that measure, each once, with the names of the problems that need it."""
     needed: dict[tuple[str, ...], tuple[Command, list[str]]] = {}
     for problem in problems:
-        for command in (command for part in problem.parts for command in _possible(part, target) if command.is_saved):
-            names = needed.setdefault(command.arguments, (command, []))[1]
-            names += [problem.name] * (problem.name not in names)
+        for command in (command for part in problem.parts for command in _commands_here(part, target)):
+            _, names = needed.setdefault(command.arguments, (command, []))
+            names += [] if problem.name in names else [problem.name]
     return list(needed.values())
 
 
-def _possible(part: Part, target: Target) -> list[Command]:
-    """A part's commands, those whose ranks have no room here on ranks of the CPU, of a size that fits."""
+def _commands_here(part: Part, target: Target) -> list[Command]:
+    """Return a part's commands that measure, with ranks on the CPU where there are too few GPUs for them."""
     commands: list[Command] = []
     for command in part.commands(target):
         reason = why_not(command, target) if command.gpus > 1 else None
         commands += [command] if reason is None else _on_cpu_ranks(part, target, reason) or [command]
-    return commands
+    return [command for command in commands if command.is_saved]
 
 
 def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
+    """Return a part's commands with Gloo ranks of the largest size that fits here; none where no size does."""
     note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
-    for local in (_local_target(target.handout, size, "cpu") for size in _CPU_SIZES):
+    for local in (target_of(target.handout, size, "cpu") for size in _CPU_SIZES):
         commands = [command for command in part.commands(local) if command.is_saved]
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
             return [replace(command, gpus=1, note=note) for command in commands]
@@ -157,7 +159,7 @@ def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
 
 
 def why_not(command: Command, target: Target) -> str | None:
-    """Explain why it cannot be run here, None if it can; running out of a GPU's memory is a result."""
+    """Explain why a command cannot be run here; None if it can. Running out of a GPU's memory is a result."""
     if target.gpus and command.gpus > target.gpus:
         return f"needs {command.gpus} GPUs, here {'are' if target.gpus > 1 else 'is'} {target.gpus}"
     if not target.gpus and target.memory_gib is not None and (command.memory_gib or 0) > target.memory_gib:
@@ -169,7 +171,7 @@ _PLAN_COLUMNS = named_columns("command", seconds="about", memory_gib="memory", g
 
 
 def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) -> Table:
-    """The commands with their time and memory."""
+    """Build the table of ``--dry-run``: the commands with their time and memory."""
     rows: list[dict[str, Any]] = []
     for command, names in plan:
         large = target.gpus and target.memory_gib and (command.memory_gib or 0) > target.memory_gib

@@ -25,15 +25,8 @@ from cs336sys.settings.fields import OUTPUT
 from cs336sys.settings.sizes import SIZES
 
 # Formats by what a file's name ends in.
-_FORMATS = {
-    ".html": "html",
-    ".htm": "html",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".tex": "latex",
-    ".typ": "typst",
-    ".pdf": "pdf",
-}
+_FORMATS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
+_FORMATS |= {".tex": "latex", ".typ": "typst", ".pdf": "pdf"}
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,10 @@ class WriteUpOptions:
     skip: Annotated[Sequence[str], setting(help="Leave out these problems.", parser=str)] = ()
 
     def problems(self) -> list[Problem]:
-        """The problems of the year that are written up.
+        """Return the problems of the year that are written up.
 
         Raises:
-            UsageError: the year, or a problem, is unknown, or none is left.
+            UsageError: the year, or a problem, is unknown, or no problem is left.
         """
         from cs336sys.commands.report.handouts import PROBLEMS
 
@@ -70,18 +63,17 @@ class WriteUpOptions:
         names = [problem.name for problem in PROBLEMS[self.year]]
         chosen = split_list(self.only, "--only", one_of(names)) if self.only else names
         left_out = split_list(self.skip, "--skip", one_of(names)) if self.skip else []
-        problems = [
-            problem for problem in PROBLEMS[self.year] if problem.name in chosen and problem.name not in left_out
-        ]
+        names_kept = set(chosen) - set(left_out)
+        problems = [problem for problem in PROBLEMS[self.year] if problem.name in names_kept]
         if not problems:
             raise UsageError("--only and --skip leave no problem")
         return problems
 
     def other_machine(self) -> tuple[str | None, float | None]:
-        """The GPU and the bytes of memory that are planned for in place of this machine's.
+        """Return the GPU and the bytes of memory to plan for instead of this machine's; None where not given.
 
         Raises:
-            UsageError: they are given without a plan, or contradict ``--device``, or are no such values.
+            UsageError: they are given without ``--dry-run``, or contradict ``--device``, or the memory is no size.
         """
         for option, value in (("--gpu", self.gpu), ("--memory", self.memory)):
             if value is not None and not self.dry_run:
@@ -124,10 +116,9 @@ def report(
 
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
     problems = write_up.problems()
-    written = _format_of(format, output)
+    document_format = _document_format(format, output)
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
-
     target = target_of(HANDOUTS[year], size, write_up.device, *write_up.other_machine())
     plan = planned(problems, target)
     if folder is not None and not run and not write_up.dry_run:
@@ -138,25 +129,26 @@ def report(
                 raise UsageError(f"--{option} {value}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
-    source_names, failed = [*write_up.source, *(files or [])], []
+    source_names, failed_lines = [*write_up.source, *(files or [])], []
     if not run and not source_names:
         raise UsageError("give results with --from, or measure them with --run")
     if run:
-        into = folder or Path(f"report-{year}")
-        # Files that cannot be read are found out before an hour of measuring.
-        for reason in read_sources(source_files(source_names))[2].values():
+        run_folder = folder or Path(f"report-{year}")
+        # Before an hour of measuring, find out which files cannot be read.
+        _, _, unread = read_sources(source_files(source_names))
+        for reason in unread.values():
             raise UsageError(reason)
-        failed = run_commands(plan, target, into)
-        source_names = [str(into), *source_names] if any(into.glob("*.jsonl.gz")) else source_names
-    is_whole = _write_up(source_files(source_names), problems, target, written, output)
-    if failed or not is_whole:
+        failed_lines = run_commands(plan, target, run_folder)
+        source_names = [*([str(run_folder)] if any(run_folder.glob("*.jsonl.gz")) else []), *source_names]
+    is_complete = _write_up(source_files(source_names), problems, target, document_format, output)
+    if failed_lines or not is_complete:
         raise typer.Exit(1)
 
 
 def _write_up(
-    sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, written: str, output: Path | None
+    sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, format: str, output: Path | None
 ) -> bool:
-    """Write the document from these files, and return whether all that were given by name could be read."""
+    """Write the document from these files (as of :func:`source_files`); return whether all named ones were readable."""
     from cs336sys.commands.report.document import build_document
     from cs336sys.commands.report.evidence import evidence_of
     from cs336sys.commands.report.writing import write_document
@@ -168,27 +160,26 @@ def _write_up(
     document = build_document(problems, evidences, target, faults)
     for fault in document.faults:
         say(f"warning: {fault}")
-    for note in write_document(document, written, output):
+    for note in write_document(document, format, output):
         say(f"warning: {note}")
     say(f"report: {len(problems)} problem{'s' * (len(problems) > 1)}, {document.count_words}")
     return not any(sources[path] for path in unread)
 
 
-def _format_of(format: str | None, output: Path | None) -> str:
-    """Choose the page's format: the one asked for, or what the file's name says."""
+def _document_format(format: str | None, output: Path | None) -> str:
+    """Return the document's format: that of ``--format``, or that of the file's ending; Markdown for stdout."""
     from cs336sys.tables.page import find_browser
     from cs336sys.tables.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
         raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
-    named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
-    written = format or named
-    require_known("format", written, list(dict.fromkeys(_FORMATS.values())))
-    if written == "pdf":
+    chosen = format or ("markdown" if output is None else _FORMATS.get(output.suffix.lower(), "markdown"))
+    require_known("format", chosen, list(dict.fromkeys(_FORMATS.values())))
+    if chosen == "pdf":
         if output in (None, STDOUT):
             raise UsageError("--format pdf: a PDF is written to a file, not to stdout; give --output writeup.pdf")
         find_browser(f"--output {output}")
-    return written
+    return chosen
 
 
 # Commands that go on with what their --save file holds; the others take seconds.
@@ -198,10 +189,10 @@ _POLL_S = 1.0
 
 
 def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
-    """Run them with ``--save`` into the folder; what files there hold already is not measured again.
+    """Run the plan's commands, saving into the folder; cells that its files hold already are not measured again.
 
     Returns:
-        The command lines that failed. What lacks a capability is said and is no failure.
+        The command lines that failed. A lack of a GPU or of a program is no failure.
     """
     from cs336sys.commands.report.handouts import plan_table
     from cs336sys.tables.outputs import check_writable
@@ -227,26 +218,18 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
     return failed
 
 
-def results_path(command: Command, folder: Path) -> Path:
-    """A command's results file, the same in every run."""
-    digest = hashlib.sha256(command.line.encode()).hexdigest()[:8]
-    return folder / f"{command.arguments[0]}-{digest}.jsonl.gz"
-
-
-def without_settings(environment: Mapping[str, str], command: str) -> dict[str, str]:
-    """The environment in which a command does what its line says: no settings file, no variables of its options."""
-    prefix = f"CS336SYS_{command.upper()}_"
-    kept = {name: value for name, value in environment.items() if not name.startswith(prefix)}
-    # An empty file, so that no pyproject.toml is looked for.
-    return kept | {"CS336SYS_CONFIG": os.devnull}
-
-
 def _run_and_save(command: Command, folder: Path) -> int:
-    path = results_path(command, folder)
-    arguments = [*command.arguments, "--save", str(path), "--output", str(path.with_name(f"{path.name[:-9]}.md"))]
-    if command.arguments[0] not in _NOT_RESUMABLE:
+    """Run a command with its results and tables in files of the folder, and return its exit code."""
+    name = command.arguments[0]
+    # The same files in every run.
+    stem = folder / f"{name}-{hashlib.sha256(command.line.encode()).hexdigest()[:8]}"
+    arguments = [*command.arguments, "--save", f"{stem}.jsonl.gz", "--output", f"{stem}.md"]
+    if name not in _NOT_RESUMABLE:
         arguments.append("--resume")
-    environment = without_settings(os.environ, command.arguments[0])
+    # The command does what its line says: no variables of its options, and an empty file instead of pyproject.toml.
+    prefix = f"CS336SYS_{name.upper()}_"
+    environment = {variable: value for variable, value in os.environ.items() if not variable.startswith(prefix)}
+    environment["CS336SYS_CONFIG"] = os.devnull
     program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
         while not program.has_ended(_POLL_S):
@@ -257,21 +240,21 @@ def _run_and_save(command: Command, folder: Path) -> int:
     return program.process.returncode
 
 
-# What is looked for in folders, and taken of a pattern's matches.
+# Patterns of the files that are read of a folder, or of those that match the user's pattern.
 _RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
 
-# Files that an error names one by one.
-_NAMED = 5
+# Of more files that cannot be read, the error gives the number alone.
+_MOST_NAMED = 5
 
 
 def source_files(names: Sequence[str]) -> dict[Path, bool]:
-    """Find files as given, those that a pattern matches, and the results in a folder.
+    """Find the files of ``--from``: files by name, those that a pattern matches, and the results in a folder.
 
     Returns:
-        each with whether it was given by its own name.
+        each file with whether it was given by its own name.
 
     Raises:
-        UsageError: nothing is there.
+        UsageError: a name finds no file.
     """
     files: dict[Path, bool] = {}
     for name in names:
@@ -289,10 +272,13 @@ def source_files(names: Sequence[str]) -> dict[Path, bool]:
 
 
 def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], dict[Path, str]]:
-    """The results, the outcomes of tests by their names, and why files could not be read.
+    """Read results and outcomes of tests.
+
+    Returns:
+        the results, the outcomes by the names of tests, and by file the reason why it cannot be read.
 
     Raises:
-        UsageError: none of the files can be read, or none holds either.
+        UsageError: no file can be read.
     """
     from cs336sys.commands.report.evidence import read_test_outcomes
 
@@ -301,23 +287,21 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
     unread: dict[Path, str] = {}
     for path in files:
         try:
-            if path.suffix != ".xml":
+            if path.suffix == ".xml":
+                outcomes = read_test_outcomes(path)
+                contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
+                if contradicted:
+                    listed = ", ".join(contradicted)
+                    say(f"warning: {path}: contradicts an earlier file about {listed}; the later one counts")
+                tests |= outcomes
+            else:
                 results.append(read_results(path))
                 for sentence in passed_over_words(results[-1]):
                     say(f"warning: {path}: {sentence}")
-                continue
-            outcomes = read_test_outcomes(path)
         except UsageError as error:
             unread[path] = str(error)
-            continue
-        contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
-        if contradicted:
-            listed = ", ".join(contradicted)
-            say(f"warning: {path}: contradicts an earlier file about {listed}; the later one counts")
-        tests |= outcomes
     if unread and not results and not tests:
-        raise UsageError(
-            "; ".join(list(unread.values())[:_NAMED])
-            + (f"; and {unlisted_count} more" if (unlisted_count := len(unread) - _NAMED) > 0 else "")
-        )
+        reasons = list(unread.values())
+        more = f"; and {len(reasons) - _MOST_NAMED} more" if len(reasons) > _MOST_NAMED else ""
+        raise UsageError("; ".join(reasons[:_MOST_NAMED]) + more)
     return results, tests, unread

@@ -12,13 +12,13 @@ from cs336sys.accounting.flops import model_flops
 from cs336sys.settings.choices import MODES
 from cs336sys.settings.sizes import choose_size
 
-# Seconds, as measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA;
-# a cell builds its model; torch.compile; nsys exports what it has recorded.
+# As measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA; a cell
+# builds its model; torch.compile compiles a size.
 _START_S = 8.0
 _CELL_S = 2.0
 _COMPILE_S = 20.0
 
-# Part of its peak that a GPU reaches in plain fp32 steps, which is what most of the problems measure.
+# Share of its peak that a GPU reaches in plain fp32 steps, which most of the problems measure.
 _REACHED = 0.4
 
 
@@ -27,10 +27,10 @@ class Handout:
     """A year's handout, and its names of sizes.
 
     Attributes:
-        sizes: of its table of models, by this project's names.
-        xl: what it calls xl.
-        profile_sizes, profile_contexts: for nsys; the year 2026 leaves the choice.
-        memory_contexts: for the memory of ``2.7b``, the first where one is enough.
+        sizes: the sizes in its table of models, by this project's names.
+        xl: this project's name of the size that it calls xl.
+        profile_sizes, profile_contexts: profiled by nsys; the handout of 2026 leaves the choice.
+        memory_contexts: measured for the memory of ``2.7b``; the first where one is enough.
     """
 
     year: int
@@ -41,7 +41,7 @@ class Handout:
     memory_contexts: tuple[int, ...]
 
     def called(self, size: str) -> str:
-        """A size with the handout's own name, where that is another."""
+        """Return a size's name, with the handout's own where that is another."""
         return f"{size} (the handout's xl)" if size == self.xl != "xl" else size
 
 
@@ -58,11 +58,11 @@ class Target:
     """The machine that a write-up is measured on.
 
     Attributes:
-        size: instead of all sizes of the handout; contexts and grids are then small, too.
+        size: measured instead of all sizes of the handout; contexts and grids are then small, too.
         device: ``auto``, ``cuda`` or ``cpu``.
-        gpus: how many there are; without any, ranks share the CPU.
-        tflops: what it computes in fp32.
-        memory_gib: of a GPU, or the machine's own; None where it is unknown.
+        gpus: number of GPUs; without any, ranks share the CPU.
+        tflops: peak of a GPU, or of the CPU, in fp32.
+        memory_gib: memory of a GPU, or of the machine without one; None where it is unknown.
     """
 
     handout: Handout
@@ -80,7 +80,7 @@ class Target:
         return tuple(names) if self.size is None else (self.size,)
 
     def contexts(self, contexts: Sequence[int]) -> tuple[int, ...]:
-        """The handout's contexts, an eighth of them for a small model."""
+        """Return the handout's contexts, each an eighth as long for a small model."""
         return tuple(context // 8 for context in contexts) if self.is_small else tuple(contexts)
 
     @property
@@ -93,11 +93,11 @@ class Command:
     """A command line of the write-up.
 
     Attributes:
-        arguments: after ``cs336sys``, without ``--save``.
+        arguments: what follows ``cs336sys``, without ``--save``.
         seconds: about how long it takes on the machine it was planned for.
         memory_gib: about the most that a GPU (or the CPU) must hold; None where that is little.
-        is_saved: it has ``--save`` and measures; the others are arithmetic.
-        note: why it stands for another command.
+        is_saved: the command measures, and has ``--save``; others are arithmetic.
+        note: why it replaces another command.
     """
 
     arguments: tuple[str, ...]
@@ -116,8 +116,13 @@ Commands = Callable[[Target], Sequence[Command]]
 
 
 def arithmetic(line: str) -> Commands:
-    """A command that measures nothing; ``{xl}`` is what the handout calls so."""
+    """Plan a command that measures nothing; ``{xl}`` in its line is the handout's xl."""
     return lambda target: [Command(tuple(line.format(xl=target.handout.xl).split()), is_saved=False)]
+
+
+def plain_peak_gib(size: str, context: int, precision: str = "fp32", mode: str = "train") -> float:
+    """Predict the memory of a plain step, in GiB."""
+    return predicted_peak(choose_size(size, context=context), precision, mode, "reference").total_gib
 
 
 def training_sweep(
@@ -130,40 +135,40 @@ def training_sweep(
     ranks: int = 1,
     **options: Sequence[str],
 ) -> Command:
-    """Training steps to measure, with what they are expected to need; the cells are the product of the lists.
+    """Plan a command that measures training steps, with the time and memory it is expected to need.
 
     Args:
-        names: of sizes, of which a small write-up has its own.
+        names: sizes; a small write-up has its own one instead.
         flags: other options, as typed.
-        steps: of a cell, warm-up among them.
-        ranks: that hold a model each.
-        options: lists of values by option, ``compile=("off", "model")``.
+        steps: steps of a cell, warm-up included.
+        ranks: number of ranks, each of which holds a model.
+        options: lists of values by option, ``compile=("off", "model")``; cells are the product of all lists.
     """
     contexts = target.contexts(contexts or ((512,) if target.is_small else ()))
     lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
     lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
     cells = math.prod(map(len, lists.values()))
-    # The settings that FLOPs and memory depend on; the others repeat these cells.
-    counted_cells = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
+    # FLOPs and memory depend on these settings alone; the other lists repeat their combinations.
+    combinations = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
     flops, peaks_gib = 0.0, []
-    for name, context, mode, precision in counted_cells:
+    for name, context, mode, precision in combinations:
         size = choose_size(name, context=context)
-        flops += cells / len(counted_cells) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
-        peaks_gib.append(predicted_peak(size, precision, mode, "reference").total_gib)
-    compiled = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
+        flops += cells / len(combinations) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
+        peaks_gib.append(plain_peak_gib(name, context, precision, mode))
+    compilations = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
     seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks
     arguments = (command, *typed, *flags, *target.device_options)
-    return Command(arguments, seconds + _COMPILE_S * compiled, max(peaks_gib), ranks)
+    return Command(arguments, seconds + _COMPILE_S * compilations, max(peaks_gib), gpus=ranks)
 
 
 def measurement(line: str, seconds: float, gpus: int = 1) -> Commands:
-    """A command whose time hardly depends on the machine."""
-    return lambda target: [Command((*line.split(), *target.device_options), seconds + _START_S, None, gpus)]
+    """Plan a command whose time hardly depends on the machine."""
+    return lambda target: [Command((*line.split(), *target.device_options), seconds + _START_S, gpus=gpus)]
 
 
 def sized(large: Commands, small: Commands = lambda target: ()) -> Commands:
-    """Other commands, or none, for a small write-up."""
+    """Plan other commands, or none, for a small write-up."""
     return lambda target: (small if target.is_small else large)(target)
 
 
@@ -173,7 +178,7 @@ class Part:
 
     Attributes:
         letter: ``a``; empty where the problem is one question.
-        answer: writes into an :class:`~cs336sys.commands.report.answer.Answer` what the cells of one machine say.
+        answer: fills an :class:`~cs336sys.commands.report.answer.Answer` from the cells of one machine.
     """
 
     letter: str

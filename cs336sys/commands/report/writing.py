@@ -24,13 +24,13 @@ def _document_head(ending: str) -> str:
 
 
 def _fenced(lines: Sequence[str]) -> str:
-    """Lines of a shell between more backticks than they hold."""
+    """Put lines of a shell between more backticks than they hold."""
     text = "\n".join(map(printable, lines))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}sh\n{text}\n{fence}"
 
 
-# Rows that fit a printed page; a LaTeX table is not broken across pages.
+# Rows that fit on a printed page: LaTeX breaks no table across pages.
 _PAGE_ROWS = 40
 
 
@@ -44,6 +44,7 @@ def _latex_code(text: str) -> str:
 
 
 def _latex_pages(table: Table) -> str:
+    """Write a table as LaTeX tables of at most a page each, the title above all, the notes below the last."""
     pages = []
     for start in range(0, max(1, len(table.rows)), _PAGE_ROWS):
         end = start + _PAGE_ROWS
@@ -124,25 +125,28 @@ _MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
 # Formats that are one page with its pictures.
 _PAGES = ("html", "pdf")
 
-Drawn = Callable[[str, Callable[[Path], None]], str | None]
+# Takes a picture's name and the function that draws it to a file, and returns the file's name or the picture's HTML;
+# None for a picture that is left out.
+PlacePicture = Callable[[str, Callable[[Path], None]], str | None]
 
 
-def document_text(document: Document, format: str, draw: Drawn) -> str:
-    """The document in a format; ``draw`` gives a picture's file, or its HTML, and None for one that is left out."""
+def document_text(document: Document, format: str, place_picture: PlacePicture) -> str:
+    """Return the document in one of the formats of :data:`_MARKUPS`."""
     markup = _MARKUPS[format]
 
     def inline(text: str) -> str:
-        """Running text with its code between backticks."""
+        """Mark up running text, whose code stands between backticks."""
+        # Text and code alternate, so that code has the odd numbers.
         pieces = enumerate(one_line(text).split("`"))
         marked = (markup["code" if number % 2 else "text"](piece) for number, piece in pieces if piece)
         return (" " if format == "typst" else "").join(marked)
 
-    def written(kind: str, *content: Any) -> str:
+    def mark_up(kind: str, *content: Any) -> str:
         if kind in ("machine", *_TEXTS):
             content = (inline(*content),)
         return markup.get(kind, "{}".format)(*content)
 
-    pieces = [written(*piece) for piece in _pieces(document, draw) if piece[0] in {*_TEXTS, *markup}]
+    pieces = [mark_up(*piece) for piece in _pieces(document, place_picture) if piece[0] in {*_TEXTS, *markup}]
     title = document.title if format == "html" else inline(document.title)
     return markup["document"](title, "\n\n".join(pieces))
 
@@ -156,8 +160,8 @@ def _html_contents(names: Sequence[str]) -> str:
     return f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>"
 
 
-def _pieces(document: Document, draw: Drawn) -> Iterator[tuple]:
-    """The document from top to bottom, each piece with its kind."""
+def _pieces(document: Document, place_picture: PlacePicture) -> Iterator[tuple]:
+    """Yield the document's pieces from top to bottom: a kind of :data:`_MARKUPS` and what its markup takes."""
     count = len(document.problems)
     yield "paragraph", f"{count} problem{'s' * (count != 1)} in the handout's order, {document.count_words}."
     if document.machines:
@@ -170,42 +174,43 @@ def _pieces(document: Document, draw: Drawn) -> Iterator[tuple]:
         for section in sections:
             if section.letter:
                 yield "part", problem.name, section.letter
-            for block in section.blocks:
-                yield from [("machine", block.machine)] if block.machine else []
-                yield from [("commands", block.commands)] if block.commands else []
-                yield from (("table", table) for table in block.tables)
-                yield from (("paragraph", sentence) for sentence in block.sentences)
-                yield from (("absent", lacking) for lacking in block.missing)
-                drawn = ((draw(name, picture), name) for name, picture in block.pictures.items())
-                yield from (("picture", path, name) for path, name in drawn if path)
-            if not section.blocks:
-                source = ". Measure it with " + ", ".join(f"`{line}`" for line in section.absent)
-                why = source if section.absent else ", and no command for this machine gives it"
-                yield "absent", f"No data{why}."
+            for answer in section.answers:
+                yield from [("machine", answer.machine)] if answer.machine else []
+                yield from [("commands", answer.commands)] if answer.commands else []
+                yield from (("table", table) for table in answer.tables)
+                yield from (("paragraph", sentence) for sentence in answer.sentences)
+                yield from (("absent", item) for item in answer.missing)
+                placed = ((place_picture(name, draw), name) for name, draw in answer.pictures.items())
+                yield from (("picture", picture, name) for picture, name in placed if picture)
+            if not section.answers:
+                lines = ", ".join(f"`{line}`" for line in section.measuring_lines)
+                remedy = f". Measure it with {lines}" if lines else ", and no command for this machine gives it"
+                yield "absent", f"No data{remedy}."
     yield from (("fault", fault) for fault in document.faults)
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
-    """Write the document to the file, or to stdout; pictures stand in files next to it, or inside of a page and a PDF.
+    """Write the document to the file, or to stdout; pictures go to files next to it, or into the page or PDF itself.
 
     Returns:
-        What was left out, in sentences.
+        A sentence for each reason for which pictures were left out.
 
     Raises:
         OutputError: it cannot be written; stdout then gets it.
     """
     file = None if output == STDOUT else output
     notes: list[str] = []
-    names: list[str] = []
+    file_names: list[str] = []
 
-    def drawn(name: str, draw: Callable[[Path], None]) -> str | None:
+    def place_picture(name: str, draw: Callable[[Path], None]) -> str | None:
+        """Draw a picture into the page or to the next file; of the other formats, stdout gets no pictures."""
         try:
             if format in _PAGES:
                 return html_picture(draw, name)
             if file is not None:
-                path = file.with_name(f"{file.stem}-{len(names) + 1:02}.png")
+                path = file.with_name(f"{file.stem}-{len(file_names) + 1:02}.png")
                 draw(path)
-                names.append(path.name)
+                file_names.append(path.name)
                 return path.name
         except (ImportError, CapabilityError) as error:
             notes.append(f"pictures are left out: {error}")
@@ -213,7 +218,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
             notes.append(f"left out a picture, because its saved data cannot be drawn: {error}")
         return None
 
-    text = document_text(document, "html" if format in _PAGES else format, drawn)
+    text = document_text(document, "html" if format in _PAGES else format, place_picture)
     if file is None:
         with writing_stdout():
             sys.stdout.write(text)

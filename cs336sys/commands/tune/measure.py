@@ -50,7 +50,7 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
         samples = time_steps(step, phases, progress)
         peak_gib = peak_memory_gib(device)
         busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
-        outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings={})
+        outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, observed={})
         for name in ("tokens_per_s", "tflops", "mfu_percent"):
             if outcome.derived.get(name) is not None:
                 outcome.derived[name] *= chosen.accumulation

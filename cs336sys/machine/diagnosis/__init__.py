@@ -1,4 +1,4 @@
-"""Checks what this machine has and lacks for cs336sys, each lack with its fix."""
+"""Checks what this machine has and lacks for cs336sys, and says how to fix each lack."""
 
 from cs336sys.machine.diagnosis import profilers, software
 from cs336sys.machine.diagnosis.software import Check
@@ -6,13 +6,13 @@ from cs336sys.machine.system import installed_version, read_gpus
 
 
 def diagnose() -> list[Check]:
-    """All checks, in the order to read and fix them; those that do not apply to this machine are left out.
+    """Return all checks that apply to this machine, in the order to read and fix them.
 
     Starts a few short-lived processes (nvidia-smi, compilers, Triton probes), each with a time limit.
     """
     checks = [software.check_python(), software.check_torch()]
     if checks[-1].verdict == "missing":
-        # All the rest depends on torch: fix it first.
+        # The other checks need torch.
         return checks
     from cs336sys.machine.diagnosis import gpu
 

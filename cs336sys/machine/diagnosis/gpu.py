@@ -16,12 +16,12 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
 def check_devices(gpus: list[GpuState]) -> list[Check]:
-    """Everything about the GPUs but running a kernel on them.
+    """Return all checks of the GPUs but that of running a kernel.
 
     Args:
         gpus: what nvidia-smi sees; empty without nvidia-smi.
     """
-    # Asked first, so that this process is not among them.
+    # First, so that this process is not among those that use the GPUs.
     processes = check_processes()
     checks = [check_gpu(gpus)]
     if gpus:
@@ -34,6 +34,7 @@ def check_devices(gpus: list[GpuState]) -> list[Check]:
 
 
 def check_gpu(gpus: list[GpuState]) -> Check:
+    """Name the GPUs that torch sees, or why it sees none."""
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Check("GPU", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
@@ -51,7 +52,7 @@ def check_gpu(gpus: list[GpuState]) -> Check:
 
 
 def check_driver(gpus: list[GpuState]) -> Check:
-    """A driver runs every CUDA of its own major version and all older ones (CUDA minor version compatibility)."""
+    """Check that the driver is for torch's major version of CUDA, or a later one (CUDA minor version compatibility)."""
     match = re.search(r"CUDA Version: (\d+)\.(\d+)", run_tool(["nvidia-smi"]) or "")
     if match is None or torch.version.cuda is None:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
@@ -61,7 +62,7 @@ def check_driver(gpus: list[GpuState]) -> Check:
 
 
 def check_architecture() -> Check:
-    """Return whether this torch holds machine code, or PTX to compile, for every GPU."""
+    """Check that this torch holds machine code, or PTX to compile, for every GPU."""
     built = torch.cuda.get_arch_list()
     devices = range(torch.cuda.device_count())
     if torch.version.hip:
@@ -80,12 +81,15 @@ def check_architecture() -> Check:
 
 
 def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
-    """Machine code (sm_86) runs on its own and later minor versions, PTX (compute_90) on everything later."""
-    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built)):
-        code = int(major), int(minor)
-        if code <= capability and (kind == "compute" or code[0] == capability[0]):
-            return True
-    return False
+    """Return whether a GPU runs any of the built codes.
+
+    Machine code (sm_86) runs on its own and later minor versions, PTX (compute_90) on everything later.
+    """
+    codes = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
+    return any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in codes
+    )
 
 
 def check_memory(gpus: list[GpuState]) -> Check:
@@ -103,11 +107,9 @@ def check_memory(gpus: list[GpuState]) -> Check:
 
 def check_processes() -> Check:
     text = run_tool(["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"])
-    if text is None:
-        return Check("GPU processes", "unknown")
+    if not text:
+        return Check("GPU processes", "unknown" if text is None else "none")
     processes = [line.split(", ") for line in text.splitlines() if line]
-    if not processes:
-        return Check("GPU processes", "none")
     state = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
     fix = (
         "Timings next to another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
@@ -116,6 +118,7 @@ def check_processes() -> Check:
 
 
 def check_clocks(gpus: list[GpuState]) -> Check:
+    """Show clocks, temperature and power, and warn of what slows a GPU down."""
     state = "; ".join(
         f"GPU {gpu.index}: {_amount(gpu.sm_clock_mhz)} of {_amount(gpu.max_sm_clock_mhz)} MHz, "
         f"{_amount(gpu.temperature_c)} C, {_amount(gpu.power_w)} of {_amount(gpu.power_limit_w)} W, "
@@ -130,12 +133,11 @@ def check_clocks(gpus: list[GpuState]) -> Check:
 
 
 def check_readings() -> Check:
-    """Return whether ``bench`` can read clocks and energy of the GPU while it measures."""
+    """Check that ``bench`` can read clocks and energy of the GPU while it measures."""
     version = installed_version("nvidia-ml-py")
-    if version is None:
-        fix = "bench measures without clock, power and energy: `python -m pip install 'cs336sys[gpu]'`."
-        return Check("GPU readings", "nvidia-ml-py is not installed", "warn", fix)
-    return Check("GPU readings", f"by nvidia-ml-py {version}")
+    state = "nvidia-ml-py is not installed" if version is None else f"by nvidia-ml-py {version}"
+    fix = "bench measures without clock, power and energy: `python -m pip install 'cs336sys[gpu]'`."
+    return warning_if(version is None, "GPU readings", state, fix)
 
 
 def _amount(value: float | None) -> str:
@@ -155,21 +157,19 @@ def check_triton_kernel() -> list[Check]:
 
 def check_nccl() -> Check:
     version = nccl_version()
-    if version is not None:
-        return Check("NCCL", version)
-    if torch.cuda.device_count() > 1:
+    if version is None and torch.cuda.device_count() > 1:
         return Check("NCCL", "not in this torch", "warn", "Install a torch with it: `python -m pip install torch`.")
-    return Check("NCCL", "not in this torch; one GPU does not need it")
+    return Check("NCCL", version or "not in this torch; one GPU does not need it")
 
 
 def check_multicast() -> Check:
-    """NVLink multicast is the machine owner's choice: cs336sys neither sets nor clears these variables."""
+    """Show the variables of NVLink multicast, the machine owner's choice: cs336sys neither sets nor clears them."""
     values = {name: os.environ.get(name, "not set") for name in MULTICAST_VARIABLES}
     return Check("NVLink multicast", ", ".join(f"{name}: {value}" for name, value in values.items()))
 
 
 def check_peer_to_peer() -> Check:
-    """Return whether pairs of GPUs reach each other's memory directly, and over which links (nvidia-smi's numbers)."""
+    """Check that GPUs reach each other's memory directly, and show over which links, by nvidia-smi's numbers."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     blocked = [
         f"{a}-{b}"
@@ -185,7 +185,7 @@ def check_peer_to_peer() -> Check:
 
 
 def read_links(topology: str) -> dict[tuple[int, int], str]:
-    """Links by pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, PXB, PHB, NODE or SYS."""
+    """Read the link of each pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, SYS ..."""
     lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
     rows = [line.split() for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
     return {(a, b): rows[a][1 + b] for a, b in combinations(range(len(rows)), 2)}
@@ -193,7 +193,7 @@ def read_links(topology: str) -> dict[tuple[int, int], str]:
 
 @functools.cache
 def describe_links(uuids: Sequence[str]) -> str:
-    """The links between these GPUs of this machine as ``nvidia-smi topo -m`` names them, with the sum of the NVLinks.
+    """Name the links between these GPUs of this machine as ``nvidia-smi topo -m`` does, with the sum of the NVLinks.
 
     Args:
         uuids: a tuple of GPU UUIDs, as of :class:`cs336sys.machine.system.GpuState`.

@@ -13,8 +13,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.machine.diagnosis.software import Check
 from cs336sys.machine.system import library_loads, run_tool
 
-# Where installers put them when they do not put them on PATH: NVIDIA's packages, the CUDA toolkit, Ubuntu's packages,
-# and a conda environment.
+# Where profilers are installed that are not on PATH: by NVIDIA's packages, the CUDA toolkit, Ubuntu's packages, conda.
 INSTALL_ROOTS = ("/opt/nvidia", "/usr/local", "/usr/lib", sys.prefix)
 
 # Nsight Compute brings a whole Nsight Systems in its host folder.
@@ -29,7 +28,7 @@ _NSYS_PATTERNS = (
 )
 _NCU_PATTERNS = ("cuda*/bin/ncu", "nsight-compute/ncu", "nsight-compute/*/ncu", "cuda*/nsight-compute-*/ncu")
 
-# Names the nsys to use, whatever else is installed.
+# The variable that names the nsys to use, whatever else is installed.
 NSYS_VARIABLE = "CS336SYS_NSYS"
 
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
@@ -44,37 +43,34 @@ class Profiler:
 
 
 def find_nsys() -> Profiler | None:
-    """The ``nsys`` to use: the one that CS336SYS_NSYS names, the one on PATH, else the newest in the usual install
-    folders; None when none runs.
+    """Find ``nsys``: the one that CS336SYS_NSYS names, the one on PATH, or the newest in the usual install folders.
+
+    None where none of them runs.
 
     Raises:
         CapabilityError: CS336SYS_NSYS names one that does not run.
     """
-    named = os.environ.get(NSYS_VARIABLE)
-    if named:
-        version = _profiler_version(Path(named))
-        if version is None:
-            raise CapabilityError(f"{NSYS_VARIABLE}={named}: this does not run as nsys; name the program, or unset it")
-        return Profiler(Path(named), version)
-    return _find("nsys", _NSYS_PATTERNS)
+    program = os.environ.get(NSYS_VARIABLE)
+    if not program:
+        return _find("nsys", _NSYS_PATTERNS)
+    if (profiler := _running_profiler(Path(program))) is None:
+        raise CapabilityError(f"{NSYS_VARIABLE}={program}: this does not run as nsys; name the program, or unset it")
+    return profiler
 
 
 def _find(name: str, patterns: Sequence[str]) -> Profiler | None:
-    for path in _installed_profilers(name, patterns):
-        # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
-        version = _profiler_version(path)
-        if version is not None:
-            return Profiler(path, version)
-    return None
+    """Return the first installed profiler that runs."""
+    # The CUDA toolkit's wrapper is installed, and fails, even where the profiler that it starts is not.
+    return next(filter(None, map(_running_profiler, _installed_profilers(name, patterns))), None)
 
 
-def _profiler_version(program: Path) -> str | None:
+def _running_profiler(program: Path) -> Profiler | None:
     match = re.search(r"[Vv]ersion (\d[\d.]*\d)", run_tool([str(program), "--version"]) or "")
-    return match[1] if match else None
+    return Profiler(program, match[1]) if match else None
 
 
 def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
-    """The program on PATH first, then the others by the version that their folder names, newest first."""
+    """Find the program on PATH, and after it those in install folders, by the version in their path, newest first."""
     on_path = shutil.which(name)
     paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
     versions = {path: re.search(r"20\d\d\.[\d.]+", str(path)) for path in paths}
@@ -84,7 +80,7 @@ def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
 
 
 def check_nsys() -> list[Check]:
-    """Nsight Systems and, where it is there, the importer without which it leaves no report."""
+    """Check Nsight Systems and, where it is installed, the importer without which it leaves no report."""
     try:
         nsys = find_nsys()
     except CapabilityError as error:
@@ -115,6 +111,7 @@ def _check_importer(nsys: Path) -> Check:
 
 
 def check_ncu() -> Check:
+    """Check Nsight Compute, and that the driver lets this user read performance counters."""
     ncu = _find("ncu", _NCU_PATTERNS)
     if ncu is None:
         fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."

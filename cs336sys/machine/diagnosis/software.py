@@ -37,11 +37,11 @@ class Check:
 
 
 def warning_if(is_met: bool, name: str, state: str, fix: str) -> Check:
-    """Return a check with the verdict ``warn`` and how to fix that where a condition is met, or else ``ok``."""
+    """Return a check that warns and says how to fix that where a condition is met, or else is ``ok``."""
     return Check(name, state, "warn", fix) if is_met else Check(name, state)
 
 
-# The interpreter answers in 1.6 s on two cores; on a GPU Triton first compiles its C launcher and the kernel.
+# The probe takes 1.6 s in the interpreter, on two cores; on a GPU Triton first compiles its C launcher and the kernel.
 PROBE_TIMEOUT_S = 60.0
 
 
@@ -54,11 +54,12 @@ def check_python() -> Check:
 
 
 def _fix_by_reinstalling(fix: str) -> str:
-    """Return the fix of a broken installation, whose version pip would leave as it is."""
+    """Turn an installing command into one that replaces a broken installation of the same version."""
     return "Install it again: " + fix.replace("pip install", "pip install --force-reinstall --no-deps")
 
 
 def check_torch() -> Check:
+    """Check that torch is installed, can be imported, and has a supported version."""
     supported = required("torch", by="cs336sys")
     fix = f'`python -m pip install "torch{supported}"`.'
     version = installed_version("torch")
@@ -67,7 +68,7 @@ def check_torch() -> Check:
     try:
         import torch  # noqa: F401
     except Exception as error:
-        # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
+        # A broken installation fails in many ways: a missing library, a clash of versions.
         return Check("torch", f"{version}, import fails: {error}", "missing", _fix_by_reinstalling(fix))
     if not supported.contains(version, prereleases=True):
         return Check("torch", f"{version}, supported is {supported}", "missing", fix)
@@ -75,7 +76,7 @@ def check_torch() -> Check:
 
 
 def check_triton() -> Check:
-    """Triton's version against cs336sys's requirement and against the version that this torch was built with."""
+    """Check Triton's version against cs336sys's requirement and against the version that this torch was built with."""
     version = installed_version("triton")
     supported, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
@@ -93,7 +94,7 @@ def check_triton() -> Check:
 
 
 def check_triton_interpreter() -> Check:
-    """The interpreter lets kernels be tested without a GPU."""
+    """Check Triton's interpreter, in which kernels are tested without a GPU."""
     numpy = installed_version("numpy")
     outcome = probe_triton("cpu")
     if outcome == "ok":
@@ -116,7 +117,7 @@ def probe_triton(device: str) -> str:
 
 
 def check_compiler() -> Check:
-    """Triton compiles its launchers with a C compiler and Python's headers.
+    """Check for the C compiler and Python's headers that Triton needs, and for a C++ compiler.
 
     C++ serves torch.compile on a CPU and the attention kernels, whose calls on a GPU go through Python without it.
     """
@@ -129,43 +130,40 @@ def check_compiler() -> Check:
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
     if c is None:
-        return Check("C compiler", state, "warn", "--compile and Triton need it: `apt-get install build-essential`.")
-    if not headers:
-        return Check("C compiler", state, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
-    if cpp is None:
+        fix = "--compile and Triton need it: `apt-get install build-essential`."
+    elif not headers:
+        fix = "Triton needs Python's headers: `apt-get install python3-dev`."
+    else:
         fix = (
             "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more "
             "time: `apt-get install g++`, or set CXX."
         )
-        return Check("C compiler", state, "warn", fix)
-    return Check("C compiler", state)
+    return warning_if(c is None or not headers or cpp is None, "C compiler", state, fix)
 
 
 def _compiler(variable: str, *names: str) -> str | None:
-    for name in (os.environ.get(variable), *names):
-        if name and shutil.which(name):
-            return name
-    return None
+    """Return the compiler that the variable names, or else the first of these, that is installed."""
+    return next((name for name in (os.environ.get(variable), *names) if name and shutil.which(name)), None)
 
 
 def check_attention() -> list[Check]:
-    """Report whether attention calls run in C++, which costs the CPU less, and whether measured settings are kept."""
+    """Check whether attention calls run in C++, which costs the CPU less, and whether measured settings are kept."""
     import torch
 
     if not torch.cuda.is_available():
         return [Check("attention calls", "no CUDA GPU to launch kernels on")]
-    # By name and in a process of its own: nothing of machine/ imports kernels/.
+    # In a process of its own: machine/ must not import kernels/.
     module = "cs336sys.kernels.attention.native_probe"
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return [Check("attention calls", "no answer", "warn", f"See the whole error: `python -m {module}`.")]
-    # By name: [state, fix or None].
+    # [state, fix or None] by the name of the check.
     answers = json.loads(output.splitlines()[-1])
     return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
 
 
 def required(package: str, *, by: str) -> SpecifierSet:
-    """Versions of ``package`` that an installed package requires on this platform; empty when it names none."""
+    """Return the versions of ``package`` that the package ``by`` requires on this platform; any if it names none."""
     try:
         requirements = map(Requirement, importlib.metadata.requires(by) or ())
     except importlib.metadata.PackageNotFoundError:
@@ -197,7 +195,7 @@ def check_host() -> list[Check]:
     checks = [check_ram()]
     if SHARED_MEMORY.exists():
         checks.append(check_shared_memory())
-    # One row when both are on one file system.
+    # One check when both are on one file system.
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
     checks += [check_disk(folder) for folder in reversed(folders.values())]
     if is_wsl():

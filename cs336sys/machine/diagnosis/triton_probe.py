@@ -26,6 +26,7 @@ def _sum_kernel(x_ptr, sum_ptr, n, BLOCK: tl.constexpr):
 
 
 def probe(device: str) -> None:
+    """Run the kernel and print "ok", or what went wrong."""
     x = torch.arange(100, dtype=torch.float32, device=device)
     result = torch.zeros(1, device=device)
     repair_interpreter()
@@ -34,7 +35,7 @@ def probe(device: str) -> None:
         _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)
         total = result.item()
     except Exception as error:
-        # Whatever it is, it is the finding. Triton's own errors show the source first and the cause last.
+        # Any error is the answer. Triton's own show the source first and the cause last.
         lines = str(error).strip().splitlines() or [""]
         print(f"{type(error).__name__}: {lines[-1]}")
         return

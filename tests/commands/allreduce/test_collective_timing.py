@@ -109,7 +109,7 @@ class CannedRanks:
     """Stands in for started ranks: the hardware is given, and every rank has the given times."""
 
     def __init__(self, hardware, results=()):
-        self.answers = {collectives.own_hardware: hardware, collectives.time_collective: results}
+        self.answers = {collectives.hardware_of_rank: hardware, collectives.time_collective: results}
         self.functions = []
 
     def run(self, function, *args):
@@ -278,7 +278,7 @@ def test_gpu_says_how_much_memory_it_has_left_after_the_last_cell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 10**9 if freed else 0, 10**11))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    hardware = collectives.own_hardware()
+    hardware = collectives.hardware_of_rank()
     assert (hardware.gpu_uuid, hardware.memory_bytes) == ("GPU-1234", 5 * 10**9)
 
 

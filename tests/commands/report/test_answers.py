@@ -147,9 +147,9 @@ def test_answers_come_from_no_command_of_another_size():
     target = Target(HANDOUTS[2025], "tiny", "cpu")
     document = build_document(PROBLEMS[2025][:1], evidence_of(saved("bench-fp16-h200"), {})[0], target)
     by_letter = {section.letter: section for section in document.problems[0][1]}
-    (missing,) = by_letter["b"].blocks[0].missing
+    (missing,) = by_letter["b"].answers[0].missing
     assert "Measure it with `cs336sys bench --size small,medium,large,xl,2.7b" in missing
-    assert by_letter["c"].absent == ["cs336sys bench --size tiny --context 64 --warmup 0,1,2,5 --device cpu"]
+    assert by_letter["c"].measuring_lines == ["cs336sys bench --size tiny --context 64 --warmup 0,1,2,5 --device cpu"]
 
 
 def test_the_share_of_a_step_is_of_the_number_beside_it():

@@ -129,7 +129,7 @@ def test_named_commands_give_the_missing_data(year, everything, monkeypatch):
 
 
 def _blocks(written):
-    return [(problem, one) for problem, sections in written.problems for part in sections for one in part.blocks]
+    return [(problem, one) for problem, sections in written.problems for part in sections for one in part.answers]
 
 
 def _note(asked, command, measure, configurations, *rest, **more):
@@ -231,8 +231,8 @@ def test_the_machine_that_most_was_measured_on_comes_first_and_says_alone_what_n
     written = document(2025, [cpu, *saved("bench-h200")])
     assert [machine.split(",")[0] for machine in written.machines] == ["NVIDIA H200", "Some CPU"]
     ((_, (usage, *_)), *_) = written.problems
-    assert len(usage.blocks) == 1
-    assert "The script is `cs336sys bench`" in words(usage.blocks)
+    assert len(usage.answers) == 1
+    assert "The script is `cs336sys bench`" in words(usage.answers)
 
 
 def test_cells_of_several_runs_stand_in_one_table_with_each_note_once():
@@ -244,8 +244,8 @@ def test_cells_of_several_runs_stand_in_one_table_with_each_note_once():
 
 def test_problem_without_data_names_its_command():
     ((_, sections),) = document(2025, [], "nsys_profile").problems
-    assert all(not section.blocks for section in sections)
-    assert sections[0].absent == [
+    assert all(not section.answers for section in sections)
+    assert sections[0].measuring_lines == [
         "cs336sys nsys --size small,medium,large,xl,2.7b --context 128,256,512,1024 --mode train,forward"
     ]
 
@@ -255,7 +255,7 @@ def test_cells_that_lack_what_an_answer_needs_are_named_and_lose_nothing_else():
     broken = changed(files, lambda cell: cell.command == "bench", lambda cell: replace(cell, samples={}))
     written = document(2025, broken, "benchmarking_script", "naive_ddp_benchmarking")
     assert any("benchmarking_script (b)" in fault for fault in written.faults)
-    assert written.problems[1][1][0].blocks
+    assert written.problems[1][1][0].answers
 
 
 def test_every_block_of_the_templates_is_written_and_names_known_filters():

@@ -241,7 +241,7 @@ def test_every_ratio_rate_difference_and_share_is_that_of_the_numbers_next_to_it
     count, wrong, not_recomputed = 0, [], []
     for problem, sections in written(year).problems:
         for section in sections:
-            for block in section.blocks:
+            for block in section.answers:
                 where, text = f"{problem.name} ({section.letter})", " ".join(block.sentences)
                 checked = Checked()
                 for check in (check_sentences, check_lists):

@@ -28,19 +28,19 @@ _MESHES = {
 def _answer_of(
     question: str, derived: Sequence[Derived], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
-    """The derived values that are marked as a part's answers, as a table, after a block of numbers."""
+    """Return a function that answers with the values derived for a question, after a template's block with numbers."""
 
-    def answered(answer: Answer) -> None:
+    def answer_with_values(answer: Answer) -> None:
         steps = _with_definitions([value for value in derived if value.question == question], derived)
         if block:
             answer.write(f"calculations.{block}", **numbers)
         answer.derive(steps, question.partition(" ")[0], question)
 
-    return answered
+    return answer_with_values
 
 
 def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
-    """The answers, and before them what no question asks for and their formulas name."""
+    """Return the answers, and before them the values that no question asks for and that their formulas name."""
     chosen = list(answers)
     for definition in reversed(derived[: derived.index(answers[0])] if answers else []):
         named = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
@@ -51,8 +51,12 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 
 def xxl(letter: str) -> Callable[[Answer], None]:
-    mesh = TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10)
-    derived = memory_answers(XXL, _TOKENS, 80e9, 95e9) if letter in "ab" else batch_answers(XXL, mesh)
+    """Return the function that answers this part of ``communication_accounting``."""
+    mesh = TpuMesh(x=16, y=4, m_x=2, m_y=1, flops_per_s=4.6e14, bytes_per_s=2 * 9e10)
+    if letter in "ab":
+        derived = memory_answers(XXL, _TOKENS, gpu_bytes=80e9, device_bytes=95e9)
+    else:
+        derived = batch_answers(XXL, mesh)
     block = {"a": "xxl_tokens", "b": "xxl_tokens", "d": "what_lowers_the_batch"}.get(letter, "")
     return _answer_of(f"communication_accounting ({letter})", derived, block, tokens=_TOKENS)
 
@@ -67,7 +71,7 @@ def _layer() -> Layer:
 
 
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
-    """The answers of these parts, the first with the numbers put in."""
+    """Return the functions that answer these parts, the first with a sentence on the numbers put in."""
     layer, blocks = _layer(), {letters[0]: "layer"}
     derived = parallelism_answers(strategy, layer, _MESHES[strategy])
     return [_answer_of(f"{problem} ({each})", derived, blocks.get(each, ""), layer=layer) for each in letters]

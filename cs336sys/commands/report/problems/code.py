@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cs336sys.commands.report.answer import Answer, facts_of
-from cs336sys.commands.report.evidence import cells_of, measured_of
+from cs336sys.commands.report.evidence import cells_of
 from cs336sys.commands.report.problem import measurement, sized
 from cs336sys.commands.report.problems.attention import flash_commands
 
@@ -25,17 +25,18 @@ class Code:
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __call__(self, answer: Answer) -> None:
+        """Answer with the outcomes of the tests, and with the errors that one run of the command measured."""
         tests = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(self.tests)}
-        passed, failed = ([name for name in tests if tests[name] == kind] for kind in ("passed", "failed"))
-        # Of one run, whose command stands above: in the model's own precision, if any was.
+        passed, failed = ([name for name in tests if tests[name] == word] for word in ("passed", "failed"))
+        # One run, whose command stands above the answer: in the model's own precision, if there is any.
         selections = answer.find(self.command, {"precision": ("fp32",)}, **self.settings)[:1]
         answer.measured_by(selections)
-        cells = list(map(facts_of, measured_of(selections)))
-        figures = [(name, value) for cell in cells for name, value in cell.items()]
-        errors = [value for name, value in figures if name.endswith("_error") and isinstance(value, float)]
+        cells = [facts_of(cell) for selection in selections for cell in selection.measured]
+        facts = [fact for cell in cells for fact in cell.items()]
+        errors = [value for name, value in facts if name.endswith("_error") and isinstance(value, float)]
         checked = [cell for cell in cells if cell.get("relative_difference_percent") is not None]
-        facts = {"cells": cells, "errors": errors, "checked": checked, "passed": passed, "failed": failed}
-        answer.write("code.code", name=self.name, tests=self.tests, **facts)
+        outcomes = {"tests": self.tests, "passed": passed, "failed": failed}
+        answer.write("code.code", name=self.name, cells=cells, errors=errors, checked=checked, **outcomes)
         answer.write_failures([cell for cell in cells_of(selections) if cell.status == "wrong"], "{size}")
 
 
@@ -81,7 +82,7 @@ _PROTOCOL_MS = 25_000.0
 
 
 def training_step(answer: Answer) -> None:
-    """The leaderboard of 2026: a whole step of the 8B model."""
+    """Answer the leaderboard of 2026 with the fastest whole step of the 8B model."""
     selections = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step counts, of those that follow
     # the handout's protocol if there are any.
@@ -92,7 +93,7 @@ def training_step(answer: Answer) -> None:
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     if measured:
         best, cell, group = min(by_protocol or measured, key=lambda candidate: candidate[0].median)
-        # It divides by the time of a step, and takes whole ones.
+        # do_bench divides these times by that of a step, and takes the whole number.
         counts = (cell.configuration["warmup"], len(best.measured))
         as_asked = counts == tuple(int(duration / best.median) for duration in _DO_BENCH_MS)
         for name in ("board", "shard"):

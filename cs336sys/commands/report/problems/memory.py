@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
+from cs336sys.accounting.checkpointing import best_group_size
 from cs336sys.accounting.one_device import checkpointing_answers, tensor_answers
 from cs336sys.commands.report.answer import Answer, facts_of, measured
 from cs336sys.commands.report.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
-from cs336sys.commands.report.problem import Command, Target, training_sweep
+from cs336sys.commands.report.problem import Command, Target, plain_peak_gib, training_sweep
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import SIZES, choose_size
 
@@ -17,22 +17,22 @@ SIZE = "2.7b"
 # What the sentences call a mode.
 _CALLED = {"train": "a training step", "forward": "inference"}
 
-_KINDS = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+_KINDS = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "other")
 
 
 def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, precisions=("fp32",), **options: Any):
-    """Answer with steps of the model that both handouts ask about, without checkpoints."""
+    """Answer with steps of the handouts' model without checkpoints; ``options`` are arguments of :func:`measured`."""
     settings = {"checkpointing": ("none",), "mode": modes or (*_CALLED,), "precision": precisions}
-    # Where the longest context that a handout asks for does not fit, shorter ones say what does.
-    options = {
+    defaults: dict[str, Any] = {
+        # Where the longest context that a handout asks for does not fit, shorter ones say what does.
         "wanted": lambda handout: {"size": (SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}},
         "required": {**PLAIN_OF_ANY_MODE, **settings},
-        **options,
     }
-    return measured("memprof", f"memory.{block}", tables, **options)
+    return measured("memprof", f"memory.{block}", tables, **defaults | options)
 
 
 def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
+    """Name each cell's picture by its mode and context; return what the sentences call a mode."""
     for group in groups:
         for cell, draw in zip(group.measured, group.pictures().values(), strict=True):
             settings = cell.configuration
@@ -42,32 +42,30 @@ def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
 
 timelines = _profiled(
     "timelines",
-    {"phases": ("mode", "phase", "allocated_gib", *(f"{kind.replace(' ', '_')}_gib" for kind in _KINDS))},
+    {"phases": ("mode", "phase", "allocated_gib", *(f"{kind}_gib" for kind in _KINDS))},
     wanted=lambda handout: {"size": (SIZE,), "context": handout.memory_contexts[: 1 + (handout.year == 2026)]},
     facts=_draw_timelines,
 )
 
 
-def _predicted(context: int, precision: str, mode: str) -> float:
-    return predicted_peak(choose_size(SIZE, context=context), precision, mode, "reference").total_gib
-
-
-def _pairs(groups: list[Selection]) -> list[dict[str, Any]]:
-    """Peaks in fp32 and in bf16, both predicted where one did not fit."""
-    names = ("mode", "context", "precision")
-    cells = {tuple(cell.configuration[name] for name in names): cell for cell in cells_of(groups)}
+def _precision_pairs(groups: list[Selection]) -> list[dict[str, Any]]:
+    """Return for each mode and context tried in fp32 and bf16 both peaks in GiB, predicted unless both fit."""
+    tried: dict[tuple[str, int], dict[str, Any]] = {}
+    for settings, peak_gib in ((cell.configuration, cell.derived.get("peak_gib")) for cell in cells_of(groups)):
+        tried.setdefault((settings["mode"], settings["context"]), {})[settings["precision"]] = peak_gib
     pairs = []
-    for mode, context in dict.fromkeys(key[:2] for key in cells):
-        cell_pair = {precision: cells.get((mode, context, precision)) for precision in ("fp32", "bf16")}
-        peaks = {precision: cell and cell.derived.get("peak_gib") for precision, cell in cell_pair.items()}
-        pair = {"mode": mode, "context": context, "has_peaks": all(peaks.values())}
-        pair |= peaks if pair["has_peaks"] else {name: _predicted(context, name, mode) for name in peaks}
-        pairs += [pair | {"percent": 100 * abs(pair["bf16"] / pair["fp32"] - 1)}] if all(cell_pair.values()) else []
+    for (mode, context), peaks in tried.items():
+        if peaks.keys() >= {"fp32", "bf16"}:
+            has_peaks = all(peaks.values())
+            if not has_peaks:
+                peaks = {precision: plain_peak_gib(SIZE, context, precision, mode) for precision in peaks}
+            percent = 100 * abs(peaks["bf16"] / peaks["fp32"] - 1)
+            pairs.append({"mode": mode, "context": context, "has_peaks": has_peaks, "percent": percent, **peaks})
     return pairs
 
 
 def _peaks(block: str, *precisions: str):
-    """Peaks of a forward pass and of a training step, in these precisions, with those of what did not fit predicted."""
+    """Answer with the peaks of a forward pass and a training step in these precisions, predicted where they failed."""
     steps = {"mode": (*_CALLED,), "precision": precisions}
     return _profiled(
         block,
@@ -75,10 +73,7 @@ def _peaks(block: str, *precisions: str):
         precisions=precisions,
         grid=lambda handout: {"context": handout.memory_contexts, **steps},
         label="{mode} at context {context} in {precision}",
-        facts=lambda answer, groups: {
-            **{"called": _CALLED, "predicted": _predicted, "kinds": _KINDS},
-            "pairs": _pairs(groups),
-        },
+        facts=lambda answer, groups: {"called": _CALLED, "pairs": _precision_pairs(groups)},
     )
 
 
@@ -118,24 +113,25 @@ _COLUMNS = ("precision", "checkpointing", "peak_gib", "predicted_gib", "recomput
 
 
 def _checkpointed_runs(answer: Answer) -> list[Selection]:
+    """Find runs that compare ways of checkpointing, those in fp32, which is asked for, first."""
     wanted = {"size": (SIZE,), "context": (2048,)}
     runs = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
     runs = [group for group in runs if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
-    # Asked in the model's own precision.
     return sorted(runs, key=lambda group: group.setting("precision") != "fp32")
 
 
 def nested(answer: Answer) -> None:
+    """Answer with what each strategy holds, and with one run that measured nested halves."""
     answers = checkpointing_answers(choose_size(SIZE, context=2048), "fp32", "reference")
     answer.derive(answers, "rules", "what strategies hold")
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)
-    # Only what one run measured is compared.
     cells = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]
     answer.write("memory.nested", runs=cells)
 
 
 def one_recomputation(answer: Answer) -> None:
+    """Answer with the size of groups of blocks that holds least: by the rule, and measured by each run."""
     runs = _checkpointed_runs(answer)
     answer.show(runs, "checkpointing", *_COLUMNS, "status")
     for run in runs:

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.commands.report.answer import Answer, Settings, longest, measured, where
-from cs336sys.commands.report.evidence import PLAIN, Selection, joined_selection, measured_of
+from cs336sys.commands.report.evidence import PLAIN, Selection, joined_selection
 from cs336sys.commands.report.problem import Command, Handout, Target, training_sweep
 
 
@@ -17,24 +17,23 @@ def _wanted(handout: Handout) -> Settings:
 _profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
 
 
-def _passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
-    """The forward passes with their time under the profiler over that without."""
+def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
+    """Return the forward passes, with their time over that without the profiler, and those ``far`` from it by 10 %."""
     passes = []
     for row in where(joined_selection(groups).rows("phases"), phase="forward"):
         if row["unprofiled_ms"]:
             ratio = row["span_ms"] / row["unprofiled_ms"].median
             passes.append({**row, "ratio": ratio, "running_percent": 100 * row["busy_ms"] / row["span_ms"]})
-    near = [row for row in passes if abs(row["ratio"] - 1) <= 0.1]
-    return {"passes": passes, "far": [row for row in passes if row not in near]} if measured_of(groups) else None
+    far = [row for row in passes if abs(row["ratio"] - 1) > 0.1]
+    return {"passes": passes, "far": far} if any(group.measured for group in groups) else None
 
 
-_PHASES = ("phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
 forward_time = _profiled(
     "nsys.forward_time",
-    {"phases": _PHASES},
+    {"phases": ("phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")},
     medians=True,
     draws=True,
-    facts=_passes,
+    facts=_forward_passes,
     keep=lambda rows: [row for row in rows if row.get("phase") in ("forward", None)],
 )
 top_kernel = _profiled("nsys.top_kernel", {"top kernel": ()})
@@ -47,9 +46,9 @@ whole_step = _profiled(
     required={**PLAIN, "mode": ("train", "forward")},
     keep=lambda rows: [row for row in rows if row["phase"] in ("forward", "backward", "step")],
 )
-
-_ATTENTION = ("scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio", "bytes_ratio")
-softmax = _profiled("nsys.softmax", {"attention": (*_ATTENTION, "matmul_tflops", "softmax_gbps")})
+_TIMES = ("scores_ms", "final_ms", "softmax_ms", "other_ms")
+_RATES = ("time_ratio", "flops_ratio", "bytes_ratio", "matmul_tflops", "softmax_gbps")
+softmax = _profiled("nsys.softmax", {"attention": (*_TIMES, *_RATES)})
 
 
 def profile_commands(target: Target) -> list[Command]:

@@ -11,7 +11,7 @@ from cs336sys.accounting.sharding.ideal import state_answers
 from cs336sys.commands.allreduce.tables import groups_of
 from cs336sys.commands.ddp.tables import bucket_sweeps, link_of
 from cs336sys.commands.report.answer import Answer, Rows, facts_of, where
-from cs336sys.commands.report.evidence import Selection, cells_of, measured_of
+from cs336sys.commands.report.evidence import Selection, cells_of
 from cs336sys.commands.report.problem import Command, Target, measurement, sized, training_sweep
 from cs336sys.commands.shard.tables import COMPONENTS
 from cs336sys.settings.sizes import SIZES
@@ -22,18 +22,18 @@ _FITTED = ("backend", "world_size", "latency_us", "bandwidth_gbps", "deviation_p
 
 
 def all_reduce(answer: Answer) -> None:
+    """Answer with all-reduces of the handout's sizes, each backend and number of ranks, and the fit to them."""
     groups = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
     if not groups:
         return
-    answer.show(groups, "allreduce", *_COLUMNS, medians=True, join=True)
-    answer.tables = [replace(table, rows=list(map(_with_rates_of_median, table.rows))) for table in answer.tables]
+    answer.show(groups, "allreduce", *_COLUMNS, medians=True, join=True, keep=_with_rates_of_medians)
     answer.show(groups, "fit", *_FITTED, join=True, keep=lambda rows: where(rows, timing="back to back"))
     answer.draw(groups[:1])
     sweeps: list[dict[str, Any]] = []
-    for key, cells in (sweep for group in groups for sweep in groups_of(group.cells).items()):
+    for sweep, cells in (item for group in groups for item in groups_of(group.cells).items()):
         smallest, largest = (cell.samples["back_to_back"] for cell in (cells[0], cells[-1]))
-        sizes = {"smallest": smallest, "largest": largest, "bytes": cells[-1].derived["size_bytes"]}
-        sweeps.append(key._asdict() | sizes)
+        ends = {"smallest": smallest, "largest": largest, "bytes": cells[-1].derived["size_bytes"]}
+        sweeps.append(sweep._asdict() | ends)
     sweeps.sort(key=lambda sweep: sweep["world_size"])
     links = {cell.derived.get("link") or "" for cell in cells_of(groups)}
     answer.write("ranks.all_reduce", sweeps=sweeps, links=sorted(links))
@@ -42,14 +42,18 @@ def all_reduce(answer: Answer) -> None:
     answer.lack_unmeasured("{backend} with {world_size} ranks", sweeps, {"backend": backends, "world_size": (2, 4, 6)})
 
 
-def _with_rates_of_median(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with the rates of its median call; the command's are those of the mean."""
-    algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
-    busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
-    return {**row, "algbw_gbps": algbw, "busbw_gbps": busbw}
+def _with_rates_of_medians(rows: Rows) -> Rows:
+    """Turn the rates of mean calls into those of medians, in the rows that were measured."""
+
+    def rate_of_median(row: Mapping[str, Any], name: str) -> float | None:
+        return row[name] and row[name] * row["time_us"].mean / row["time_us"].median
+
+    rates = ("algbw_gbps", "busbw_gbps")
+    return [{**row, **{name: rate_of_median(row, name) for name in rates if "time_us" in row}} for row in rows]
 
 
-def _grid(target: Target) -> list[Command]:
+def _all_reduce_grid(target: Target) -> list[Command]:
+    """Plan all-reduces of the handout's sizes, with the backends and as many ranks as its GPUs allow."""
     planned: list[Command] = []
     backends = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
     for backend in backends if target.gpus else ("gloo",):
@@ -62,15 +66,16 @@ def _grid(target: Target) -> list[Command]:
 
 
 _SMALL_GRID = "--backend gloo --world-size 2 --message 10KB,100KB,1MB --steps 5"
-all_reduce_commands = sized(_grid, measurement(f"allreduce {_SMALL_GRID}", 15))
+all_reduce_commands = sized(_all_reduce_grid, measurement(f"allreduce {_SMALL_GRID}", 15))
 
 _STEP_COLUMNS = ("strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms", "running_ms", "calls")
 
+# Columns that templates ask for and that not all rows have.
 _OPTIONAL: dict[str, Any] = {"timeline": None, "exposed_ms": None, "synchronize_ms": None}
 
 
-def _series(answer: Answer) -> Selection | None:
-    """The invocation that all problems of the series take.
+def _ddp_series(answer: Answer) -> Selection | None:
+    """Choose the invocation that answers all problems about DDP, so that their answers agree.
 
     It is the one with most of the strategies that the handout names, with the 10 steps that it asks for, launched
     rather than in CUDA graphs.
@@ -80,22 +85,23 @@ def _series(answer: Answer) -> Selection | None:
     strategies = {"naive", "flat", "overlap"} | ({"bucketed"} if answer.handout.year == 2025 else set())
 
     def lacking(group: Selection) -> tuple[int, int, bool]:
-        fewest = min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
-        return len(strategies - group.by("strategy").keys()), max(10 - fewest, 0), group.setting("cuda_graph") == "on"
+        fewest_steps = min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
+        missing_strategies = len(strategies - group.by("strategy").keys())
+        return missing_strategies, max(10 - fewest_steps, 0), group.setting("cuda_graph") == "on"
 
     return min(answer.find_each("ddp", {**wanted, **plain, "gradient_dtype": ("fp32",)}), key=lacking, default=None)
 
 
 def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy") -> Callable[[Answer], None]:
-    """Answer with the series' steps of these strategies, naive and the last of which are needed.
+    """Return a function that answers with the series' steps of these strategies, if naive and the last are among them.
 
     Args:
-        draws: the name of pictures.
-        needs: what each step must have.
+        draws: the name of the pictures that are shown.
+        needs: the column that each step must have.
     """
 
-    def answered(answer: Answer) -> None:
-        series = _series(answer)
+    def answer_with_steps(answer: Answer) -> None:
+        series = _ddp_series(answer)
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
             return
@@ -109,7 +115,7 @@ def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy
             answer.write("common.stand_in", **group.cells[0].configuration)
             answer.write(f"ranks.{block}", rows=rows, buckets=group.rows("buckets"))
 
-    return answered
+    return answer_with_steps
 
 
 naive = _steps("steps", "naive")
@@ -120,14 +126,14 @@ buckets = _steps("buckets", "naive", "flat", "overlap", "bucketed", draws="bucke
 
 
 def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
-    """A sweep of so many cells of the handout's xl on two ranks, and what a rank must hold for it."""
+    """Plan a sweep of so many cells of the handout's xl on two ranks; the first two flags precede ``--world-size``."""
     sizes = target.sizes((target.handout.xl,))
-    # As many as the handouts ask for are the commands' own.
-    warm = ("--warmup", "1", "--steps", "4") if target.is_small else ()
-    flags = (*flags[:2], "--world-size", "2", *warm, *flags[2:])
+    # The commands' defaults are what the handouts ask for.
+    counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
+    flags = (*flags[:2], "--world-size", "2", *counts, *flags[2:])
     planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
-    need = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
-    return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=need)
+    needed_gib = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
+    return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=needed_gib)
 
 
 def ddp_commands(target: Target) -> list[Command]:
@@ -140,7 +146,9 @@ def ddp_commands(target: Target) -> list[Command]:
 
 
 def bucket_equation(answer: Answer) -> None:
-    group = _series(answer)
+    """Answer with the equation, by the numbers of the series' link where its costs were fitted."""
+    group = _ddp_series(answer)
+    # Gradient bytes, calls, bytes/s and seconds of a call.
     setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
     if group is not None and (sweeps := bucket_sweeps(group.measured)):
         link, derived = link_of(sweeps[0][0]), sweeps[0][0].derived
@@ -157,21 +165,20 @@ _SHARDED = ("optimizer", "optimizer-flat")
 
 
 def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
-    """Find steps of the handout's xl by these strategies on two ranks."""
+    """Find steps of the handout's xl by these strategies on two ranks; ``cuda_graph="on"``: in CUDA graphs alone."""
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
     groups = answer.find("shard", wanted, strategy=strategies)
-    # Launched steps do not stand for those in graphs.
     return [group for group in groups if cuda_graph == "off" or group.setting("cuda_graph") == "on"]
 
 
 def _is_as_asked(group: Selection) -> bool:
-    """Trained with the handout's own attention and AdamW."""
+    """Return whether steps have the handout's own attention and AdamW."""
     return (group.setting("attention"), group.setting("optimizer")) == ("reference", "course")
 
 
 def _sharded_steps(answer: Answer) -> list[Selection]:
-    """Find steps with and without a sharded optimizer, a precision each, launched ones before those in CUDA graphs."""
+    """Find runs with and without a sharded optimizer, one precision each, launched ones before those in graphs."""
     runs = [
         Selection(group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision])
         for graph in ("off", "on")
@@ -183,7 +190,7 @@ def _sharded_steps(answer: Answer) -> list[Selection]:
 
 
 def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
-    """Show what a rank holds, at one moment or at all, titled by how its steps were measured."""
+    """Show what a rank holds, at one moment or at all, titled by how its steps were measured; return the rows."""
     answer.show([group], "memory", *_MEMORY_COLUMNS, keep=lambda rows: where(rows, source="measured", **moment))
     steps = group.tables("shard")[0].title
     answer.tables[-1] = replace(answer.tables[-1], title=f"{answer.tables[-1].title}; {steps}")
@@ -200,16 +207,19 @@ def memory(answer: Answer) -> None:
 
 
 def speeds(answer: Answer) -> None:
+    """Answer with the time of a step with and without a sharded optimizer, in each precision."""
     runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
     runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))
+    # The first run of each precision.
     groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
     for group in groups:
         answer.show([group], "shard", *_FSDP_COLUMNS, medians=True)
         answer.show([group], "phases", medians=True)
         answer.write("common.stand_in", **group.cells[0].configuration)
         answer.write("ranks.speeds", cells=list(map(facts_of, group.measured)))
-    measured = [group.cells[0].configuration for group in groups]
-    answer.lack_unmeasured("the same in {precision}", measured, {"precision": ("fp32", "bf16")} if groups else {})
+    if groups:
+        measured = [group.cells[0].configuration for group in groups]
+        answer.lack_unmeasured("the same in {precision}", measured, {"precision": ("fp32", "bf16")})
 
 
 def against_zero(answer: Answer) -> None:
@@ -229,22 +239,23 @@ def fsdp_memory(answer: Answer) -> None:
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
     for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
         peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
-        # Bytes a parameter that FSDP shards and the other does not: parameters, gradients and AdamW's moments in fp32,
-        # or these but for the moments.
+        # Bytes a parameter of fp32 state that FSDP shards and these do not: all of it, or all but AdamW's moments.
         per_parameter = {name: count for name, count in (("none", 16), ("optimizer", 8)) if name in peaks}
         facts = {"cell": facts_of(group.by("strategy")["fsdp"]), "peaks": peaks, "per_parameter": per_parameter}
         answer.write("ranks.fsdp_memory", parts=COMPONENTS, **facts)
 
 
 def fsdp_gathers(answer: Answer) -> None:
+    """Answer with how late each all-gather comes, and with communication alone from steps in CUDA graphs."""
     runs = [run.only(lambda cell: cell.derived.get("gathers")) for run in _shard_steps(answer, "fsdp")]
     for group in [run for run in runs if run.measured][:1]:
         in_graphs = list(filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")))
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
-        settled = [cell for cell in map(facts_of, measured_of(in_graphs)) if cell.get("bare_ms")]
-        # Steps of one cell that differ by more have not settled, or something else ran.
+        graph_cells = [facts_of(cell) for graph_run in in_graphs for cell in graph_run.measured]
+        settled = [cell for cell in graph_cells if cell.get("bare_ms")]
+        # Steps of a cell that differ by more had not settled, or something else ran.
         unsettled = [cell for cell in cells if max(cell["step"].measured) > 1.1 * min(cell["step"].measured)]
-        # What communication costs follows from no unsettled steps.
+        # Unsettled steps do not tell what communication costs.
         columns = [name for name in _FSDP_COLUMNS if name not in ("speedup", "exposed_ms") or not unsettled]
         answer.show([group], "gathers")
         answer.show([group], "shard", *columns, medians=True)

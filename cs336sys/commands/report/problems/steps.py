@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.commands.report.answer import Answer, compared, facts_of, measured, where
 from cs336sys.commands.report.evidence import PLAIN, PLAIN_OF_ANY_MODE, cells_of
-from cs336sys.commands.report.problem import Command, Target, measurement, training_sweep
-from cs336sys.settings.sizes import choose_size
+from cs336sys.commands.report.problem import Commands, measurement, training_sweep
 
 _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms")
 
@@ -15,45 +13,45 @@ def script(answer: Answer) -> None:
     answer.write("steps.script")
 
 
-def needed_gib(size: str, context: int) -> float:
-    """Return the peak of a plain step by the accounting, GiB."""
-    return predicted_peak(choose_size(size, context=context), "fp32", "train", "reference").total_gib
-
-
-_AS_ASKED = {"context": (512,), "precision": ("fp32",), "warmup": (5,), "batch_size": (4,)}
+_HANDOUTS_STEP = {"context": (512,), "batch_size": (4,)}
 timings = measured(
     *("bench", "steps.timings", {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")}),
-    wanted=lambda handout: {"size": handout.sizes, **_AS_ASKED},
+    wanted=lambda handout: {"size": handout.sizes, **_HANDOUTS_STEP, "precision": ("fp32",), "warmup": (5,)},
     grid=lambda handout: {"size": handout.sizes},
-    facts=lambda answer, groups: {"needed_gib": needed_gib},
 )
 
 
-def timing_commands(target: Target) -> list[Command]:
-    """In all precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
-    return [training_sweep(target, "bench", target.handout.sizes, precision=("fp32", "bf16", "fp16"))]
+def _bench_sweep(sizes: slice = slice(None), **options: Any) -> Commands:
+    """Plan steps of the handout's sizes, or of this slice of them, with these lists of options."""
+    return lambda target: [training_sweep(target, "bench", target.handout.sizes[sizes], **options)]
+
+
+# benchmarking_mixed_precision takes the other precisions of the same run.
+timing_commands = _bench_sweep(precision=("fp32", "bf16", "fp16"))
+warmup_commands = _bench_sweep(warmup=("0", "1", "2", "5"))
 
 
 def warmup(answer: Answer) -> None:
+    """Answer with the first measured step after each number of warm-up steps, of one run that has none and some."""
     wanted = {"size": answer.handout.sizes, "precision": ("fp32",)}
     groups = answer.find_each("bench", wanted, **PLAIN_OF_ANY_MODE)
     for group in [group for group in groups if {0} < group.by("warmup").keys()][:1]:
         answer.show([group], "bench", *_COLUMNS, "first_measured_ms")
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["parameters"])
         counts = sorted({cell["warmup"] for cell in cells})
-        # How much longer than the median the first step is, of the size where that is most.
-        late = [max(c["step"].measured[0] / c["step"].median for c in cells if c["warmup"] == n) for n in counts]
-        answer.write("steps.warmup", cells=cells, late=dict(zip(counts, late, strict=True)))
-
-
-def warmup_commands(target: Target) -> list[Command]:
-    return [training_sweep(target, "bench", target.handout.sizes, warmup=("0", "1", "2", "5"))]
+        # The first step over the median step, of the size where that is most.
+        late = {
+            count: max(cell["step"].measured[0] / cell["step"].median for cell in where(cells, warmup=count))
+            for count in counts
+        }
+        answer.write("steps.warmup", cells=cells, late=late)
 
 
 _PHASES = ("forward", "backward", "step")
 
 
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
+    """Answer with the cells of ``precision`` that have a setting, on a GPU if there are such."""
     return measured(
         *("precision", block, tables),
         wanted=lambda handout: {"device": ("cuda",)},
@@ -71,7 +69,8 @@ precision_commands = measurement("precision", 5)
 
 
 def by_size(answer: Answer) -> None:
-    wanted = {"size": answer.handout.sizes, "context": (512,), "batch_size": (4,)}
+    """Answer with the speed-ups of bf16 and fp16 over fp32 within a run, and with the sizes that failed."""
+    wanted = {"size": answer.handout.sizes, **_HANDOUTS_STEP}
     settings = {"precision": ("fp32", "bf16", "fp16"), **PLAIN}
     groups = answer.find_each("bench", wanted, **settings)
     rows = compared(groups, "precision", "fp32", _PHASES, "precision", "parameters")
@@ -85,31 +84,31 @@ def by_size(answer: Answer) -> None:
     answer.measured_by(failed)
     answer.write("steps.by_size", rows=rows)
     answer.write_failures(cells_of(failed), "{size} in {precision}")
-    # Where full precision does not fit there is nothing to compare.
-    without = {cell.configuration["size"] for cell in cells_of(failed) if cell.configuration["precision"] == "fp32"}
-    sizes = [size for size in answer.handout.sizes if size not in without]
+    # Where fp32 does not fit there is nothing to compare with.
+    failed_sizes = {row["size"] for row in where((cell.configuration for cell in cells_of(failed)), precision="fp32")}
+    sizes = [size for size in answer.handout.sizes if size not in failed_sizes]
     answer.lack_unmeasured("{called} in fp32 and {precision}", rows, {"size": sizes, "precision": ("bf16",)})
 
 
 def compiled_model(answer: Answer) -> None:
+    """Answer with compiled and uncompiled steps of one run."""
     sizes = answer.handout.sizes
     plain = {name: values for name, values in PLAIN_OF_ANY_MODE.items() if name != "compile"}
-    wanted = {"size": sizes, "context": (512,), "batch_size": (4,), "precision": ("fp32",)}
+    wanted = {"size": sizes, **_HANDOUTS_STEP, "precision": ("fp32",)}
     phases = ("forward", "backward", "optimizer", "step")
     groups = answer.find_each("bench", wanted, mode=("train", "forward"), **plain)
     rows = compared(groups, "compile", "off", phases, "parameters")
-    # A compiled model is the answer, compiled blocks where there is none.
-    whole: list[Any] = where(rows, compile="model")
-    if rows := whole or rows:
+    # Blocks compiled one by one only where no model was compiled whole.
+    compiled_whole: list[Any] = where(rows, compile="model")
+    if rows := compiled_whole or rows:
         title = "compiled model, and vanilla before it, medians of the same run"
-        extra_columns = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
-        answer.show_compared(rows, "compile", title, ("compile", "size", "precision"), phases, *extra_columns)
+        last_columns = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
+        answer.show_compared(rows, "compile", title, ("compile", "size", "precision"), phases, *last_columns)
         # The plan leaves the largest out: a plain step of it may not fit.
         *_, last_compiled, largest = sizes
         if where(rows, size=last_compiled) and not where(rows, size=largest):
-            answer.write("steps.compiled_model", size=largest, need_gib=needed_gib(largest, 512))
-        answer.lack_unmeasured("the whole model compiled of {called}", whole, {"size": sizes[:-1]})
+            answer.write("steps.compiled_model", size=largest)
+        answer.lack_unmeasured("the whole model compiled of {called}", compiled_whole, {"size": sizes[:-1]})
 
 
-def compiled_model_commands(target: Target) -> list[Command]:
-    return [training_sweep(target, "bench", target.handout.sizes[:-1], compile=("off", "model"))]
+compiled_model_commands = _bench_sweep(slice(-1), compile=("off", "model"))
