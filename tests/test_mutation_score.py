@@ -134,3 +134,7 @@ def test_faults_of_a_statement(source, faults):
     planted = [apply(mutant, source.encode()).decode() for mutant in mutants_of("a.py", source.encode())]
     assert len(planted) == len(faults)
     assert all(fault in text for fault, text in zip(faults, planted, strict=True))
+
+
+def test_no_fault_is_planted_that_changes_nothing():
+    assert mutants_of("m.py", b"largest = np.maximum(a, b)\norder = np.argsort(a, kind='stable')\n") == []

@@ -35,7 +35,9 @@ NEGATED = (ast.Eq, ast.NotEq, ast.In, ast.NotIn, ast.Is, ast.IsNot)
 # Calls that only tell a reader something, or the type checker.
 UNTOUCHED_CALLS = frozenset(("print", "warn", "debug", "info", "warning", "error", "cast", "TypeVar", "ParamSpec"))
 # Each of their arguments has its own kind, or their order does not matter.
-UNORDERED_CALLS = frozenset(("isinstance", "issubclass", "getattr", "setattr", "hasattr", "min", "max"))
+UNORDERED_CALLS = frozenset(
+    ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "min", "max", "minimum", "maximum")
+)
 UNTOUCHED_FIELDS = frozenset(("annotation", "returns", "msg", "decorator_list", "type_params"))
 # A text without blanks is a key; others are sentences.
 KEY = re.compile(r"[A-Za-z_][\w./:-]*")
@@ -181,6 +183,9 @@ def is_untouched(node: ast.AST) -> bool:
         case ast.Raise() | ast.JoinedStr() | ast.FunctionDef(name="__repr__"):
             return True
         case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.keyword(arg="kind", value=ast.Constant(value="stable")):
+            # numpy looks at the first letter alone.
             return True
         case ast.Call(func=function) | ast.Expr(value=ast.Call(func=function)):
             return name_of(function) in UNTOUCHED_CALLS

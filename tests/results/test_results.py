@@ -20,13 +20,9 @@ from cs336sys.results.model import (
     Cell,
     Run,
     Samples,
-    code_name,
-    configuration_key,
-    differing_conditions,
     json_text,
     read_results,
     read_several,
-    same_code,
 )
 
 RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"device": "NVIDIA H200"}, {"seed": 0})
@@ -157,75 +153,6 @@ def test_the_command_line_names_no_home_folder(argument, saved, tmp_path, monkey
     assert Run("id", "now", ("/x", "/"), {}, {}).arguments == ("/x", "/")
 
 
-def with_environment(**environment):
-    return replace(RUN, environment=environment)
-
-
-def test_conditions_are_the_machine_and_what_was_set():
-    then = with_environment(OMP_NUM_THREADS="4", seed=1, git_commit="a", source_digest="1", gpu0_power_w=40.0)
-    now = with_environment(torch_threads=1, seed=2, git_commit="b", source_digest="2", gpu0_power_w=60.0)
-    assert then.conditions == {"device": "NVIDIA H200", "OMP_NUM_THREADS": "4"}
-    assert differing_conditions(then, now) == {"OMP_NUM_THREADS": ("4", None), "torch_threads": (None, 1)}
-    assert differing_conditions(then, replace(then, run_id="r2")) == {}
-    limited = with_environment(gpu0_max_sm_clock_mhz=1980.0, gpu0_sm_clock_mhz=345.0, gpu0_power_limit_w=500.0)
-    free = with_environment(gpu0_max_sm_clock_mhz=1980.0, gpu0_sm_clock_mhz=1980.0, gpu0_power_limit_w=700.0)
-    assert differing_conditions(limited, free) == {"gpu0_power_limit_w": (500.0, 700.0)}
-    assert differing_conditions(None, now)["machine"] == ("not recorded", None)
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "same"),
-    [
-        ({"source_digest": "1", "git_commit": "a"}, {"source_digest": "1", "git_commit": "b"}, True),
-        ({"source_digest": "1", "git_commit": "a"}, {"source_digest": "2", "git_commit": "a"}, False),
-        ({"git_commit": "a"}, {"source_digest": "2", "git_commit": "a"}, None),
-        ({}, {}, None),
-    ],
-)
-def test_code_is_known_by_its_sources(then, now, same):
-    assert same_code(with_environment(**then), with_environment(**now)) is same
-    assert same_code(with_environment(**now), with_environment(**then)) is same
-    assert same_code(None, with_environment(**now)) is None
-
-
-def test_code_has_a_name():
-    assert code_name(with_environment(git_commit="15ad9114a32c", source_digest="0123456789abcdef")) == (
-        "commit 15ad9114a sources 012345678"
-    )
-    assert code_name(with_environment(git_commit=None)) == code_name(None) == "not recorded"
-
-
-def test_schema_version_is_in_every_line(tmp_path):
-    path = tmp_path / "r.jsonl"
-    write(path, RUN, CELL)
-    assert [json.loads(line)["schema_version"] for line in path.read_text().splitlines()] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"a text\nthat is none\n", b"[1, 2]\n3\n", b"\x00\xff\n", b'{"kind": "cell"}\n']
-)
-def test_a_file_that_holds_no_results_is_refused(tmp_path, content):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match="holds no results"):
-        read_results(path)
-
-
-@pytest.mark.parametrize("opened", [read_results, ResultsFile])
-def test_a_file_of_a_newer_version_is_neither_read_nor_appended_to(tmp_path, opened):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"schema_version": 99, "kind": "run"}\n')
-    with pytest.raises(UsageError, match="schema version 99"):
-        opened(path)
-
-
-def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"schema_version": 1, "kind": "run", "of": "another program"}\n')
-    with pytest.raises(UsageError, match=r"holds no results: .*; line 1 is no run of this schema: it lacks 'run_id'$"):
-        read_results(path)
-
-
 DEEP = "[" * 200 + "]" * 200
 
 
@@ -345,15 +272,6 @@ def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):
         ResultsFile(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"notes of today\n", b"[1, 2]\n", b'{"kind": "cell"}\n'])
-def test_nothing_is_appended_to_another_programs_file(tmp_path, content):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
-        ResultsFile(path)
-    assert path.read_bytes() == content
-
-
 @pytest.mark.parametrize("content", [b"", b'{"schema_version": 1, "kind": "ru', b'{"schema_version": 1, "kind": "ru\n'])
 def test_a_file_that_is_empty_or_of_a_killed_run_is_appended_to(tmp_path, content):
     path = tmp_path / "r.jsonl"
@@ -439,41 +357,3 @@ def test_others_may_append_too(tmp_path):
     file.close()
     assert file.notices == []
     assert read_results(path).cells == (OTHER, CELL)
-
-
-def test_configuration_key_does_not_depend_on_order():
-    assert configuration_key({"a": 1, "b": 2}) == configuration_key({"b": 2, "a": 1})
-    assert configuration_key({"a": 1, "steps": 2}, ignore=("steps",)) == configuration_key({"a": 1})
-    assert configuration_key({"a": 1}) != configuration_key({"a": "1"})
-
-
-@pytest.mark.parametrize(
-    "changed", [{"timeout_s": 9.0}, {"trace": "folder"}, {"snapshot": "folder"}, {"keep": "folder"}]
-)
-def test_key_of_a_configuration_leaves_out_settings_without_effect(changed):
-    settings = {"a": 1, "timeout_s": 120.0, "trace": None, "snapshot": None, "keep": None}
-    assert configuration_key(settings | changed) == configuration_key(settings)
-    assert configuration_key(settings | changed | {"trace": True}) != configuration_key(settings | {"trace": False})
-
-
-def test_statistics_of_samples():
-    samples = Samples("ms", "cpu clock", (4.0, 1.0, 3.0, 2.0), warmup=(1000.0,))
-    assert (samples.mean, samples.median) == (2.5, 2.5)
-    assert samples.std == pytest.approx((5 / 3) ** 0.5)
-    assert [samples.percentile(p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 2.5, 3.7, 4.0])
-    assert Samples("ms", "cpu clock", (4.0,)).std == 0.0
-
-
-def test_times_are_kept_to_seven_digits_and_nothing_else_is_touched():
-    times = Samples("ms", "cuda events", (1057.6180419921875, 0.05363199859857559), (1234567.89,)).to_keep
-    assert times == Samples("ms", "cuda events", (1057.618, 0.053632), (1234568.0,))
-    losses = Samples("nats", "of every step", (9.210340371976184,))
-    assert losses.to_keep == losses
-
-
-def test_samples_with_one_that_is_no_number_have_statistics_that_are_none():
-    """``show`` of such a file ended in a traceback of Python's statistics."""
-    for value in (math.nan, math.inf):
-        samples = Samples("ms", "cpu clock", (1.0, value, 2.0))
-        assert math.isnan(samples.std)
-        assert not math.isfinite(samples.mean)

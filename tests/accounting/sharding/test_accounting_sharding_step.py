@@ -11,7 +11,6 @@ from cs336sys.accounting.sharding.cells import memory_of
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
 from cs336sys.commands.account.tables.model import rank_memory_tables
-from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
 from cs336sys.settings.parallel import SHARDING_STRATEGIES
 from cs336sys.settings.sizes import SIZES, ModelSize
@@ -169,16 +168,3 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
             has_multiplied = name != "2.7b" or held.moment != "initialized"
             total = held.total - has_multiplied * 64 * 2**20
             assert low <= total / predicted[held.moment].total - 1 <= high, held.moment
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sentence"),
-    [
-        (0, "--world-size 0: must be at least 1"),
-        (3, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
-    ],
-)
-def test_ranks_that_cannot_share_the_batch_are_refused(world_size, sentence):
-    with pytest.raises(UsageError) as refusal:
-        step("none", world_size=world_size)
-    assert str(refusal.value) == sentence

@@ -94,10 +94,3 @@ def test_flops_again_are_those_of_two_products():
     assert again[33] == 2 * 2 * 65536 * 4096 * 11008
     assert again[0] == 34 * again[33]
     assert again[34] == 0
-
-
-def test_refusals():
-    with pytest.raises(UsageError, match="keep=35: the model has 34 blocks"):
-        replace(STEP, blocks=35)
-    with pytest.raises(UsageError, match="--batch-size 2: 3 ranks cannot share it equally"):
-        replace(STEP, world_size=3)

@@ -177,6 +177,8 @@ class Lockstep:
 
     def _begin(self, function: Callable[[int], Any] | None) -> None:
         self.problem: str | None = None
+        # What a rank's function raises, which ends its thread's turn: nobody waits for it.
+        self._error: Exception | None = None
         self.logs: list[list[tuple]] = [[] for _ in range(self.size)]
         self.slots: dict[tuple[str, int], tuple[tuple, dict[int, list[Tensor]]]] = {}
         self.mail: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -203,6 +205,8 @@ class Lockstep:
     def run(self, function: Callable[[int], Any] | None) -> list[Any]:
         self._begin(function)
         self._hand_over(self.size)
+        if self._error is not None:
+            raise self._error
         return self._results
 
     def wait_until(self, rank: int, condition: Callable[[], bool]) -> None:
@@ -235,8 +239,11 @@ class Lockstep:
             function = self._function
             if function is not None:
                 gradient_synchronizer._launching = self._launching[rank]
-                self._join(rank)
-                self._results[rank] = function(rank)
+                try:
+                    self._join(rank)
+                    self._results[rank] = function(rank)
+                except Exception as error:
+                    self._error = error
             self._conditions[rank] = None
             self._hand_over(rank, is_done=True)
             if function is None:
@@ -244,8 +251,9 @@ class Lockstep:
 
     def _join(self, rank: int) -> None:
         """Give the thread new process groups: the default one and another."""
-        world = multi_threaded_pg.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
-        multi_threaded_pg.ThreadLocalWorld._world.world = world
+        # Made anew by torch, whose releases give it different fields.
+        vars(multi_threaded_pg.ThreadLocalWorld._world).clear()
+        world = c10d._world._get_world()
         for name in ("second", "default"):
             world.default_pg = group = LockstepGroup(self, rank, name)
             world.pg_map[group], world.pg_names[group] = ("gloo", self._store), name

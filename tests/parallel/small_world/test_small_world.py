@@ -71,6 +71,14 @@ def test_rank_that_waits_alone_is_noticed():
     assert raised == ("HangError", "ranks [0] wait for a collective that others do not launch")
 
 
+def test_error_of_a_rank_reaches_the_caller():
+    def fail_on_rank_1(rank):
+        return [][rank] if rank else None
+
+    with Lockstep(2) as world, pytest.raises(IndexError):
+        world.run(fail_on_rank_1)
+
+
 _divide_into_buckets = ddp.divide_into_buckets
 _uses = planted_faults._uses
 FAULTS = planted_faults.FAULTS | {
