@@ -55,7 +55,8 @@ class HopperBackwardSettings:
         return 64 if self.kernel == "wide" else 128
 
 
-# All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full".
+# All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full". What
+# decided where the kernels pay is in docs/kernels.md, "Where the Hopper kernels are chosen".
 
 
 def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
@@ -88,55 +89,32 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
 def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = False) -> HopperBackwardSettings:
     """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
-        # 1x16x16384x64: 2.588; dQ in the order of its rows 2.711. 8x16x2048x64: 0.450, 0.469. Before, without reducer:
-        # 3.277 against 2.740; 0.544, 0.466. Full 1x16x16384x64: 6.536, 5.552.
-        # An item a program 8x16x2048x64: 0.459, as many programs as multiprocessors 0.422, and three stages 0.414;
-        # 4x25x512x64: 0.0580, 0.0515, 0.0505; 1x16x16384x64: 2.56, 2.68, 2.55; 8x16x2048x32: 0.357, 0.325, 0.318.
-        # Who takes turns has TURNS for two stages.
+        # Three stages and two: 8x16x2048x64: 0.414, 0.422; 1x16x16384x64: 2.55, 2.68. Turns are counted for two.
         return HopperBackwardSettings(num_stages=2 if deterministic else 3, kernel="reducer")
     if problem.head_dim == 256:
         # 1x16x16384x256: 13.28 (Triton 20.10); next S^T alongside dK 15.01, dQ in two halves around dK 13.38.
         # A third stage does not fit into shared memory.
         return HopperBackwardSettings(num_stages=2, kernel="wide")
-    # 1x16x16384x128: 4.44; the producer behind the consumers, with one warp, 4.60, and L read only when S^T is issued,
-    # alongside dK, 5.55; dQ by TMA reduction 4.86, and without S^T ahead 4.93; before all of that 5.48.
     return HopperBackwardSettings(num_stages=2, kernel="exchange")
 
 
 def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run.
 
-    In a window as without one, by the lengths of the whole sequences. Window of 1024, 1x16x16384: 0.186, Triton 0.248
-    with 64; 0.235, 0.333 with 128; 0.418, 0.630 with 256; 0.152, 0.171 with 32. Grouped 8 of 32 heads, 8192x128: 0.250,
-    0.351. Window of 256, 8x16x2048x64: 0.108, 0.103.
+    In a window as without one, by the lengths of the whole sequences.
     """
     rows = hopper_forward_settings(problem).item_rows
     items_per_multiprocessor = _items_per_multiprocessor(problem, problem.num_queries, rows)
     if problem.head_dim == 16:
-        # Yes: 1x16x16384: 0.788, Triton 0.815; 1x1x65536, 2.6 items a multiprocessor: 0.785, 0.899; 1x1x32768, 1.3
-        # items: 0.270, 0.305. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
-        # In a window of 1024, 1x16x16384: 0.147, 0.141.
         pays_off = problem.window is None and problem.num_keys > 8192
         pays_off = pays_off and items_per_multiprocessor >= (1.25 if problem.num_keys >= 32768 else 4)
     elif problem.head_dim == 32:
-        # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078; 1x1x32768, 1.3 items a
-        # multiprocessor: 0.284, 0.365; 1x2x16384, 1.3 items: 0.146, 0.187. No: 4x25x512: 0.022, 0.019; 1x1x16384, 0.6
-        # items: 0.165, 0.099.
         pays_off = problem.num_keys > 1024 and items_per_multiprocessor >= (1.25 if problem.num_keys >= 16384 else 2)
     elif problem.head_dim == 256:
-        # Yes: 1x16x16384: 2.986, Triton 4.379; 4x25x512: 0.0471, 0.0651; 1x16x2048, 1.9 items a multiprocessor: 0.0630,
-        # 0.1270; 2x12x1024, 1.5 items: 0.0361, 0.0501. No: 1x1x16384, 0.97 items: 0.317, 0.292.
         pays_off = items_per_multiprocessor >= 1.4
     elif problem.head_dim == 64:
-        # Yes: 1x16x16384: 0.969, Triton 1.242; 4x25x1024: 0.0519, 0.0543; 1x4x8192, 1.3 items a multiprocessor: 0.0902,
-        # 0.1113; 2x12x1024, 1.1 items: 0.0213, 0.0218; with two consumers 1x20x1024, 1.2 items: 0.0178, 0.0203; full
-        # 4x16x512: 0.0190, 0.0240. No: 4x25x512: 0.0244, 0.0219; 8x16x512: 0.0263, 0.0253; 1x1x16384, 0.65 items:
-        # 0.168, 0.116.
         pays_off = problem.num_keys >= (513 if problem.is_causal else 512) and items_per_multiprocessor >= 1
     else:
-        # Yes: 1x16x16384: 1.519, Triton 2.151; 4x25x512: 0.0310, 0.0362; 1x16x2048, 1.9 items a multiprocessor: 0.0391,
-        # 0.0462; 2x12x1024, 1.5 items: 0.0244, 0.0267. No: 1x1x16384, 0.97 items: 0.170, 0.142. As many items of short
-        # sequences, 1x16x1024, were faster when the loop took maxima.
         pays_off = problem.num_keys >= 512 and items_per_multiprocessor >= (0.9 if problem.num_keys <= 1024 else 1.4)
     return problem.tma_allowed and pays_off
 
@@ -144,9 +122,8 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
 
-    Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
-    they fill the GPU. Who adds to dQ in turn is not cut. Window of 1024, 1x16x16384: 0.461, Triton 0.594 with 64;
-    0.750, 1.174 with 128; 1.977, 3.456 with 256; 0.358, 0.353 with 32. Window of 256, 8x16x2048x64: 0.256, 0.291.
+    Grouped queries count as one head of keys each, because items are cut into pieces until they fill the GPU; in the
+    deterministic form they are not.
     """
     items_per_multiprocessor = _items_per_multiprocessor(
         problem, problem.num_keys, hopper_backward_settings(problem).key_rows
@@ -154,44 +131,26 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     if deterministic:
         items_per_multiprocessor /= problem.group_size
     if problem.head_dim == 16:
-        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. With dQ in register order 1x1x65536: 1.642,
-        # 1.662; 1x1x32768: 0.431, 0.430.
         pays_off = False
     elif problem.head_dim == 256:
-        # 1x16x16384: 13.28, Triton 20.10; 4x25x512: 0.188, 0.241; 1x16x2048, 3.9 items a multiprocessor: 0.263, 0.373;
-        # 2x12x1024, 2.9 items: 0.131, 0.179; 1x1x16384, 1.9 items: 0.796, 1.530. Fewer are not measured.
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.9
     elif problem.head_dim == 32:
-        # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. With dQ in register order 1x4x16384, 3.9 items a
-        # multiprocessor: 0.496, 0.521; 1x1x65536, 3.9 items: 1.856, 1.974; 1x1x32768, 1.9 items: 0.484, 0.517;
-        # 1x2x16384, 1.9 items: 0.256, 0.276. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
         pays_off = problem.num_queries > 8192 and items_per_multiprocessor >= 1.9
     elif problem.head_dim == 64:
-        # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
-        # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
-        # 1x1x16384, 0.97 items: 0.302, 0.289. With several items a program 4x16x512, 1.9 items: 0.0349, 0.0360.
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.8
     else:
-        # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,
-        # 0.477; 2x12x1024, 1.5 items: 0.0592, 0.0851. No: 1x1x16384, 0.97 items: 0.492, 0.451. Full 1x4x2048, 0.48
-        # items in two pieces each: 0.0614, Triton 0.0731; uncut 0.0829.
-        in_halves = (
-            not problem.is_causal
-            and not deterministic
-            and 0.4 <= items_per_multiprocessor <= 0.5
-            and problem.num_queries >= 2048
-        )
-        pays_off = problem.num_queries >= 512 and (items_per_multiprocessor >= 1.4 or in_halves)
+        # Two halves of each item fill the GPU.
+        in_halves = not problem.is_causal and not deterministic and 0.4 <= items_per_multiprocessor <= 0.5
+        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.4
+        pays_off = pays_off or (in_halves and problem.num_queries >= 2048)
     if deterministic and problem.head_dim <= 64:
-        # Yes: 1x16x16384x64: 2.727, Triton 3.395; full 5.769, 6.865; 8x16x2048: 0.484, 0.517; 4x25x512, 3.0 items a
-        # multiprocessor: 0.0629, 0.0642. No: 1x16x2048, 1.9 items: 0.0877, 0.0716; full 1x4x8192, 1.9 items: 0.445,
-        # 0.431. Fewer dimensions are not measured. 128 and 256 win wherever they do in any order: 1x16x2048x128: 0.139,
-        # 0.163; 4x25x512x128: 0.100, 0.112; full 1x4x8192x128: 0.666, 0.913; 1x16x2048x256: 0.320, 0.374.
+        # Fewer dimensions are not measured; 128 and 256 win wherever they do in any order.
         pays_off = pays_off and problem.head_dim == 64 and items_per_multiprocessor >= 3
     return problem.tma_allowed and pays_off
 
 
 def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_rows: int) -> float:
+    """Return how many items of ``item_rows`` of the ``num_rows`` of each sequence a multiprocessor works through."""
     return problem.num_sequences * -(-num_rows // item_rows) / problem.num_multiprocessors
 
 
