@@ -5,7 +5,7 @@ of a model whose dimensions share few factors, with rates that all differ.
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ from cs336sys.settings.training import Workload
 
 # Further names in figures.txt.
 USED_THERE = (
-    *(math, outcome, activations, communication, flops, fused, memory, one_device, xxl, SIZES),
+    *(math, astuple, outcome, activations, communication, flops, fused, memory, one_device, xxl, SIZES),
     *(cells, context, fsdp, ideal, tensor, choice, public_steps, space),
 )
 checkpoints = cs336sys.accounting.checkpointing
@@ -96,11 +96,22 @@ def simulate(mesh, accumulation=1, checkpointing="none", dtypes=("bf16", "bf16",
     size = replace(HAND, batch_size=8)
     simulation = scaling.Simulation(size, scaling.Dtypes(*dtypes), cluster, device, checkpointing)
     simulated = simulation.step(partition.Mesh(*mesh), accumulation)
-    return {**simulated.parts, "bytes": simulated.memory, "FLOP/s": simulation.flops_per_s(simulated)}
+    return {**simulated.parts_s, "bytes": simulated.memory, "FLOP/s": simulation.flops_per_s(simulated)}
 
 
 def kept(precision="bf16", ranks=2, **settings):
-    return selective_checkpointing.KeptStep(HAND, ranks, precision, **settings)
+    return selective_checkpointing.KeptStep("fsdp", HAND, ranks, precision, "flash", **settings)
+
+
+def fields_of_kept(step):
+    """Return what a step keeps, and what that depends on."""
+    names = ("size", "world_size", "precision", "state_dtype", "blocks", "prefetch", "keep_gathered")
+    return tuple(getattr(step, name) for name in names)
+
+
+def choose_kept(step, limit_bytes, **settings):
+    """Return the chosen step's fields."""
+    return fields_of_kept(selective_checkpointing.choose_kept_blocks(step, limit_bytes, **settings))
 
 
 # One for each rule, and then neighbours that can run.
@@ -170,7 +181,12 @@ def predicted(settings, **arguments):
 
 def held(settings):
     """Return the widest moment of a step, and what the allocator adds."""
-    return step_memory.step_memory(settings)
+    moments = step_memory.step_moments(settings)
+    if settings.accumulation > 1:
+        gradients = max(moment.gradients for moment in moments)
+        moments = [replace(moment, gradients=gradients) for moment in moments]
+    widest = max(moments, key=lambda moment: moment.total)
+    return widest, step_memory.step_peak_bytes(settings) - widest.total
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

@@ -198,18 +198,28 @@ def of_nsys(function, *names, returncode=0):
     return in_folder({}, run)
 
 
-def missing_ranks(named, worlds, groups=(), is_counted=False):
+def missing_ranks(named, worlds, groups=(), is_order=False):
     """Return which ranks have no file, of files that name these numbers of ranks and groups of collectives."""
     records = [captures.CollectiveRecord("all_reduce", group, ranks=ranks) for group, ranks in groups]
     gpus = [
         SimpleNamespace(capture=SimpleNamespace(ranks=world), timeline=SimpleNamespace(collective_records=records))
         for world in worlds
     ]
-    return reading._missing_ranks(gpus, named, is_counted=is_counted)
+    return reading._missing_ranks(gpus, dict(enumerate(named)), is_order=is_order)
+
+
+# The order of columns in figures.txt, where it is not that of the fields.
+COLUMNS = {
+    captures.DeviceWork: "start stop process correlation name gpu stream bytes operation collective",
+    captures.Calls: "process correlation start stop thread name",
+    captures.Operations: "number start stop thread name shape sequence",
+}
 
 
 def rows_in(table):
-    return np.column_stack([getattr(table, field.name) for field in fields(table)])
+    columns = COLUMNS.get(type(table), "name start stop process thread").split()
+    assert set(columns) == {field.name for field in fields(table)}
+    return np.column_stack([getattr(table, column) for column in columns])
 
 
 def reported(write, function=None):
@@ -259,7 +269,7 @@ def of_ranks(local_ms, **settings):
     late_ms = tuple(map(tuple, (np.array(local_ms) - np.min(local_ms, axis=0)).tolist()))
     settings = {"late_ms": late_ms, "first_late_ms": late_ms} | settings
     with patch.object(ranks, "_t_quantile", QUANTILE):
-        return ranks.find_stragglers(analyses, ranks.RanksFound(9, 1.0, (), **settings))
+        return ranks.find_stragglers(analyses, ranks.RankMatching(9, 1.0, (), **settings))
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

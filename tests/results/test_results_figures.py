@@ -65,12 +65,26 @@ def series(*runs, unit="ms"):
     return comparison.Measured(tuple(tuple(of(*samples, unit=unit) for samples in rounds) for rounds in runs))
 
 
+def fields_of(difference):
+    """Return the fields of a difference in the order of figures.txt."""
+    names = ("level", "median_a", "median_b", "ratio", "ratio_low", "ratio_high", "p_value")
+    names += ("independent", "is_significant", "to_decide")
+    assert set(names) == set(vars(difference))
+    return tuple(getattr(difference, name) for name in names)
+
+
+def sides_compared(a, b, **settings):
+    """Return the difference of two sides."""
+    return fields_of(statistics.compare_sides(a, b, **settings))
+
+
 def compared(a, b, **settings):
     """Return a comparison with all that is said about it."""
     found = comparison.compare_samples(a, b, **settings)
-    names = ("verdict", "verdict_text", "reason", "stalls", "slower_percent", "slower_percent_at_most", "difference")
+    names = ("verdict", "verdict_text", "reason", "stalls", "slower_percent", "slower_percent_at_most")
     lags = (found.autocorrelation_a, found.autocorrelation_b)
-    return {name: getattr(found, name) for name in names} | {"autocorrelations": lags}
+    values = {name: getattr(found, name) for name in names}
+    return values | {"difference": found.difference and fields_of(found.difference), "autocorrelations": lags}
 
 
 def matched(of_a, of_b, runs_a=(), runs_b=()):
