@@ -4,11 +4,13 @@ A figure above its limit fails, and so does one more than 2 % below it, until th
 ``python tests/test_limits.py`` writes today's figures, where they are lower.
 """
 
+import argparse
 import ast
 import collections
 import functools
 import json
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,7 +214,21 @@ def test_planted_fault_exceeds_a_limit(name):
     assert any(complaint.startswith(f"{name}: ") for complaint in complaints(after, before))
 
 
+def test_help_leaves_the_limits_as_they_are(tmp_path):
+    script = tmp_path / "tests" / Path(__file__).name
+    script.parent.mkdir()
+    script.write_text(Path(__file__).read_text())
+    (tmp_path / "cs336sys").symlink_to(PACKAGE)
+    limits = tmp_path / LIMITS.name
+    limits.write_text("{}")
+    for argument, status in (("--help", 0), ("limits.json", 2)):
+        run = subprocess.run([sys.executable, script, argument], capture_output=True, text=True)
+        assert (run.returncode, limits.read_text()) == (status, "{}"), run.stderr
+
+
 if __name__ == "__main__":
+    # Refuses arguments, and answers --help.
+    argparse.ArgumentParser(description=__doc__).parse_args()
     old = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
     today = measure(read_package())
     LIMITS.write_text(

@@ -66,7 +66,7 @@ def predicted_peak(
 
 
 def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
-    """Return which activations exist at the loss, and at each block that can be the widest.
+    """Return what is saved at the loss, and at each block where memory may peak in the backward pass.
 
     A checkpoint's own input is also the saved input of its first block, so it is not counted twice.
     """
@@ -82,14 +82,15 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
         ]
         # The forward pass keeps the inputs of the two outer halves.
         return SavedBlocks(num_layers, saved=0, inputs=min(2, num_layers)), at_blocks
-    at_blocks, first = [], 1
+    at_blocks, first_block = [], 1
     sizes = group_sizes(checkpointing, num_layers)
-    for earlier_groups, size in enumerate(sizes):
-        last = first + size - 1
-        for block in {last, first}:
+    for earlier_groups, group_size in enumerate(sizes):
+        last_block = first_block + group_size - 1
+        # Memory changes evenly within a group, so one of its ends is the widest; a group of one block has one end.
+        for block in {last_block, first_block}:
             name = f"block {block} of {num_layers}"
-            at_blocks.append(SavedBlocks(block, saved=block - first + 1, inputs=earlier_groups, name=name))
-        first = last + 1
+            at_blocks.append(SavedBlocks(block, saved=block - first_block + 1, inputs=earlier_groups, name=name))
+        first_block = last_block + 1
     return SavedBlocks(num_layers, saved=0, inputs=len(sizes)), at_blocks
 
 

@@ -98,7 +98,7 @@ def impossible_utilization(mfu_percent: float | None) -> str | None:
     if mfu_percent is None or mfu_percent <= 100:
         return None
     return (
-        f"MFU {mfu_percent:.0f} %: more FLOPs are counted than the GPU can compute in the time of a step; "
+        f"MFU {mfu_percent:.7g} %: more FLOPs are counted than the GPU can compute in the time of a step; "
         "the FLOPs, the time or the GPU's peak is wrong"
     )
 

@@ -272,7 +272,7 @@ def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
     """Return, by line, the positions of allocations between the steps around the moment, but for the optimizer's."""
     steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
-    begin, end = ([1, *steps, moment.record.length + 1][place] for place in (step, step + 1))
+    begin, end = ([1, *steps, moment.record.last_position + 1][place] for place in (step, step + 1))
     runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
         if begin <= block.start < end and roles[block.stack] not in (infer.INITIAL, infer.OPTIMIZER):
@@ -341,7 +341,7 @@ def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) ->
     """Return the size of the largest allocation of each line of forward passes, within positions."""
     largest: dict[int, int] = defaultdict(int)
     for block in moment.record.blocks:
-        if start <= block.start < (end or moment.record.length + 1) and moment.role(block) in _FORWARD_ROLES:
+        if start <= block.start < (end or moment.record.last_position + 1) and moment.role(block) in _FORWARD_ROLES:
             largest[block.stack] = max(largest[block.stack], block.size)
     lines: dict[tuple[str, str], int] = defaultdict(int)
     for stack, size in largest.items():

@@ -69,7 +69,7 @@ class MemoryDiagnosis:
 def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     """Find what fills a device at its last failure, or else at its peak, and why."""
     inference = Inference(record)
-    totals = held_bytes(record.blocks, record.length)
+    totals = held_bytes(record.blocks, record.last_position)
     peak = max(totals)
     position, entry, stream, failed_at, failure = totals.index(peak), None, None, "", None
     if record.failures:
@@ -87,7 +87,7 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
         kind_counts[block.size, category, *line] += 1
     kinds = [Kind(size, count, *names) for (size, *names), count in kind_counts.items()]
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
-    segments = record.segments_at(record.entries[position] if entry is None else entry)
+    segments = record.segments_at(record.entry_of_position[position] if entry is None else entry)
     free = free_pieces([record.blocks[index] for index in live], segments, stream)
     moment = Moment(record, inference, position, failure, live, totals[position], free)
     return MemoryDiagnosis(source, moment, failed_at, peak, by_category, kinds, find_causes(moment))

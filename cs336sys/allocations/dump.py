@@ -103,7 +103,7 @@ class DeviceRecord:
     Attributes:
         stacks: of all blocks; the first is empty.
         segments: by address.
-        entries: for each position, the number of the trace's entry that led to it.
+        entry_of_position: for each position, the number of the trace's entry that led to it.
         segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
         unknown_frees: of memory older than the record.
         step_marks: positions after which a step had ended, by ``record_function`` or ``user_metadata`` whose names
@@ -115,15 +115,14 @@ class DeviceRecord:
     failures: list[FailedAllocation] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
-    entries: list[int] = field(default_factory=lambda: [-1])
+    entry_of_position: list[int] = field(default_factory=lambda: [-1])
     segment_events: list[tuple[int, int, Segment]] = field(default_factory=list)
     unknown_frees: int = 0
     step_marks: list[int] = field(default_factory=list)
 
     @property
-    def length(self) -> int:
-        """Return the last position."""
-        return len(self.entries) - 1
+    def last_position(self) -> int:
+        return len(self.entry_of_position) - 1
 
     @property
     def has_stacks(self) -> bool:
@@ -132,14 +131,15 @@ class DeviceRecord:
     def segments_at(self, entry: int) -> list[Segment]:
         """Return the segments after an entry of the trace: those of the end, with later changes undone."""
         segments = list(self.segments)
-        for number, sign, segment in reversed(self.segment_events):
-            if number <= entry:
+        for event_entry, change, segment in reversed(self.segment_events):
+            if event_entry <= entry:
                 break
             index = bisect_right(segments, segment.address, key=attrgetter("address"))
-            if sign < 0:
+            if change < 0:
+                # It was freed later: put it back.
                 segments.insert(index, segment)
             elif index and segment.end <= (whole := segments[index - 1]).end:
-                # Of an expandable segment only a part goes.
+                # It was allocated later: take it out. Of an expandable segment only a part goes.
                 remaining = ((whole.address, segment.address), (segment.end, whole.end))
                 segments[index - 1 : index] = [
                     whole._replace(address=start, size=end - start) for start, end in remaining if start < end
@@ -212,7 +212,7 @@ class _Parser:
         # A block that no entry names was there before the record.
         traced_addresses = {block.address for block in record.blocks} | live.keys()
         remaining = [*live.values(), *(block for block in at_end if block.address not in traced_addresses)]
-        record.blocks += [block._replace(end=record.length + 1) for block in remaining]
+        record.blocks += [block._replace(end=record.last_position + 1) for block in remaining]
         if not self._trace_has_pools and any(segment.pool != DEFAULT_POOL for segment in record.segments):
             record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
         return record
@@ -241,8 +241,8 @@ class _Parser:
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
         record, live = self._record, {}
-        completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self._trace)
-        free_action = "free_completed" if completes else "free_requested"
+        actions = [entry.get("action") for entry in self._trace if isinstance(entry, dict)]
+        free_action = "free_completed" if "free_completed" in actions else "free_requested"
         for number, entry in enumerate(self._trace):
             try:
                 action, size = entry["action"], entry["size"]
@@ -253,20 +253,20 @@ class _Parser:
                 fault = f"entry {number:,} of device {record.device} has no action, addr or size"
                 raise _NoSnapshotError(fault) from None
             if action in ("alloc", free_action):
-                record.entries.append(number)
+                record.entry_of_position.append(number)
             if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
-                live[address] = Block(address, size, record.length, 0, stack, _stream(entry), pool, size)
+                live[address] = Block(address, size, record.last_position, 0, stack, _stream(entry), pool, size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
                 if block is None:
                     record.unknown_frees += 1
                     block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
-                record.blocks.append(block._replace(end=record.length))
+                record.blocks.append(block._replace(end=record.last_position))
             elif action == "oom":
-                stack = self._stack(entry.get("frames"))
-                record.failures.append(FailedAllocation(record.length, number, size, address, stack, _stream(entry)))
+                position, stack = record.last_position, self._stack(entry.get("frames"))
+                record.failures.append(FailedAllocation(position, number, size, address, stack, _stream(entry)))
             elif action.startswith("segment"):
                 sign = 1 if action in ("segment_alloc", "segment_map") else -1
                 is_expandable = action in ("segment_map", "segment_unmap")
@@ -276,7 +276,7 @@ class _Parser:
 
     def _step_marks(self) -> list[int]:
         """Return where the ranges end whose names hold "step", numbers aside: of several names the rarest ranges."""
-        entries = [self._trace[number] for number in self._record.entries[1:]]
+        entries = [self._trace[number] for number in self._record.entry_of_position[1:]]
         ends: dict[str, list[int]] = defaultdict(list)
         times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]
         for annotation in self._annotations:

@@ -109,10 +109,10 @@ class Inference:
         allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
-        self._backward_starts = [start for start, part in parts if part == BACKWARD] + [record.length + 1]
+        self._backward_starts = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
         # Allocations that follow one another in one part of training: the part, and their positions.
         runs = [(part, [start for start, _ in run]) for part, run in groupby(parts, itemgetter(1))]
-        ends = [starts[0] for _, starts in runs[1:]] + [record.length + 1]
+        ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]
         self._run_ends = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
         self.steps: Sequence[int] = record.step_marks or self._find_steps(
             [(part, starts[0], end) for (part, starts), end in zip(runs[:-1], ends, strict=False)]
@@ -158,7 +158,7 @@ class Inference:
         if block.pool != DEFAULT_POOL:
             return "graph pools"
         part = self.roles[block.stack]
-        length = self._record.length
+        length = self._record.last_position
         lasting = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
         if block.start == 0:
             return lasting.get(part, "unknown") if block.stack else "unknown"
@@ -187,7 +187,7 @@ class Inference:
         gradients = _most_at_once(self.blocks_of("gradients"))
         by_size: dict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(self._record.blocks):
-            if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:
+            if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.last_position:
                 by_size[block.requested].append(index)
         # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter.
         counts = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)

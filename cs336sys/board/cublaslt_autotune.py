@@ -183,7 +183,7 @@ def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tenso
 
 
 def _time_ms(run: Callable[[], None], round_ms: float) -> float:
-    """Return the mean time of a call, in ms, of as many as fill a round, after half as many to warm up."""
+    """Return the mean ms of a call over a round: so many calls as take ``round_ms``, after half as many to warm up."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time_ms(calls: int) -> float:
@@ -254,19 +254,19 @@ class _CublasLt:
         ]
 
     def _run(
-        self, description: Any, layouts: Any, beta: float, algorithm: Any, a: Tensor, b: Tensor, add: Tensor | None,
-        result: Tensor,
+        self, product_description: Any, layouts: Any, beta: float, algorithm: Any, a: Tensor, b: Tensor,
+        add: Tensor | None, result: Tensor,
     ) -> None:  # fmt: skip
-        """Launch an algorithm: result = b a + beta addend, column-major, by the layouts of b, a, addend and result."""
+        """Launch an algorithm for ``a @ b + beta * add``: column-major, where all are transposed and b comes first."""
         stream = torch.cuda.current_stream(a.device).cuda_stream
         key = a.device.index, stream
         if key not in self._workspaces:
             self._workspaces[key] = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
         layout_b, layout_a, layout_addend, layout_result = layouts
-        addend = result if add is None else add
+        addend = result if add is None else add  # Not read where beta is 0.
         with torch.cuda.device_of(a):
             self._call(
-                "Matmul", self._handle, description, ctypes.byref(ctypes.c_float(1)),
+                "Matmul", self._handle, product_description, ctypes.byref(ctypes.c_float(1)),
                 _address(b), layout_b, _address(a), layout_a, ctypes.byref(ctypes.c_float(beta)),
                 _address(addend), layout_addend, _address(result), layout_result, algorithm,
                 _address(self._workspaces[key]), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),

@@ -63,7 +63,7 @@ def collective_bytes(arguments: Mapping[str, Any]) -> int:
     """
     if (dtype := arguments.get("dtype")) is not None:
         recorded = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
-        counts = [count for count in recorded if isinstance(count, int) and count >= 0]
+        counts = [count for count in recorded if type(count) is int and count >= 0]
         return max(counts, default=0) * _ELEMENT_BYTES.get(str(dtype).lower(), 1)
     shapes, dtypes = arguments.get("Input Dims"), arguments.get("Input type")
     if not isinstance(shapes, list) or not isinstance(dtypes, list):
@@ -78,7 +78,7 @@ def tensors_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> list[tuple[str, 
         for shape, dtype in zip(shapes, dtypes, strict=False)
         if str(dtype).lower() in _ELEMENT_BYTES
         and isinstance(shape, list)
-        and all(isinstance(extent, int) and extent >= 0 for extent in shape)
+        and all(type(extent) is int and extent >= 0 for extent in shape)
     ]
 
 

@@ -126,7 +126,7 @@ def _check_expansion(path: Path) -> None:
 
 def _column_value(value: Any) -> int:
     """Return a whole number for a column, or raise ValueError if it is too large; -1 for anything else."""
-    if not isinstance(value, int) or value < 0:
+    if type(value) is not int or value < 0:
         return -1
     if value >= 1 << 62:
         raise ValueError("a whole number has more than 62 bits")
@@ -197,7 +197,7 @@ class _Loader:
     def _add_allocation(self, arguments: Mapping[str, Any]) -> None:
         allocated_bytes = arguments.get("Total Allocated")
         # Device types of torch: 0 is the CPU.
-        if arguments.get("Device Type") and isinstance(allocated_bytes, int):
+        if arguments.get("Device Type") and type(allocated_bytes) is int:
             gpu = int(arguments.get("Device Id", 0))
             self.peak_bytes[gpu] = max(allocated_bytes, self.peak_bytes.get(gpu, 0))
 

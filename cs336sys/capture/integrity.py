@@ -13,18 +13,14 @@ from cs336sys.capture.intervals import Times, containing, group_numbers, is_with
 Flags = NDArray[np.bool_]
 
 # The clocks of CPU and GPU are some microseconds apart; a call that waits returns a while after the work.
-_CLOCKS_NS = 50_000
+_CLOCK_SKEW_NS = 50_000
 _LATE_WAIT_NS = 1_000_000
-# Rounding of kernels that follow each other.
-_ROUNDING_NS = 1000
+_ROUNDING_NS = 1000  # Of kernels that follow each other.
 # Events further apart than this, and than many times what the others span, are not of one session.
 _SESSION_GAP_NS = 600 * 10**9
 _SESSION_SPANS = 100
-# From this share on it is not some work that is wrong but a clock.
-_CLOCK_SHARE = 0.2
-
-# Beyond all times.
-_NEVER = 1 << 62
+_CLOCK_SHARE = 0.2  # From this share on it is not some work that is wrong but a clock.
+_NEVER = 1 << 62  # Beyond all times.
 
 # Calls that launch a kernel each, or a graph of them, on CUDA, HIP and XPU.
 _SINGLE_LAUNCH = re.compile(r"LaunchKernel|KernelLaunch|LaunchCooperativeKernel(?!Multi)")
@@ -45,9 +41,9 @@ def check_capture(capture: Capture) -> Capture:
         sentences.append(f"{capture.unreadable:,} {events} left out: no JSON, or without a time that can be.")
     capture = _leave_out_other_sessions(capture, sentences)
     if not capture.is_gpu:
-        return replace(capture, launch=_launches(capture, sentences), damage=Damage(tuple(sentences)))
+        return replace(capture, launch=_match_launches(capture, sentences), damage=Damage(tuple(sentences)))
     capture = _leave_out_repetitions(capture, sentences)
-    capture = replace(capture, launch=_launches(capture, sentences))
+    capture = replace(capture, launch=_match_launches(capture, sentences))
     checks: tuple[tuple[Callable[[Capture], Flags], str], ...] = (
         (_begins_early, "begin before their launch"),
         (_ends_late, "end after a call that waited for them"),
@@ -117,7 +113,7 @@ def _longest_session(times: Times) -> tuple[int, int]:
     return (int(times[0]), int(times[-1])) if len(times) else (0, 0)
 
 
-def _launches(capture: Capture, sentences: list[str]) -> Times:
+def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     """Return for each work the row of its launch in the calls, -1 for none; and say which launch numbers are shared.
 
     Where a number stands for as many launches as work, and each work begins after its launch, they match in order.
@@ -133,18 +129,18 @@ def _launches(capture: Capture, sentences: list[str]) -> Times:
     launches = launches[np.append(True, ~is_inner)[: len(launches)]]
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
-    key = work_key[works]
-    first_launch, end_launch = (np.searchsorted(call_key[launches], key, side=side) for side in ("left", "right"))
-    first_work, end_work = (np.searchsorted(key, key, side=side) for side in ("left", "right"))
+    work_keys = work_key[works]
+    first_launch, end_launch = (np.searchsorted(call_key[launches], work_keys, side=side) for side in ("left", "right"))
+    first_work, end_work = (np.searchsorted(work_keys, work_keys, side=side) for side in ("left", "right"))
     launch_count = end_launch - first_launch
     is_paired = launch_count == end_work - first_work
-    place_in_key = np.where(is_paired, np.arange(len(key)) - first_work, 0)
+    place_in_key = np.where(is_paired, np.arange(len(work_keys)) - first_work, 0)
     call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
     is_early = work.start[works] < np.append(calls.start, 0)[call]
-    is_ambiguous = np.isin(key, key[(launch_count > 1) & (~is_paired | is_early)])
+    is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
     launch[works] = np.where(is_ambiguous, -1, call)
-    reused = len(np.unique(key[(launch_count > 1) & ~is_ambiguous]))
+    reused = len(np.unique(work_keys[(launch_count > 1) & ~is_ambiguous]))
     # Of several kernels that name a launch of a single one, nobody knows which is its own.
     users = np.bincount(launch[launch >= 0], minlength=len(calls))
     is_contested = np.append(capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1), False)[launch]
@@ -159,7 +155,7 @@ def _launches(capture: Capture, sentences: list[str]) -> Times:
 
 def _begins_early(capture: Capture) -> Flags:
     # The time that stands for no launch is the last, where -1 points.
-    return capture.work.start < np.append(capture.calls.start, -_NEVER)[capture.launch] - _CLOCKS_NS
+    return capture.work.start < np.append(capture.calls.start, -_NEVER)[capture.launch] - _CLOCK_SKEW_NS
 
 
 def _ends_late(capture: Capture) -> Flags:
@@ -250,12 +246,13 @@ def _is_recording_graph(capture: Capture) -> Flags:
 
 
 def _lost_work(capture: Capture, sentences: list[str]) -> Times:
-    """Return (works, 2) process and start of work without a launch that began after work with one, and say how many."""
+    """Return (works, 2) process and start of work whose launch the profiler lost; append a sentence on how many."""
     work = capture.work
     has_launch = capture.launch >= 0
     is_lost = np.zeros(len(work), bool)
     for process in np.unique(work.process[has_launch]).tolist():
         of_process = work.process == process
+        # Earlier work of the process has a launch.
         is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
     if is_lost.any():
         sentences.append(

@@ -87,10 +87,10 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     numbers, notes = _step_numbers(timelines)
     collectives, match_notes = _match_collectives(timelines, numbers)
     records = [timeline.collective_records for timeline in timelines]
-    joining = {members for members in collectives if records[members[0][0]][members[0][1]].kind in SYNCHRONIZING}
-    if len(joining) < 2:
+    synchronizing = {members for members in collectives if records[members[0][0]][members[0][1]].kind in SYNCHRONIZING}
+    if len(synchronizing) < 2:
         return None
-    in_order = [members for members in collectives if members in joining]
+    in_order = [members for members in collectives if members in synchronizing]
     clocks = _align(in_order, [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
     waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
@@ -101,11 +101,11 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     # The latest come first, so that of each step the lateness in its first collective is what remains.
     for members in sorted(collectives, key=lambda members: -aligned[members[0][0]][members[0][1]]):
         times = [float(aligned[rank][place]) for rank, place in members]
-        if members in joining:
+        if members in synchronizing:
             spreads_ns.append(max(times) - min(times))
         for (rank, place), time in zip(members, times, strict=True):
             waiting_ns[rank][place] = min(int(max(times) - time), lengths[rank][place])
-            if members in joining and steps[rank][place] >= 0:
+            if members in synchronizing and steps[rank][place] >= 0:
                 first_late_ms[rank][steps[rank][place]] = (time - min(times)) / 1e6
                 late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
     spread_us = float(np.percentile(spreads_ns, 90)) / 1e3
@@ -157,13 +157,14 @@ def _add_slowed_kernels(
     _, series, counts = np.unique(group_numbers(rank_of, group), return_inverse=True, return_counts=True)
     # The place of each kernel among those of its rank that are equal so far.
     nth = np.argsort(np.argsort(series, kind="stable")) - (np.cumsum(counts) - counts)[series]
-    _, same = np.unique(group_numbers(group, counts[series], nth), return_inverse=True)
+    _, matched_group = np.unique(group_numbers(group, counts[series], nth), return_inverse=True)
     is_clear = waited_ns == 0
-    clear_ranks = np.bincount(same, is_clear)[same]
+    clear_ranks = np.bincount(matched_group, is_clear)[matched_group]
     # Each rank's time for the kernels that are clear on all ranks, as its slowness.
     slowness_of_rank = np.bincount(rank_of, length_ns * (clear_ranks == len(timelines)), len(timelines))
     slowness = (slowness_of_rank if slowness_of_rank.all() else np.ones_like(slowness_of_rank))[rank_of]
-    expected_ns = slowness * np.bincount(same, is_clear * length_ns / slowness)[same] / np.maximum(clear_ranks, 1)
+    clear_length = np.bincount(matched_group, is_clear * length_ns / slowness)[matched_group]
+    expected_ns = slowness * clear_length / np.maximum(clear_ranks, 1)
     longer_ns = np.clip(length_ns - expected_ns, -waited_ns, waited_ns) * (clear_ranks > 0)
     of_work_ns = tuple(np.zeros(len(timeline), np.int64) for timeline in timelines)
     for rank, ns in enumerate(of_work_ns):
@@ -280,17 +281,15 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
     return Clocks(origin, solution[:ranks], solution[ranks:] / scale, float(np.percentile(residual, 95)))
 
 
-# One of so many trainings without a straggler is said to have one: one-sided, over all ranks.
-_FALSE_ALARMS = 1e-3
-# A rank that costs less of a step is nobody's concern.
-_LEAST_SHARE = 0.003
-# Where a larger excess than this share of a step cannot be ruled out, nobody can say that there is none.
-_MOST_UNSEEN = 0.05
+_FALSE_ALARMS = 1e-3  # One of so many trainings without a straggler is said to have one: one-sided, over all ranks.
+_LEAST_SHARE = 0.003  # A rank that costs less of a step is nobody's concern.
+_MOST_UNSEEN = 0.05  # Where an excess of more than this share of a step may go unseen, nobody can say there is none.
 _LEAST_STEPS = 3
-# A step of many times the median is a pause.
-_PAUSE_MEDIANS = 3
-# Parts of a step that no other rank makes longer.
-_LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)
+_NEAR_SLOWEST = 0.5  # A rank is named next to the slowest from this share of its excess on.
+_UNSEEN_TAIL = 0.05  # One-sided, over all ranks: how rarely an excess is larger than what is called unseen.
+_LATE_SHARE = 0.3  # A straggler comes to the collectives later than the others by at least this share of its excess.
+_PAUSE_MEDIANS = 3  # A step of so many times the median is a pause.
+_LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)  # No other rank makes these longer.
 
 
 @dataclass(frozen=True)
@@ -334,8 +333,8 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     """Find the ranks that come last to the collectives because they compute, copy or idle longer.
 
     In a step that a collective joins, all ranks take as long as the slowest. The excess of a rank over the median of
-    the others in each step is compared with Student's t, for one of many. Time in collectives does not count: a slow
-    link, or the last stage of a pipeline, makes it longer. Neither does what collectives that wait slow down.
+    the others in each step is tested by Student's t, corrected for the number of ranks. Time in collectives does not
+    count, nor the slowing of kernels by a collective that waits: a slow link or another rank makes them longer.
     """
     if not all(analysis.has_steps for analysis in analyses):
         return RankAnswer(why_unknown="the captures show no steps")
@@ -346,28 +345,30 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     steps, step_ms = _common_steps(analyses)
     if not steps:
         return RankAnswer(why_unknown="the ranks have no step in common")
-    means_ms, errors_ms = _mean_excess(list(map(local_ms, analyses)), steps)
-    slowest = int(means_ms.argmax())
-    slowest_percent = 100 * means_ms[slowest] / step_ms
+    excess_ms, excess_errors_ms = _mean_excess(list(map(local_ms, analyses)), steps)
+    slowest = int(excess_ms.argmax())
+    slowest_percent = 100 * excess_ms[slowest] / step_ms
     if len(steps) < _LEAST_STEPS:
         few, in_them = ("one step is", "in it") if len(steps) == 1 else (f"{len(steps)} steps are", "in them")
         longer = f"; {in_them} {analyses[slowest].label} takes {slowest_percent:.1f} % longer"
-        seen = longer if means_ms[slowest] >= _LEAST_SHARE * step_ms else ""
+        seen = longer if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
         return RankAnswer(why_unknown=f"{few} too few to tell a slow rank from noise{seen}")
-    least_errors = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
-    is_slow = means_ms >= np.maximum(_LEAST_SHARE * step_ms, least_errors * errors_ms)
-    candidates = np.flatnonzero(is_slow & (means_ms >= 0.5 * means_ms[slowest])).tolist()
+    critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+    is_slow = excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
+    candidates = np.flatnonzero(is_slow & (excess_ms >= _NEAR_SLOWEST * excess_ms[slowest])).tolist()
     if not candidates:
-        unseen_ms = means_ms[slowest] + errors_ms[slowest] * _t_quantile(len(steps) - 1, 0.05 / len(analyses))
+        unseen_t = _t_quantile(len(steps) - 1, _UNSEEN_TAIL / len(analyses))
+        unseen_ms = excess_ms[slowest] + unseen_t * excess_errors_ms[slowest]
         return _answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))
     if ranks.why_no_waits:
         return RankAnswer(why_unknown=ranks.why_no_waits)
-    late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
-    others_ms = [ms for rank, ms in enumerate(late_ms) if rank not in candidates]
+    mean_late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
+    others_ms = [ms for rank, ms in enumerate(mean_late_ms) if rank not in candidates]
     stragglers = []
-    for rank in sorted(candidates, key=lambda rank: -means_ms[rank]):
-        if ranks.is_pipeline or not others_ms or late_ms[rank] - median(others_ms) >= 0.3 * means_ms[rank]:
-            ms, why = float(means_ms[rank]), _longer_parts(analyses, rank, float(means_ms[rank]))
+    for rank in sorted(candidates, key=lambda rank: -excess_ms[rank]):
+        least_late_ms = _LATE_SHARE * excess_ms[rank]
+        if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= least_late_ms:
+            ms, why = float(excess_ms[rank]), _longer_parts(analyses, rank, float(excess_ms[rank]))
             stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, ms, 100 * ms / step_ms, why))
     if not stragglers:
         longer = f"computes or idles {slowest_percent:.1f} % of a step longer"
@@ -388,8 +389,8 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())
-        least_errors = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
-        if late_ms[last] > max(unseen_ms, least_errors * errors_ms[last]):
+        critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+        if late_ms[last] > max(unseen_ms, critical_t * errors_ms[last]):
             late = f"comes {late_ms[last]:.3g} ms later than the others to the first collective of a step"
             return RankAnswer(why_unknown=f"{analyses[last].label} {late}, yet does not compute or idle longer")
     return RankAnswer(unseen_percent=unseen_percent)

@@ -41,6 +41,7 @@ TEXT_CHARACTERS = 20_000
 # float32 ends at 3.4e38. Squares of squares of numbers up to here are still floats, so that no mean, variance or
 # standard error of samples overflows; likewise of their reciprocals.
 LARGEST = 1e60
+SMALLEST = 1e-60  # 1 / LARGEST is a float above it.
 
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 
@@ -90,14 +91,13 @@ def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) 
     """Raise a ValueError if there is no sample, or one is no number, too small to divide by, or no time above 0."""
     if not measured:
         raise ValueError(f"{name} has no sample")
-    least = 1 / LARGEST
     for value in (*measured, *warmup):
         if type(value) not in (int, float):
             raise ValueError(f"a sample of {name} is no number")
         if unit in TIME_UNITS and value <= 0:
             raise ValueError(f"a sample of {name} is {value:g} {unit}, and a time is more than 0")
-        if value and abs(value) < least:
-            raise ValueError(f"a sample of {name} is {value:g}, nearer to 0 than {least:g}")
+        if value and abs(value) < SMALLEST:
+            raise ValueError(f"a sample of {name} is {value:g}, nearer to 0 than {SMALLEST:g}")
 
 
 MIB = 2**20

@@ -111,7 +111,7 @@ def _known_cells_notes(
     return notes
 
 
-def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
+def run_of_one_machine(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
     """Return the run whose machine a title may name: that of the cells; None where they are of several machines."""
     runs = [run if cell.run_id == run.run_id else results.runs.get(cell.run_id) for cell in cells] or [run]
     machines = [None if source is None else source.machine for source in runs]
@@ -321,7 +321,7 @@ class _RunningSweep:
         if run is not None:
             runs = runs | {run.run_id: run}
             if self.results is not None:
-                run = shown_run(self.cells, self.results, run)
+                run = run_of_one_machine(self.cells, self.results, run)
         faults = (*unsaved(self.file), *(self.tracking.faults if self.tracking else ()))
         return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
 
@@ -436,34 +436,34 @@ def in_rounds(configurations: Sequence[dict[str, Any]], rounds: int) -> list[dic
 
 def show_plan(
     command: str,
-    plan: Callable[["Capacity | None"], "Table"],
+    plan_table: Callable[["Capacity | None"], "Table"],
     options: SweepOptions,
     output: OutputOptions,
     device: str,
     *,
     across_ranks: bool = False,
-    **written: Path | None,
+    **measured_files: Path | None,
 ) -> None:
-    """Print the plan of ``--dry-run`` for the memory of the device, on the first of the ranks, or refuse it.
+    """Print what ``--dry-run`` predicts, given the memory of the device, on the first rank alone.
 
-    The errors are those of :func:`check_planned`.
+    Refuse before, as :func:`check_planned` does, what a measured sweep would refuse, and files of measurements.
     """
-    capacity = check_planned(options, device, across_ranks=across_ranks, **written)
+    capacity = check_planned(options, device, across_ranks=across_ranks, **measured_files)
     if not across_ranks or is_first_rank():
         from cs336sys.tables.tidy import tidy
 
-        output.emit(tidy(command, [plan(capacity)], are_planned=True))
+        output.emit(tidy(command, [plan_table(capacity)], are_planned=True))
 
 
 def check_planned(
-    options: SweepOptions, device: str, *, across_ranks: bool = False, **written: Path | None
+    options: SweepOptions, device: str, *, across_ranks: bool = False, **measured_files: Path | None
 ) -> "Capacity | None":
     """Return the memory of the device for ``--dry-run``, None where it is not known.
 
     Raise a UsageError or CapabilityError where :func:`run_sweep` would, for a device that is not there, and for files
-    to be ``written`` (by the names of their options, ``--plot``, ``--trace``), which need measurements.
+    to be ``measured_files`` (by the names of their options, ``--plot``, ``--trace``), which need measurements.
     """
-    for name, path in written.items():
+    for name, path in measured_files.items():
         if path is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")

@@ -86,7 +86,7 @@ class Setting:
         return f"--{(self.option or self.name).replace('_', '-')}"
 
     def read(self, value: Any) -> Any:
-        """Return an allowed value as it is kept, or raise a UsageError: it is no choice, or out of range."""
+        """Return a value as its parser makes it, or raise a UsageError if it is out of range or no choice."""
         if value is not None and self.minimum is not None and value < self.minimum:
             raise UsageError(f"{self.flag} {value}: must be at least {self.minimum}")
         if value is not None and self.maximum is not None and value > self.maximum:
@@ -104,7 +104,7 @@ class Setting:
         """Return what a value needs of other settings; the default needs nothing."""
         return [need for need in self.needs if value in need.values or (value != self.default and not need.values)]
 
-    def yields(self, value: Any, cell: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> bool:
+    def gives_way(self, value: Any, cell: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> bool:
         """Return whether a sweep's cell takes the default in place of a value that only fits other cells of it.
 
         ``lists`` has the values of all cells.
@@ -230,7 +230,7 @@ class Configured:
         }
         cells = [dict(zip(lists, combination, strict=True)) for combination in product(*lists.values())]
         for cell in cells:
-            yielding = [name for name, value in cell.items() if described[name].yields(value, cell, lists)]
+            yielding = [name for name, value in cell.items() if described[name].gives_way(value, cell, lists)]
             cell |= {name: described[name].default for name in yielding}
         return [dict(items) for items in dict.fromkeys(tuple(cell.items()) for cell in cells)]
 

@@ -25,7 +25,7 @@ ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 DATA_PARALLEL_STRATEGIES, SHARD_STRATEGIES = strategies_of("ddp"), strategies_of("shard")
 # Of those of shard: whose ranks split each sequence, or have sequences of their own.
 CONTEXT_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].splits_sequences)
-SHARDING_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if not STRATEGIES[name].shares)
+STATE_SHARDING_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if not STRATEGIES[name].inner_dimension)
 BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -34,12 +34,13 @@ def bucket_name(bucket_mb: float | str) -> str:
     return f"{bucket_mb}s" if isinstance(bucket_mb, str) else f"{bucket_mb:g} MB"
 
 
-def _with(ability: str) -> tuple[str, ...]:
+def _names_with(ability: str) -> tuple[str, ...]:
     """Return the names of strategies by a field of their records."""
     return tuple(name for name, strategy in STRATEGIES.items() if getattr(strategy, ability))
 
 
-_LAYERS, _SEQUENCES = _with("shares_layers"), _with("splits_sequences")
+_LAYERS, _SEQUENCES = _names_with("shares_layers"), _names_with("splits_sequences")
+_WITH_BUCKETS, _GATHERING_AHEAD = _names_with("has_buckets"), _names_with("gathers_ahead")
 _STRATEGY_NEEDS = (
     Needs("model", (None,), "shares layers of cs336_basics alone; leave out --model", _LAYERS),
     Needs("model", (None,), "gives positions to attention of cs336_basics alone; leave out --model", _SEQUENCES),
@@ -49,7 +50,7 @@ _STRATEGY_NEEDS = (
 _NCCL_NEEDS = Needs("device", ("auto", "cuda"), "communicates between GPUs; choose gloo, or --device cuda", ("nccl",))
 _MESH_NEEDS = Needs(
     "strategy",
-    _with("shares"),
+    _names_with("inner_dimension"),
     "the ranks of strategy '{}' have one dimension; leave it out, or choose a strategy that shares layers or sequences",
 )
 
@@ -109,7 +110,7 @@ class ParallelWorkload(Configured, HasStrategy):
         several=True,
         option_default=WHOLE_BLOCKS,
         header=None,
-        needs=(Needs("strategy", _with("has_buckets"), ONLY_BUCKETED),),
+        needs=(Needs("strategy", _WITH_BUCKETS, ONLY_BUCKETED),),
         is_required=True,
     )
     gradient_dtype: str = setting(
@@ -132,9 +133,7 @@ class ParallelWorkload(Configured, HasStrategy):
         several=True,
         option_default=1,
         header=None,
-        needs=(
-            Needs("strategy", _with("gathers_ahead"), "only strategies with fsdp gather ahead; add one to --strategy"),
-        ),
+        needs=(Needs("strategy", _GATHERING_AHEAD, "only strategies with fsdp gather ahead; add one to --strategy"),),
         is_required=True,
     )
     checkpointing: str = setting(
@@ -152,7 +151,7 @@ class ParallelWorkload(Configured, HasStrategy):
         minimum=0,
         several=True,
         header="blocks that stay gathered",
-        needs=(Needs("strategy", _with("keeps_gathered"), "only fsdp keeps weights; add it to --strategy"),),
+        needs=(Needs("strategy", _names_with("keeps_gathered"), "only fsdp keeps weights; add it to --strategy"),),
     )
     check_layers: int | None = setting(None, "Check at most this many blocks. Default: all.", minimum=1, header=None)
     transport: str = setting(
@@ -161,7 +160,7 @@ class ParallelWorkload(Configured, HasStrategy):
         choices=("collectives", "copy-engines"),
         several=True,
         header="sent by",
-        needs=(Needs("strategy", _with("has_buckets"), f"only mode {BUCKETED} has the choice; add it to --mode"),),
+        needs=(Needs("strategy", _WITH_BUCKETS, f"only mode {BUCKETED} has the choice; add it to --mode"),),
     )
 
     def __post_init__(self) -> None:
@@ -177,8 +176,8 @@ class ParallelWorkload(Configured, HasStrategy):
             raise UsageError(
                 f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
             )
-        if self.strategy_record.shares:
-            self._check_mesh(self.strategy_record.shares)
+        if self.strategy_record.inner_dimension:
+            self._check_mesh(self.strategy_record.inner_dimension)
         if self.strategy_record.splits_sequences:
             if self.strategy_record.trades_heads:
                 require_heads(self.training.size.num_heads, self.group_ranks)
@@ -186,7 +185,7 @@ class ParallelWorkload(Configured, HasStrategy):
             self._sequence_split(self.training.size.context)
         if self.strategy_record.shares_layers:
             self._check_tensor()
-        sharing = "groups of ranks" if self.strategy_record.shares else "ranks"
+        sharing = "groups of ranks" if self.strategy_record.inner_dimension else "ranks"
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
     def _sequence_split(self, context: int) -> SequenceSplit:
@@ -227,13 +226,13 @@ class ParallelWorkload(Configured, HasStrategy):
             )
 
     def _check_kept_blocks(self) -> None:
-        """Refuse ``keep=N`` where the products that it keeps cannot be told apart, or the model has fewer blocks."""
+        """Refuse ``keep=N`` where what it keeps cannot be recognized: by model, strategy, attention, depth, width."""
         training, blocks = self.training, kept_blocks(self.checkpointing)
         if blocks is None:
             return
         if not training.is_ours:
             raise UsageError(f"--checkpoint {self.checkpointing} supports only this project's model: choose block")
-        if self.strategy_record.shares:
+        if self.strategy_record.inner_dimension:
             raise UsageError(
                 f"--checkpoint {self.checkpointing} tells products of whole layers and sequences apart, and --strategy "
                 f"{self.strategy} shares them: choose none or block"
@@ -245,14 +244,15 @@ class ParallelWorkload(Configured, HasStrategy):
             )
         if blocks > training.size.num_layers:
             raise UsageError(f"--checkpoint {self.checkpointing}: the model has {training.size.num_layers} blocks")
-        if training.size.d_ff == training.size.d_model and not self.writes_out_blocks:
+        # Blocks with a backward pass of their own name what they keep; autograd's products are known by their widths.
+        if training.size.d_ff == training.size.d_model and not self.has_own_block_backward:
             raise UsageError(
                 f"--checkpoint {self.checkpointing} tells products apart by their widths: d_ff and d_model are both "
                 f"{training.size.d_ff}"
             )
 
     @property
-    def writes_out_blocks(self) -> bool:
+    def has_own_block_backward(self) -> bool:
         """Return whether kept blocks have a backward pass of their own: fused kernels without autocast."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
         return is_kept and self.strategy_record.keeps_gathered and training.is_fused and not training.is_compiled
@@ -265,10 +265,10 @@ class ParallelWorkload(Configured, HasStrategy):
     @property
     def group_ranks(self) -> int:
         """Return how many ranks share each layer or sequence."""
-        if not self.strategy_record.shares:
+        if not self.strategy_record.inner_dimension:
             return 1
         if self.mesh is not None:
-            return read_mesh(self.mesh).get(self.strategy_record.shares, 1)
+            return read_mesh(self.mesh).get(self.strategy_record.inner_dimension, 1)
         return self.world_size if self.strategy_record.outer is None else 2
 
     @property
@@ -288,14 +288,14 @@ class ParallelWorkload(Configured, HasStrategy):
         return backend
 
     @property
-    def share(self) -> int:
+    def sequences_per_rank(self) -> int:
         """Return how many sequences a rank has, or has a slice of."""
         return self.training.size.batch_size // self.data_ranks
 
     @property
     def share_size(self) -> ModelSize:
         """Return the size with a rank's share of the batch, and of split sequences the longest slice."""
-        share = replace(self.training.size, batch_size=self.share)
+        share = replace(self.training.size, batch_size=self.sequences_per_rank)
         if self.strategy_record.splits_sequences:
             return replace(share, context=max(self._sequence_split(share.context).lengths))
         return share
@@ -343,14 +343,14 @@ class ParallelWorkload(Configured, HasStrategy):
         splits_sequences = self.strategy_record.splits_sequences
         if splits_sequences and (self.world_size == 1 or self.strategy_record.is_torchs):
             return False
-        return not self.writes_out_blocks
+        return not self.has_own_block_backward
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
         """Return the same steps without communication, and without a backward pass of the blocks' own."""
         mesh = None
-        if self.strategy_record.shares and self.data_ranks > 1:
-            mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.shares: self.group_ranks})
+        if self.strategy_record.inner_dimension and self.data_ranks > 1:
+            mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.inner_dimension: self.group_ranks})
         return replace(
             self,
             strategy=self.strategy_record.unsynchronized,
@@ -360,7 +360,7 @@ class ParallelWorkload(Configured, HasStrategy):
             trace=None,
             prefetch=None,
             keep_gathered=0,
-            checkpointing="none" if self.writes_out_blocks else self.checkpointing,
+            checkpointing="none" if self.has_own_block_backward else self.checkpointing,
             mesh=mesh,
             check_layers=None,
         )

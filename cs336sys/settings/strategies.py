@@ -21,7 +21,7 @@ class Strategy:
             ``Prepare``.
         wrapper: dotted name of the class of :mod:`cs336sys.parallel.ddp` that averages gradients, for ``wraps`` to use.
         command: the command that measures it; empty for the steps without communication that others are compared with.
-        shares: what a group of ranks shares: ``tp`` layers, ``cp`` sequences; empty without groups.
+        inner_dimension: what a group of ranks shares: ``tp`` layers, ``cp`` sequences; empty without groups.
         outer: how groups share the batch, ``ddp`` or ``fsdp``; None: there is one group.
         holds, sends: dotted names of functions of a ``ShardedStep``: the training state of the fullest rank, and bytes
             that a rank sends in a step (empty where torch decides that).
@@ -48,7 +48,7 @@ class Strategy:
     wraps: str
     wrapper: str = ""
     command: str = "shard"
-    shares: str = ""
+    inner_dimension: str = ""
     outer: str | None = None
     holds: str = "cs336sys.accounting.sharding.step.whole_state"
     sends: str = "cs336sys.accounting.sharding.step.all_reduced_bytes"
@@ -74,11 +74,11 @@ class Strategy:
     @property
     def splits_sequences(self) -> bool:
         """Return whether a rank has a slice of every sequence."""
-        return self.shares == "cp"
+        return self.inner_dimension == "cp"
 
     @property
     def shares_layers(self) -> bool:
-        return self.shares == "tp"
+        return self.inner_dimension == "tp"
 
     @property
     def communicates(self) -> bool:
@@ -87,7 +87,7 @@ class Strategy:
     @property
     def leaves_mean_gradients(self) -> bool:
         """Return whether ranks hold mean gradients, of all or of their rows, until the optimizer steps."""
-        return self.communicates and not self.shares and not self.reduces_slices
+        return self.communicates and not self.inner_dimension and not self.reduces_slices
 
     def load(self, function: str) -> Callable[..., Any]:
         """Import the function that the field ``function`` names."""
@@ -108,15 +108,15 @@ _RING, _ALL_TO_ALL = "context-ring-unsynchronized", "context-all-to-all-unsynchr
 _context = functools.partial(
     Strategy,
     "cs336sys.training.ranks.tensor_strategies.context_parallel",
-    shares="cp",
+    inner_dimension="cp",
     sends="cs336sys.accounting.sharding.step.context_bytes",
     unsynchronized=_RING,
 )
-_tensor = functools.partial(Strategy, "cs336sys.training.ranks.tensor_strategies.tensor_parallel", shares="tp")
+_tensor = functools.partial(Strategy, "cs336sys.training.ranks.tensor_strategies.tensor_parallel", inner_dimension="tp")
 _torch_tensor = functools.partial(
     Strategy,
     "cs336sys.training.ranks.tensor_strategies.torch_tensor",
-    shares="tp",
+    inner_dimension="tp",
     sends="",
     is_torchs=True,
     keeps_dtensors=True,
@@ -167,7 +167,7 @@ STRATEGIES: dict[str, Strategy] = {
     "context-all-to-all": _context(**_heads),
     "torch-context": Strategy(
         "cs336sys.training.ranks.tensor_strategies.torch_context",
-        shares="cp",
+        inner_dimension="cp",
         sends="",
         has_known_peak=False,
         is_torchs=True,

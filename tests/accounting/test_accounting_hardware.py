@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
+from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,9 @@ def test_mfu_is_the_share_of_the_peak():
 
 def test_mfu_is_unknown_without_a_peak():
     assert model_flops_utilization(10**15, 1.0, None) is None
+
+
+def test_impossible_mfu_is_not_rounded_to_a_possible_one():
+    assert impossible_utilization(100.0) is None
+    for mfu_percent in (100.04, 100.5, 250.0):
+        assert impossible_utilization(mfu_percent).startswith(f"MFU {mfu_percent:g} %: more FLOPs")

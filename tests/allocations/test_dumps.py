@@ -170,7 +170,7 @@ def test_peak_is_that_of_the_allocator():
         torch.empty(5 * MIB, dtype=torch.uint8)
         kept.append(torch.empty(MIB, dtype=torch.uint8))
     (record,) = parse_dump(allocator.snapshot())
-    held = held_bytes(record.blocks, record.length)
+    held = held_bytes(record.blocks, record.last_position)
     assert max(held) == 8 * MIB
     assert held[:5] == [0, 3 * MIB, 8 * MIB, 3 * MIB, 4 * MIB]
 
@@ -303,7 +303,7 @@ def test_segments_of_the_past_are_rebuilt():
             allocator._release([])
         (record,) = parse_dump(allocator.snapshot())
         assert sum(segment.size for segment in record.segments) == 0
-        assert sum(segment.size for segment in record.segments_at(before.entries[-1])) == reserved
+        assert sum(segment.size for segment in record.segments_at(before.entry_of_position[-1])) == reserved
 
 
 def test_frames_of_a_recorder_do_not_tell():

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 from profile_files import ChromeTrace, NsysReport
 
+from cs336sys.capture.capture import collective_bytes
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import summarize
 from cs336sys.commands.trace.verdict import verdict
@@ -208,6 +209,16 @@ def test_numbers_beyond_64_bits_cost_their_event(tmp_path):
     analysis, sentences = read_events(tmp_path / "t.json", events)
     assert sentences[0].startswith("2 events left out")
     assert analysis.totals["events"] == 190
+
+
+def test_a_boolean_is_no_number(tmp_path):
+    events = whole_events()
+    kernels(events)[70]["args"]["correlation"] = True
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert open_capture(path).work.correlation.tolist().count(-1) == 1
+    assert collective_bytes({"dtype": "Float", "In msg nelems": True}) == 0
+    assert collective_bytes({"Input Dims": [[True, 3]], "Input type": ["float"]}) == 0
 
 
 def test_an_export_of_nsys_is_checked_alike(tmp_path):

@@ -12,7 +12,7 @@ from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.cli import app
 from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
-from cs336sys.settings.parallel import SHARDING_STRATEGIES
+from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -32,7 +32,7 @@ def tables(result):
 
 def test_every_strategy_is_checked_and_measured(tmp_path, tier):
     """By default two of them: tests of ``commands/rank_training`` train them all, in ranks that others use, too."""
-    strategies = tier.choose(("none", "fsdp"), SHARDING_STRATEGIES)
+    strategies = tier.choose(("none", "fsdp"), STATE_SHARDING_STRATEGIES)
     asked = ["--strategy", ",".join(strategies)]
     files = ["--save", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "m.png"), "--trace", str(tmp_path / "t")]
     found = tables(invoke(*TINY, *asked, *files, "--format", "json"))

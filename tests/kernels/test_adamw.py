@@ -142,7 +142,7 @@ def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, mon
     give_gradients(parameters, 0)
     for _ in range(4):
         optimizer.step()
-    assert len(optimizer._outside_backward.tables._chunks.launches) == 1
+    assert len(optimizer._updated_by_step.tables._chunks.launches) == 1
     # The first step makes the states.
     assert len(described) == 2
     give_gradients(parameters, 1)

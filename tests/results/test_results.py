@@ -198,6 +198,14 @@ def test_a_record_of_another_shape_costs_only_its_line(tmp_path, name, written, 
     assert re.search(fault, said)
 
 
+def test_a_sample_may_be_as_near_to_0_as_the_refusal_says(tmp_path):
+    path = tmp_path / "r.jsonl"
+    write(path, RUN, CELL)
+    path.write_text(path.read_text().replace('"measured": [1.0, 2.5]', '"measured": [1e-60]', 1))
+    (cell,) = read_results(path).cells
+    assert cell.samples["step"].measured == (1e-60,)
+
+
 def test_control_characters_of_strangers_are_spelled_out(tmp_path):
     path = tmp_path / "r.jsonl"
     hostile = "\x1b]0;title\x07\x9b31m\u202egnp.exe\ud800 tab\t line\r\nüñ"

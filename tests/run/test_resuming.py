@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cs336sys.results.model import Cell, Results, Run, configuration_key, read_results
-from cs336sys.run.sweep import known_cells, shown_run
+from cs336sys.run.sweep import known_cells, run_of_one_machine
 
 ENVIRONMENT = {"torch_threads": 1, "git_commit": "15ad9114a32c", "source_digest": "0123456789abcdef"}
 
@@ -151,11 +151,11 @@ def test_cells_measured_in_turn_are_of_one_run():
 def test_a_title_names_the_machine_of_the_cells():
     other = run("other", torch="2.10")
     results = Results({"other": other, "alike": run("alike")}, ())
-    assert shown_run([], results, NOW) is NOW
-    assert shown_run([cell("now"), cell("alike")], results, NOW) is NOW
-    assert shown_run([cell("other"), cell("other")], results, NOW) is other
-    assert shown_run([cell("other"), cell("now")], results, NOW) is None
-    assert shown_run([cell("lost")], results, NOW) is None
+    assert run_of_one_machine([], results, NOW) is NOW
+    assert run_of_one_machine([cell("now"), cell("alike")], results, NOW) is NOW
+    assert run_of_one_machine([cell("other"), cell("other")], results, NOW) is other
+    assert run_of_one_machine([cell("other"), cell("now")], results, NOW) is None
+    assert run_of_one_machine([cell("lost")], results, NOW) is None
 
 
 def test_the_results_in_the_documentation_can_be_resumed():

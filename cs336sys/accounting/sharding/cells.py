@@ -31,7 +31,7 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
         return _tensor_step(workload).sent_bytes
     if record.splits_sequences and record.outer:
         training, ranks = workload.training, workload.world_size
-        group = replace(training.size, batch_size=workload.share)
+        group = replace(training.size, batch_size=workload.sequences_per_rank)
         settings = training.precision, workload.checkpointing
         weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
         return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
@@ -45,7 +45,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
     if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
         state = fully_sharded_state(workload.training.size, 0, workload.world_size)
         return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
-    if workload.writes_out_blocks:
+    if workload.has_own_block_backward:
         return kept_memory(kept_step(workload))
     step = sharded.sharded_step(workload)
     if kept_blocks(workload.checkpointing) is None:
@@ -65,7 +65,7 @@ def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.
     if not workload.strategy_record.is_torchs and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
-        rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context
+        rest = peak.activations + 16 * (size.batch_size - workload.sequences_per_rank) * size.context
         state = peak.parameters, peak.gradients, peak.optimizer_state
         moments.append(sharded.RankMemory(sharded.MOMENTS[-1], *state, rest))
     return moments

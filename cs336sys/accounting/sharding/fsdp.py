@@ -105,18 +105,19 @@ class FullShardingPeak:
 def fully_sharded_peak(
     size: ModelSize, element_bytes: int, world_size: int, *, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
-    """Bound what a rank holds in a step of a model in blocks.
+    """Bound the bytes of gathered weights, of whole gradients and of those received in a step.
 
-    Gradients in half precision, and those of rows that ranks do not share equally, arrive from all ranks side by side:
-    as many bytes as the whole gradient. In fp32 the mean of the others arrives in the slice's gradient itself.
+    Gradients in half precision, or of rows that do not divide among the ranks, are received from each rank apart: as
+    many bytes as the whole gradient. The mean of other fp32 gradients arrives right in the rank's slice.
     """
     units = sharded_units(size).values()
-    gradients = [element_bytes * sum(map(math.prod, shapes)) for shapes in units]
-    arriving = [[shape for shape in shapes if element_bytes < 4 or shape[0] % world_size] for shapes in units]
-    received = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in arriving]
+    gradient_bytes = [element_bytes * sum(map(math.prod, shapes)) for shapes in units]
+    buffered = [[shape for shape in shapes if element_bytes < 4 or shape[0] % world_size] for shapes in units]
+    buffer_bytes = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in buffered]
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
-    return FullShardingPeak(gathered, _widest(gradients, 2), max(received))
+    # While a unit's backward pass runs, the gradients of the one before it are still being averaged.
+    return FullShardingPeak(gathered, _widest(gradient_bytes, 2), max(buffer_bytes))
 
 
 @dataclass(frozen=True)

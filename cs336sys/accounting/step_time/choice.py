@@ -151,7 +151,7 @@ class Choice:
         return [candidate for candidate in self.predicted if candidate.memory <= self.limit]
 
     @cached_property
-    def too_large(self) -> list[Candidate]:
+    def faster_but_too_large(self) -> list[Candidate]:
         """Return candidates that would be faster than all that fit."""
         best_rate = self.fitting[0].tokens_per_s if self.fitting else 0.0
         too_large = [candidate for candidate in self.predicted if candidate.memory > self.limit]

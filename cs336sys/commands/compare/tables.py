@@ -100,7 +100,7 @@ def _metric_table(
         f"compare: {metric} of B against A",
         columns,
         rows=[cell_settings(pair.a.representative) | fill_row(columns, comparison) for pair, comparison in rows],
-        notes=(legend, *(_COVERED[level] for level in levels), *_drift(comparisons)),
+        notes=(legend, *(_COVERED[level] for level in levels), *_sample_notes(comparisons)),
     )
 
 
@@ -117,7 +117,7 @@ def _to_decide(comparison: Comparison) -> str | None:
     return f"{difference.to_decide} {difference.level}"
 
 
-def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _sample_notes(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Say how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
     compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [

@@ -32,7 +32,7 @@ def _ddp_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
     training = ParallelWorkload.from_configuration(pooled.configuration).training
     return (
         rounds[0].derived
-        | of_steps.exposed_times(pooled.samples, rounds[0].derived)
+        | of_steps.exposure_columns(pooled.samples, rounds[0].derived)
         | training.throughput(pooled.samples["step"])
         | {"peak_gib": titles.largest_known(rounds, "peak_gib")}
     )

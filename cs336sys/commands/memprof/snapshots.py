@@ -58,7 +58,7 @@ def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
             "elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.moment.free.elsewhere or None
         ),
         *named_columns(asked_bytes="asked for", device_free_bytes="free of the device"),
-        Column("events", "events", "count", lambda diagnosis: diagnosis.moment.record.length),
+        Column("events", "events", "count", lambda diagnosis: diagnosis.moment.record.last_position),
         Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
@@ -162,8 +162,8 @@ def snapshot_difference_tables(before: list[MemoryDiagnosis], after: list[Memory
 def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, steps, and the moment."""
     record, inference = diagnosis.moment.record, diagnosis.moment.inference
-    by_category = {name: held_bytes(inference.blocks_of(name), record.length) for name in FOREIGN_CATEGORIES}
-    steps = pairwise([0, *inference.steps, record.length]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
+    by_category = {name: held_bytes(inference.blocks_of(name), record.last_position) for name in FOREIGN_CATEGORIES}
+    steps = pairwise([0, *inference.steps, record.last_position]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
     regions = [{"name": f"step {number}", "start": start, "end": end} for number, (start, end) in enumerate(steps, 1)]
     return {
         "timeline": thinned(by_category),

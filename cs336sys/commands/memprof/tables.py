@@ -238,13 +238,13 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
 
 
 def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    """Return the table of a residual-stream activation, and of what a block in the middle saves, frees and emits."""
+    """Build the table of one residual-stream activation, and of what a block in the middle saves, frees and emits."""
     columns = (
         *identity,
         *named_columns(stream_bytes="residual stream", stream_derivation="batch x context x d_model x bytes"),
         *named_columns(saved_bytes="a block saves", saved_predicted_bytes="predicted"),
         *named_columns(forward_growth_bytes="forward adds", backward_change_bytes="backward changes"),
-        *named_columns(gradients_by_difference_bytes="backward + saved", gradients_bytes="gradients emitted"),
+        *named_columns(gradients_by_difference_bytes="forward + backward", gradients_bytes="gradients emitted"),
         *named_columns(gradients_expected_bytes="4 x parameters"),
     )
     rows = []
@@ -263,8 +263,9 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}
             if training.is_ours:
-                one_layer, none = (count_parameters(replace(size, num_layers=layers)) for layers in (1, 0))
-                row["gradients_expected_bytes"] = 4 * (one_layer - none)
+                with_block, without = (count_parameters(replace(size, num_layers=layers)) for layers in (1, 0))
+                row["gradients_expected_bytes"] = 4 * (with_block - without)
+            # Forward adds what the block saves, backward frees that and adds gradients: the gradients remain.
             if changes["backward_change"] is not None:
                 row["gradients_by_difference_bytes"] = changes["backward_change"] + changes["forward_growth"]
         rows.append(row)

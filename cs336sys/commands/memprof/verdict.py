@@ -122,7 +122,7 @@ _RECORD = "Record with torch.cuda.memory._record_memory_history(stacks='python')
 _SMALLER = "Make the step smaller: a smaller batch, micro-batches, checkpoints; memprof --plan finds the cheapest."
 # Why there is no cause, by the first test that holds, and what to do.
 _NO_CAUSE: tuple[tuple[Callable[[Moment], bool], str, str], ...] = (
-    (lambda moment: not moment.record.length, "Without a history, only what is held is known.", _RECORD),
+    (lambda moment: not moment.record.last_position, "Without a history, only what is held is known.", _RECORD),
     (lambda moment: not moment.record.has_stacks, "Without stacks, causes cannot be told.", _RECORD),
     (lambda moment: len(moment.inference.steps) >= 3, "Nothing grew from step to step.", _SMALLER),
     (

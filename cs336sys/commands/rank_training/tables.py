@@ -19,7 +19,7 @@ STEADIER = "more --steps, fewer ranks than cores"
 _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
-def exposed_times(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
+def exposure_columns(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the columns of exposed and hidden communication."""
     medians_ms = {name: series.median for name, series in samples.items()}
     return communication.exposed_communication(medians_ms, running_ms(derived))
@@ -68,26 +68,28 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
     return rows
 
 
-def exposure(cell: Cell) -> dict[str, Any]:
-    """Return what communication costs the step and how much of it is hidden, as far as these samples can tell."""
+def exposure(cell: Cell) -> dict[str, Interval]:
+    """Return intervals, by column, of communication that the step waits for or that computing hides, if timed."""
     if "unsynchronized" not in cell.samples:
         return {}
     step_ms = cell.samples["step"].median
-    exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
-    # Communication cannot make computing cheaper, so a negative estimate is noise.
+    exposed_ms = difference(cell.samples["step"], cell.samples["unsynchronized"])
+    # Communication cannot make computing cheaper, so a negative estimate is noise, unless ranks share the optimizer.
     is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
-    if exposed.estimate < 0 and is_cost:
-        # And the noise is at least as large as that estimate.
-        exposed = replace(exposed, high=max(exposed.high, -exposed.low))
-    exposed = replace(exposed, is_cost=is_cost)
-    low, high, estimate = (100 * ms / step_ms for ms in (exposed.low, exposed.high, exposed.estimate))
-    intervals = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
-    hidden_percent = exposed_times(cell.samples, cell.derived)["hidden_percent"]
+    if exposed_ms.estimate < 0 and is_cost:
+        # Noise is then at least as large as the negative end: as much could be exposed, too.
+        exposed_ms = replace(exposed_ms, high=max(exposed_ms.high, -exposed_ms.low))
+    exposed_ms = replace(exposed_ms, is_cost=is_cost)
+    low, high, estimate = (100 * ms / step_ms for ms in (exposed_ms.low, exposed_ms.high, exposed_ms.estimate))
+    exposed_percent = Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)
+    intervals = {"exposed_ms": exposed_ms, "exposed_percent": exposed_percent}
+    hidden_percent = exposure_columns(cell.samples, cell.derived)["hidden_percent"]
     if hidden_percent is not None:
-        to_hide_ms = min(cell.samples["communication"].median, running_ms(cell.derived) or math.inf)
+        # Communication alone, or in the profiled step: the shorter can be hidden at most.
+        hideable_ms = min(cell.samples["communication"].median, running_ms(cell.derived) or math.inf)
         # The less is exposed, the more is hidden.
-        most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
-        intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
+        most, least = (min(max(100 * (1 - ms / hideable_ms), 0.0), 100.0) for ms in (exposed_ms.low, exposed_ms.high))
+        intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed_ms.is_noise)
     return intervals
 
 
@@ -103,13 +105,13 @@ def _check_notes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
+def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torch_averaging: str) -> Table:
     """Build the table of the phases of measured steps.
 
     Args:
         rows: of :func:`step_rows`; those of cells that were not measured are left out.
         identity: the columns that tell cells apart.
-        torchs: what of torch averages gradients in the backward pass, and does so, for a note.
+        torch_averaging: what of torch averages gradients in the backward pass, and does so, for a note.
     """
     measured = [row for row in rows if row["status"] == "ok"]
     columns = (
@@ -120,7 +122,7 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
     )
     notes = (
         "synchronize: from the end of the backward pass until gradients are averaged; "
-        f"{torchs} it in the backward pass",
+        f"{torch_averaging} it in the backward pass",
         "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
         "step of rank 0",
     )
@@ -139,7 +141,8 @@ def parallel_plan(
     trainings = [workload.training for workload in workloads]
     rows = [
         workload.configuration()
-        | {"parameters": workload.training.parameters, "share": workload.share, "tokens": workload.share_size.context}
+        | {"parameters": workload.training.parameters, "share": workload.sequences_per_rank}
+        | {"tokens": workload.share_size.context}
         | (predict(workload) if workload.training.is_ours else {})
         for workload in workloads
     ]

@@ -24,7 +24,7 @@ from cs336sys.training import user_models
 from cs336sys.training.flop_counting import count_step
 from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, plainly_trained
 from cs336sys.training.optimizers import build_optimizer
-from cs336sys.training.ranks.sharded_strategies import return_dtype_of_sharded
+from cs336sys.training.ranks.sharded_strategies import cast_outputs_of_replicated
 from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 
@@ -115,7 +115,7 @@ def _cut_in_parts(batch_size: int, part_size: int) -> tuple[tuple[int, ...], ...
 
 
 def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
-    return Order(_cut_in_parts(parallel.training.size.batch_size, parallel.share), scale, shares=True)
+    return Order(_cut_in_parts(parallel.training.size.batch_size, parallel.sequences_per_rank), scale, shares=True)
 
 
 def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
@@ -127,7 +127,7 @@ def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
         return [shares_of_ranks(parallel, scale) for scale in SCALES]
     batch_size = parallel.training.size.batch_size
     # The largest that is smaller than a share and divides the batch.
-    part_size = max(size for size in range(1, max(2, parallel.share)) if batch_size % size == 0)
+    part_size = max(size for size in range(1, max(2, parallel.sequences_per_rank)) if batch_size % size == 0)
     return [
         shares_of_ranks(parallel),
         shares_of_ranks(parallel, scale=1.1),
@@ -174,7 +174,7 @@ class _InHalfPrecision(nn.Module):
         for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
             compute_in_own_dtype(owner, dtype)
         if blocks is not None:
-            return_dtype_of_sharded(module, blocks, dtype)
+            cast_outputs_of_replicated(module, blocks, dtype)
         for block in blocks or ():
             block.register_forward_pre_hook(
                 lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True
@@ -195,7 +195,8 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
     starts_by_layers = not workload.is_ours and not parallel.uses_autocast
-    key = (workload, parallel.uses_autocast or not workload.is_half, starts_by_layers, warmup, parallel.share)
+    autocasts = parallel.uses_autocast or not workload.is_half
+    key = (workload, autocasts, starts_by_layers, warmup, parallel.sequences_per_rank)
     if key in _kept:
         return _kept[key]
     _kept.clear()

@@ -24,7 +24,7 @@ from cs336sys.processes import is_first_rank
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings.parallel import (
     SHARD_STRATEGIES,
-    SHARDING_STRATEGIES,
+    STATE_SHARDING_STRATEGIES,
     ParallelWorkload,
     parse_block_checkpointing,
 )
@@ -59,7 +59,7 @@ class ShardStrategyOptions(options.OptionGroup):
             f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
             show_default=False,
         ),
-    ] = SHARDING_STRATEGIES
+    ] = STATE_SHARDING_STRATEGIES
     checkpoint: Annotated[
         Sequence[str],
         choice(
@@ -149,7 +149,7 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
     Raises:
         UsageError: it does not fit even so, or what it needs is not known.
     """
-    if not workload.writes_out_blocks:
+    if not workload.has_own_block_backward:
         raise UsageError(
             "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
             "or keep=N"

@@ -388,12 +388,12 @@ class _Race:
 
     def is_wanted(self, configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
         """Return whether this candidate is measured in this round: the first finds who runs, later ones the fastest."""
-        from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided, running
+        from cs336sys.commands.tune.tables import compared_to_best, fastest, fully_measured, is_decided
         from cs336sys.tables.titles import by_configuration
 
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
-            runs = self.best_keys & running(by_configuration(cells)).keys()
+            runs = self.best_keys & fully_measured(by_configuration(cells)).keys()
             return key in self.chosen_keys or len(runs) < self.count
         if time.monotonic() > self.end_s:
             return False

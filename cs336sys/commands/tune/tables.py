@@ -19,10 +19,8 @@ from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.tables.titles import by_configuration, known_values
 
-# Rows of the tables of candidates.
-_SHOWN = 10
-# The table of what more would buy asks about so many more bytes.
-_MORE_MEMORY = 20 * GIB
+_MOST_ROWS = 10  # Of the tables of candidates.
+_MORE_MEMORY = 20 * GIB  # The table of what more would buy asks about so many more bytes.
 
 _PREDICTED = (Column("configuration", "configuration"), *PREDICTED_COLUMNS)
 
@@ -32,13 +30,13 @@ def _candidate_row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
 
 
 def choice_tables(
-    choice: Choice, rates: Rates, more_rank: Choice | None, lines_of: int = 1, *, is_ours: bool = True
+    choice: Choice, rates: Rates, with_one_more_gpu: Choice | None, lines_of: int = 1, *, is_ours: bool = True
 ) -> list[Table]:
     """Return the fastest that fit, the Pareto front, what did not fit, what more would buy, and what was left out.
 
-    ``more_rank`` is the choice with one more GPU; lines of PyTorch are written for ``lines_of`` of the fastest.
+    ``with_one_more_gpu`` is the choice then; lines of PyTorch are written for ``lines_of`` of the fastest.
     """
-    best = choice.fitting[:_SHOWN]
+    best = choice.fitting[:_MOST_ROWS]
     limit_gib = choice.limit / GIB
     runnable_count = len(choice.predicted) + sum(choice.unknown.values())
     notes = [
@@ -71,26 +69,26 @@ def choice_tables(
         Table("lines", "The same as lines of PyTorch", (numbered, *named_columns("line")), lines),
         Table("front", "Least memory for its speed", _PREDICTED, front),
         _rejected_table(choice, rates),
-        _more_table(choice, more_rank),
+        _more_table(choice, with_one_more_gpu),
         Table("left_out", "Left out", left_out_columns, left_out),
     )
 
 
 def _rejected_table(choice: Choice, rates: Rates) -> Table:
-    """Return the table of the fastest candidates that do not fit."""
+    """Return the table of candidates that exceed the memory limit, and would be faster than all that fit."""
+    # The last predicted column, what sets the step's time, gives way to the memory that is lacking.
     columns = (*_PREDICTED[:-1], Column("over_gib", "over the limit by", "gib"))
     rows = [
         _candidate_row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
-        for candidate in choice.too_large[:_SHOWN]
+        for candidate in choice.faster_but_too_large[:_MOST_ROWS]
     ]
-    count = sum(candidate.memory > choice.limit for candidate in choice.predicted)
-    notes = (
-        f"{count:,} configurations do not fit; {len(choice.too_large):,} of them would be faster than all that do.",
-    )
+    too_large_count = sum(candidate.memory > choice.limit for candidate in choice.predicted)
+    faster = f"{len(choice.faster_but_too_large):,} of them would be faster than all that do."
+    notes = (f"{too_large_count:,} configurations do not fit; {faster}",)
     return Table("rejected", "Faster, and too large", columns, rows, notes)
 
 
-def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
+def _more_table(choice: Choice, with_one_more_gpu: Choice | None) -> Table:
     """Return the table of the fastest within the limit, with more memory, and with one more GPU."""
     now = choice.best_within(choice.limit)
     columns = (
@@ -101,8 +99,8 @@ def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
     )
     limits = (choice.limit, choice.limit + _MORE_MEMORY)
     bests = {f"{limit / GIB:.4g} GiB": choice.best_within(limit) for limit in limits}
-    if more_rank is not None:
-        bests["one more GPU"] = more_rank.best_within(choice.limit)
+    if with_one_more_gpu is not None:
+        bests["one more GPU"] = with_one_more_gpu.best_within(choice.limit)
     rows = [{"with": name} | fill_row(columns, best) for name, best in bests.items() if best is not None]
     return Table("more", "What more would buy", columns, rows)
 
@@ -133,7 +131,7 @@ def configuration_of(cell: Cell) -> StepConfiguration:
     return StepConfiguration.of_parallel(ParallelWorkload.from_configuration(cell.configuration))
 
 
-def token_ms(cells: Sequence[Cell]) -> Measured:
+def million_token_ms(cells: Sequence[Cell]) -> Measured:
     """Return the milliseconds of a million tokens in the rounds of one configuration, which batches do not change."""
     scale = 1e6 / configuration_of(cells[0]).tokens
     rounds = []
@@ -143,22 +141,23 @@ def token_ms(cells: Sequence[Cell]) -> Measured:
     return Measured((tuple(rounds),))
 
 
-def running(groups: dict[str, list[Cell]]) -> dict[str, list[Cell]]:
+def fully_measured(groups: dict[str, list[Cell]]) -> dict[str, list[Cell]]:
     """Return the configurations all of whose rounds ran and computed what they should."""
     return {key: cells for key, cells in groups.items() if all(cell.status == "ok" for cell in cells)}
 
 
 def fastest(groups: dict[str, list[Cell]]) -> str | None:
     """Return the key of the configuration with the least median time of a token; None if none was measured."""
-    measured = running(groups)
-    return min(measured, key=lambda key: statistics.median(token_ms(measured[key]).all_values), default=None)
+    measured = fully_measured(groups)
+    return min(measured, key=lambda key: statistics.median(million_token_ms(measured[key]).all_values), default=None)
 
 
 def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comparison]:
     """Compare every other measured configuration with the best, as ``compare`` does, in the rounds that both have."""
+    best_cells = groups[best]
     return {
-        key: compare_samples(token_ms(groups[best][: len(cells)]), token_ms(cells[: len(groups[best])]))
-        for key, cells in running(groups).items()
+        key: compare_samples(million_token_ms(best_cells[: len(cells)]), million_token_ms(cells[: len(best_cells)]))
+        for key, cells in fully_measured(groups).items()
         if key != best
     }
 

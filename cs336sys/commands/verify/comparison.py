@@ -102,7 +102,7 @@ class ComparedCase:
         self.workload = training.workload
         self.groups = rank_groups(self.workload)
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
-        self.rounding = rounding_in(training.dtype, reference.half)
+        self.rounding = rounding_in(training.dtype, reference.lower_dtype)
         self.findings: list[Finding] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
@@ -114,7 +114,7 @@ class ComparedCase:
     @property
     def explained(self) -> float:
         """Return how much of a gradient may be left, relatively, where others explain it."""
-        return EXPLAINED if self.reference.half is None else 8 * torch.finfo(self.reference.half).eps
+        return EXPLAINED if self.reference.lower_dtype is None else 8 * torch.finfo(self.reference.lower_dtype).eps
 
     def findings_of(self, kind: str, step: int | None = None) -> list[Finding]:
         """Return what is off of a kind, in one step or in all."""
@@ -156,7 +156,7 @@ class ComparedCase:
 
     def _compare_moment(self, kind: str, step: int, expected: _Tensors) -> None:
         """Compare what ranks have recorded; those that loaded what others saved have nothing of the first steps."""
-        others = [other.at(kind, step) for other in self.reference.others]
+        others = [other.at(kind, step) for other in self.reference.rounding_runs]
         ranks = [report.record.at(kind, step) for report in self.reports]
         # Names that a rank may not lack, and the norm of all tensors together, by which small ones may be off.
         required: set[str] = set()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs336sys.commands.verify.cases import SAVED_AFTER, build_subject
 from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
-from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient, is_near, proportion
+from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient, is_near, scale_factor
 from cs336sys.commands.verify.record import OptimizerSpec, RankReport
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.weights import norm
@@ -96,7 +96,7 @@ def _diagnose_start(case: ComparedCase, first: Finding) -> Diagnosis:
         return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
-    ratio = proportion(first.actual, first.expected, case.explained)
+    ratio = scale_factor(first.actual, first.expected, case.explained)
     return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio=ratio)
 
 
@@ -154,7 +154,7 @@ def _first_output_off(case: ComparedCase) -> tuple[str, str, float | None] | Non
             if parent in all_expected and name.count(".") > 2:
                 continue
             break
-        if (ratio := proportion(output, expected)) is not None:
+        if (ratio := scale_factor(output, expected)) is not None:
             return "partial sum", f"{name} is {ratio:.3g} times what it should be", ratio
         return "forward", f"{name} is the first that is off", None
     meaning = f"{summand} is a part of the sum on each rank: its all-reduce over ranks is missing"
@@ -201,7 +201,7 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     if (schedule := _diagnose_schedule(case, step)) is not None:
         return schedule
     before = _weight_before(case, first)
-    ratio = proportion(first.actual - before, first.expected - before)
+    ratio = scale_factor(first.actual - before, first.expected - before)
     if program.clips:
         return case.conclude("clipping", "gradients are not clipped by the norm that was found", ratio=ratio)
     are_compared = "gradients" not in case.not_compared
@@ -259,7 +259,7 @@ def _diagnose_other(case: ComparedCase, first: Finding) -> Diagnosis:
     if first.kind == "buffer":
         cause = "not broadcast" if case.workload.case == "start" else "buffers"
         return case.conclude(cause, f"rank {first.rank} has a buffer {first.name} of its own: broadcast it")
-    ratio = proportion(first.actual, first.expected, case.explained)
+    ratio = scale_factor(first.actual, first.expected, case.explained)
     return case.conclude("optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio)
 
 

@@ -10,11 +10,10 @@ from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, Comp
 from cs336sys.commands.verify.reference import gradients_of_shares
 from cs336sys.parity.weights import norm
 
-# Relatively so near, coefficients are equal.
-EQUAL = 2e-2
+RELATIVE_TOLERANCE = 2e-2  # So near, coefficients are equal.
 
 
-def proportion(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -> float | None:
+def scale_factor(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -> float | None:
     """Return the factor from ``expected``; None if they are not in proportion but for a relative ``tolerance``."""
     size = norm(expected)
     if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
@@ -24,7 +23,7 @@ def proportion(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -
 
 
 def is_near(value: float, other: float) -> bool:
-    return abs(value - other) <= EQUAL * max(abs(other), 1e-300)
+    return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)
 
 
 def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
@@ -44,14 +43,14 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     expected_gradients = case.reference.record.at("gradient", step)
     for name, gradient in expected_gradients.items():
         is_alike = name != first.name and gradient.shape == first.expected.shape
-        if is_alike and proportion(first.actual, gradient) is not None:
+        if is_alike and scale_factor(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}")
     names = list(dict.fromkeys(finding.name for finding in findings))
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     # The backward pass begins at the last one, and what follows it is off in no proportion.
     last = next(finding for finding in findings if finding.name == names[-1])
     for finding in (first, last) if shares_layers else (first,):
-        ratio = proportion(finding.actual, finding.expected, case.explained)
+        ratio = scale_factor(finding.actual, finding.expected, case.explained)
         diagnosis = _diagnose_summands(case, finding) if ratio is None else diagnose_ratio(case, ratio)
         if diagnosis is not None:
             meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
@@ -85,7 +84,7 @@ def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None
     """Say that each rank has a part of a gradient's sum; None where their sum is not in proportion to the gradient."""
     parts = [record.at("gradient", finding.step).get(finding.name) for record in case.records]
     present = [part for part in parts if part is not None and part.shape == finding.expected.shape]
-    ratio = proportion(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
+    ratio = scale_factor(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
     if ratio is None:
         return None
     over = "" if is_near(ratio, 1) else f" ({ratio:.3g} times it)"
@@ -100,21 +99,23 @@ _STEP_BEFORE = (-1, -1)
 
 
 def _diagnose_combination(case: ComparedCase, step: int, findings: Sequence[Finding]) -> Diagnosis | None:
-    """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
+    """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
         return None
-    parts = gradients_of_shares(case.training, case.program, step, weights)
-    parts[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
+    by_part = gradients_of_shares(case.training, case.program, step, weights)
+    by_part[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
     name = findings[0].name
-    columns = {key: gradients[name].flatten().double() for key, gradients in parts.items() if name in gradients}
+    columns = {part: gradients[name].flatten().double() for part, gradients in by_part.items() if name in gradients}
     counts_of_ranks = {
         finding.rank: _solve_counts(columns, finding.actual.flatten().double(), case.explained)
         for finding in findings
         if finding.name == name and not finding.is_missing
     }
-    solved = {rank: counts for rank, counts in counts_of_ranks.items() if counts is not None}
-    return _diagnose_counts(case, name, solved) if solved and len(solved) == len(counts_of_ranks) else None
+    solved_counts = {rank: counts for rank, counts in counts_of_ranks.items() if counts is not None}
+    # A rank that is no such combination refutes the explanation for all.
+    is_explained = solved_counts and len(solved_counts) == len(counts_of_ranks)
+    return _diagnose_counts(case, name, solved_counts) if is_explained else None
 
 
 def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, tolerance: float) -> _Counts | None:
@@ -133,22 +134,22 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
     rank, first_counts = next(iter(counts_of_ranks.items()))
     values = [count for key, count in first_counts.items() if key != _STEP_BEFORE]
-    if abs(first_counts[_STEP_BEFORE]) > EQUAL:
-        is_alone = all(abs(count) < EQUAL for count in values)
+    if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
+        is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
         origin = "is that of the step before" if is_alone else "has that of the step before in it"
         meaning = f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
         return case.conclude("stale gradient", meaning, ())
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
-    counts = torch.tensor(
-        [[first_counts.get((row, column), 0.0) for column in range(micro_batches)] for row in range(data_ranks)]
-    )
-    used = (counts.abs() > EQUAL).any(1).nonzero().flatten().tolist()
+    rows = [[first_counts.get((rank, part), 0.0) for part in range(micro_batches)] for rank in range(data_ranks)]
+    counts = torch.tensor(rows)
+    used = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
     if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data_ranks:
         return case.conclude("accumulation", _uneven_micro_batches(counts))
     if len(used) == 1:
         (sender,) = used
-        senders = {_largest_sender(rank_counts) for rank_counts in counts_of_ranks.values()}
+        # Of each rank, the data rank of the micro-batch that counts most.
+        senders = {max(counts.items(), key=lambda item: abs(item[1]))[0][0] for counts in counts_of_ranks.values()}
         if len(senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)
         if len(counts_of_ranks) == 1:
@@ -162,11 +163,6 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         return case.conclude("uneven", "ranks are averaged evenly that have different numbers of sequences")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())
     return case.conclude("scaled", f"the ranks' gradients count {sums} times what they should")
-
-
-def _largest_sender(counts: _Counts) -> int:
-    (data_rank, _), _ = max(counts.items(), key=lambda item: abs(item[1]))
-    return data_rank
 
 
 def _uneven_micro_batches(counts: Tensor) -> str:

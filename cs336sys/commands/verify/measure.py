@@ -324,8 +324,8 @@ class _Case:
             watched_run = self.run_on_ranks(program, watch=True)
         watched = () if watched_run.lost_because else watched_run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
-        if lower and reference.half is None:
-            reference = references.with_half_precision(self.training, program, reference, _least_precise(lower))
+        if lower and reference.lower_dtype is None:
+            reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.findings:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)

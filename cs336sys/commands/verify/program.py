@@ -31,17 +31,15 @@ from cs336sys.training import user_models
 # So many elements, over all steps, are compared after every step; of more, after the first and the last.
 _MOST_ELEMENTS = 2e7
 
-# No step trains on the batch of this one.
-_EVALUATION_STEP = 900
+_EVALUATION_STEP = 900  # No step trains on the batch of this one.
 
 # Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
 _OTHER_SEED = 1000
 
-# A power of two, so that scaling rounds nothing.
-_LOSS_SCALE = 1024.0
+_LOSS_SCALE = 1024.0  # A power of two, so that scaling rounds nothing.
 
 # Settings of optimizers that change no number, or that the class itself does not take.
-_OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
+_IGNORED_SETTINGS = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class ProgramRun:
             group_settings = {
                 key: value
                 for key, value in group.items()
-                if isinstance(value, int | float | bool | tuple | None) and key not in _OF_NO_CONSEQUENCE
+                if isinstance(value, int | float | bool | tuple | None) and key not in _IGNORED_SETTINGS
             }
             if not group["params"]:
                 self.report.empty_groups += (group_settings,)
@@ -422,7 +420,7 @@ class ProgramRun:
             (self.folder,) = folders
         # Other ranks load DTensors from a checkpoint, and all else from each rank's own state.
         if resume == "dcp" or (resume == "ranks" and self.has_dtensors):
-            self._checkpoint()
+            self._save_or_load_checkpoint()
             return None
         state = self._state_dicts()
         if resume == "ranks":
@@ -434,7 +432,7 @@ class ProgramRun:
         # What was trained before is another program's.
         self.prepare(_OTHER_SEED)
         if Path(self.folder, "dcp").exists():
-            self._checkpoint(loads=True)
+            self._save_or_load_checkpoint(loads=True)
             return
         if self.saved_ranks:
             state = torch.load(f"{self.folder}/rank{self.rank % self.saved_ranks}.pt", weights_only=False)
@@ -458,11 +456,11 @@ class ProgramRun:
                     state["optimizer"] = self.optimizer.state_dict()
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
-    def _checkpoint(self, *, loads: bool = False) -> None:
-        """Save by torch.distributed.checkpoint, or load what as many ranks or others have saved. All ranks call it.
+    def _save_or_load_checkpoint(self, *, loads: bool = False) -> None:
+        """Save model and optimizer by torch.distributed.checkpoint, or load what any ranks saved. All ranks call it.
 
         Raises:
-            CapabilityError: it holds slices that are no DTensors.
+            CapabilityError: the optimizer is none of torch's classes, or weights are slices that are no DTensors.
         """
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -20,16 +20,15 @@ from cs336sys.training import user_models
 
 @dataclass
 class Reference:
-    """One process's training, and the same summed in other orders."""
+    """One process's training, and runs that rounding alone leads elsewhere."""
 
     record: Record  # Of the whole batch at once; of the ranks' shares where the loss of a batch is not their mean.
-    others: Sequence[Record]
+    rounding_runs: Sequence[Record]  # Summed in other orders, or computed in a lower precision.
     is_whole: bool  # Whether ``record`` is of the whole batch at once.
-    half: torch.dtype | None = None  # The less precise dtype that ranks compute or send in, where they do.
+    lower_dtype: torch.dtype | None = None  # The less precise dtype that ranks compute or send in, where they do.
 
 
-# Dtype and learning rate of a workload on a device.
-_choices: dict[Any, tuple[torch.dtype, float]] = {}
+_dtype_and_rate_of: dict[Any, tuple[torch.dtype, float]] = {}
 _references: dict[Any, Reference] = {}
 
 
@@ -39,7 +38,7 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
     The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
     """
     key = (workload.training, device)
-    if key not in _choices:
+    if key not in _dtype_and_rate_of:
         training = Training(workload, device, torch.float64)
         try:
             train_in_one_process(training, cases.Program(steps=1))
@@ -53,8 +52,8 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
             )
             if stay_near(record.numbers("loss")):
                 break
-        _choices[key] = training.dtype, rate
-    chosen_dtype, rate = _choices[key]
+        _dtype_and_rate_of[key] = training.dtype, rate
+    chosen_dtype, rate = _dtype_and_rate_of[key]
     return Training(workload, device, dtype or chosen_dtype, rate)
 
 
@@ -140,18 +139,18 @@ def train_reference(training: Training, program: cases.Program) -> Reference:
     return reference
 
 
-def with_half_precision(
-    training: Training, program: cases.Program, reference: Reference, half: torch.dtype
+def with_lower_precision(
+    training: Training, program: cases.Program, reference: Reference, lower_dtype: torch.dtype
 ) -> Reference:
-    """Return the reference with one process that computes in ``half``, in parts or everything, as other orders."""
+    """Add runs in ``lower_dtype`` to a reference, so that what is allowed covers what ranks lose in that dtype."""
     program = program.in_one_process
     shares = cases.cut_batch(training.workload, program, micro_batches=1)
-    # autocast leaves float64 alone.
+    # In float32, because autocast does not cast float64.
     train = partial(train_in_one_process, replace(training, dtype=torch.float32), program, shares)
-    if half == torch.float32:
-        return replace(reference, others=[*reference.others, train()], half=half)
-    others = [train(half=half)]
-    # The model, or the device, may have operations that are none in half precision.
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        others.append(train(half=half, casts_weights=True))
-    return replace(reference, others=[*reference.others, *others], half=half)
+    half = None if lower_dtype == torch.float32 else lower_dtype
+    runs = [*reference.rounding_runs, train(half=half)]
+    if half is not None:
+        # The model or the device may lack operations in half precision.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            runs.append(train(half=half, casts_weights=True))
+    return replace(reference, rounding_runs=runs, lower_dtype=lower_dtype)

@@ -148,9 +148,9 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _reset_tables(self) -> None:
-        self._outside_backward = ParameterSet([])
-        self._in_backward: list[ParameterSet] = []
-        self._clip: Tensor | None = None
+        self._updated_by_step = ParameterSet([])
+        self._updated_in_backward: list[ParameterSet] = []
+        self._norm_and_clip_factor: Tensor | None = None
         self._copies: dict[Tensor, Tensor] = {}
 
     def __getstate__(self) -> dict:
@@ -217,12 +217,12 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: there is no ``max_grad_norm``, or no step was taken.
         """
-        if self.max_grad_norm is None or self._clip is None:
+        if self.max_grad_norm is None or self._norm_and_clip_factor is None:
             raise RuntimeError("AdamW: the norm of the gradients is known after a step with max_grad_norm")
-        return self._clip[0]
+        return self._norm_and_clip_factor[0]
 
     def attach_copy(self, parameter: Tensor, copy: Tensor) -> None:
-        """Write ``copy`` now and in every step: the float32 ``parameter`` in float16 or bfloat16.
+        """Keep ``copy`` equal to the float32 ``parameter``, rounded to float16 or bfloat16: now, and after every step.
 
         Raises:
             ValueError: the parameter is not one of this optimizer's, or the copy has another shape, device or strides.
@@ -242,8 +242,9 @@ class AdamW(torch.optim.Optimizer):
                 f"for {tuple(parameter.shape)}, {parameter.stride()}, {parameter.device}"
             )
         self._copies[parameter] = copy
-        for parameters in (self._outside_backward, *self._in_backward):
-            parameters.described_signature = None
+        for parameter_set in (self._updated_by_step, *self._updated_in_backward):
+            # Its tables hold the addresses of copies: let the next step describe them anew.
+            parameter_set.described_signature = None
         copy.detach().copy_(parameter.detach())
 
     @torch.no_grad()
@@ -282,11 +283,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        in_backward = {id(member.parameter) for part in self._in_backward for member in part.members}
-        self._outside_backward.members = [
+        in_backward = {id(member.parameter) for part in self._updated_in_backward for member in part.members}
+        self._updated_by_step.members = [
             member for member in self._members() if id(member.parameter) not in in_backward
         ]
-        for part in (self._outside_backward, *self._in_backward):
+        for part in (self._updated_by_step, *self._updated_in_backward):
             self._update(part)
         return loss
 
@@ -319,7 +320,7 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
             parts.append(ParameterSet([members.pop(id(parameter)) for parameter in group]))
         side_stream = SideStream(self._device, depth)
-        self._in_backward += parts
+        self._updated_in_backward += parts
         # Python's collector does not see what a parameter's hooks refer to: they must not keep the optimizer alive.
         optimizer_ref = weakref.ref(self)
         hooks = [
@@ -333,7 +334,7 @@ class AdamW(torch.optim.Optimizer):
         def end() -> None:
             for hook in hooks:
                 hook.remove()
-            self._in_backward = [part for part in self._in_backward if part not in parts]
+            self._updated_in_backward = [part for part in self._updated_in_backward if part not in parts]
 
         return end
 
@@ -359,7 +360,7 @@ class AdamW(torch.optim.Optimizer):
             # Tables that a graph copies to the device are there only once it runs.
             part.described_signature = None if is_capturing(self._device) else signature
         assert part.tables is not None
-        self._clip = part.tables.step([_group_settings(group) for group in self.param_groups], self.max_grad_norm)
+        self._norm_and_clip_factor = part.tables.step(list(map(_group_settings, self.param_groups)), self.max_grad_norm)
         del updates
 
     @property

@@ -35,7 +35,7 @@ _inductor_allocation = torch._C._dynamo.guards
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
-# The combinations of the first four options, which the C++ knows by their places here; see _number_of.
+# The combinations of the first four options, which the C++ knows by their places here; see _option_number.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
@@ -43,7 +43,7 @@ _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
 _native: ModuleType | None = None
 
 
-def _number_of(options: Options) -> int:
+def _option_number(options: Options) -> int:
     """Return the number by which the C++ knows options: the first four's, and their count for each key of a window.
 
     :data:`UNKNOWN_OPTIONS` for those that only Python computes, or refuses.
@@ -69,7 +69,7 @@ def _kernel_view(tensor: Tensor, kernels: str) -> Tensor:
     return tensor
 
 
-def _statistic(tensor: Tensor) -> Tensor:
+def _kernel_statistic(tensor: Tensor) -> Tensor:
     """Return numbers of queries as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
@@ -87,12 +87,7 @@ def _empty_result(tensor: Tensor) -> Tensor:
 def _remember(
     signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
-    """Keep the plan of a signature.
-
-    Args:
-        tensors: of the signature, inputs and results.
-        kernel_tensors: what the kernels take, these or copies.
-    """
+    """Keep the plan of a signature; the kernels take its ``tensors`` (inputs and results) or copies of them."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
@@ -109,12 +104,12 @@ def forget_plans() -> None:
         _native.forget_plans()
 
 
-def _tell_native(add: str, plan: Plan, tensors: Sequence[Tensor], options: Options) -> None:
+def _give_plan_to_native(add: str, plan: Plan, tensors: Sequence[Tensor], options: Options) -> None:
     """Give a direct plan that has run to the C++, once that is compiled, by its function ``add``."""
     global _native
     if _native is None:
         _native = native_call.library.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
-    number = _number_of(options)
+    number = _option_number(options)
     if _native is None or number == UNKNOWN_OPTIONS or number in plan.native_options:
         return
     plan.native_options.add(number)
@@ -136,11 +131,16 @@ def _empty_results(plan: Plan) -> list[Tensor]:
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output (..., S_q, D) in the inputs' dtype and the natural logsumexp (..., S_q) in float32."""
+    """Return the output (..., S_q, D) in the inputs' dtype and the natural logsumexp (..., S_q) in float32.
+
+    Take the fastest way for this signature: the compiled C++, None where it has no plan for these tensors; else a plan
+    kept from an earlier call, if it takes the inputs without copies; else a plan that is chosen, run and kept now.
+    """
     if _native is not None:
-        results = _native.forward([query, key, value], _number_of(options))
+        results = _native.forward([query, key, value], _option_number(options))
         if results is not None:
             return results
+    # Kernels need 16-byte alignment.
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
@@ -151,7 +151,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tup
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         out, logsumexp = _empty_results(plan)
         plan(query, key, value, out, logsumexp)
-        _tell_native("add_forward", plan, [query, key, value], options)
+        _give_plan_to_native("add_forward", plan, [query, key, value], options)
         return out, logsumexp
     check(query, key, value, options)
     if INTERPRETED and query.dtype == torch.bfloat16:
@@ -162,18 +162,18 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tup
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     if out.numel() == 0 or key.numel() == 0:
         return out.zero_(), logsumexp.fill_(-math.inf)
-    tensors = *(_kernel_view(tensor, options[3]) for tensor in (query, key, value)), out
-    if out.dim() > 4:
-        tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
+    chosen = AttentionOptions(*options)
+    kernel_out = out if out.dim() <= 4 else out.view(-1, *out.shape[-3:])  # The kernels take four dimensions at most.
+    tensors = *(_kernel_view(tensor, chosen.kernels) for tensor in (query, key, value)), kernel_out
     if plan is None:
         if query.is_cuda:
-            native_call.library.start()
-        plan = forward_plan(tensors, AttentionOptions(*options))
+            native_call.library.start()  # Compiles the C++ in another process, for later calls.
+        plan = forward_plan(tensors, chosen)
         _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
         if plan.is_direct:
-            _tell_native("add_forward", plan, [query, key, value], options)
+            _give_plan_to_native("add_forward", plan, [query, key, value], options)
     return out, logsumexp
 
 
@@ -186,7 +186,7 @@ def _backward(
     """
     saved = [query, key, value, out, logsumexp, grad_out]
     if _native is not None:
-        grads = _native.backward(saved, _number_of(options))
+        grads = _native.backward(saved, _option_number(options))
         if grads is not None:
             return grads
     chosen = AttentionOptions(*options)
@@ -201,9 +201,9 @@ def _backward(
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         grads = _empty_results(plan)
-        plan(query, key, value, out, _statistic(logsumexp), grad_out, *grads)
+        plan(query, key, value, out, _kernel_statistic(logsumexp), grad_out, *grads)
         if logsumexp.is_contiguous():
-            _tell_native("add_backward", plan, saved, options)
+            _give_plan_to_native("add_backward", plan, saved, options)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
         query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in saved)
@@ -214,15 +214,15 @@ def _backward(
         return [grad.zero_() for grad in grads]
     tensors = [_kernel_view(tensor, chosen.kernels) for tensor in (query, key, value, out, grad_out)]
     if out.dim() < query.dim():
-        tensors[3] = _statistic(out)
+        tensors[3] = _kernel_statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
         plan = backward_plan(tensors, kernel_grads, chosen)
         _remember(signature, plan, (query, key, value, out, grad_out, *grads), (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
-        plan(*tensors[:4], _statistic(logsumexp), tensors[4], *kernel_grads)
+        plan(*tensors[:4], _kernel_statistic(logsumexp), tensors[4], *kernel_grads)
         if plan.is_direct and logsumexp.is_contiguous():
-            _tell_native("add_backward", plan, saved, options)
+            _give_plan_to_native("add_backward", plan, saved, options)
     return grads
 
 
@@ -365,7 +365,7 @@ def triton_attention(
         return (out, logsumexp.detach()) if return_logsumexp else out
     # The C++ makes no node with two results; the launches behind FlashAttentionTriton are its own all the same.
     if _native is not None and not return_logsumexp:
-        out = _native.attend(query, key, value, _number_of(options))
+        out = _native.attend(query, key, value, _option_number(options))
         if out is not None:
             return out
     return _apply(query, key, value, *options, return_logsumexp)

@@ -76,7 +76,7 @@ class ParameterPartition:
         """Return the elements of a parameter, in memory order, that this rank updates."""
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
-    def require_ready(self) -> None:
+    def prepare_update(self) -> None:
         """Check the gradients, which are complete."""
         for parameter, name in self._names.items():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:

@@ -140,13 +140,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module_guard: HeldParameters | None = None
         self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
-        self._take_up_module()
+        self._adopt_module()
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.optimizer.defaults
         self._noted_members: list[list[int]] = []
         self._link_state()
-        self._note_groups()
+        self._remember_groups()
         if module is not None:
             self.overlap_with(module)
 
@@ -171,14 +171,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._local.check_options(self.param_groups[-1])
                 self._check_options(self.param_groups[-1:])
                 lines += self._describe()
-                self._take_state()
+                self._adopt_changed_state()
         except Exception:
             del self.param_groups[count:]
             raise
-        self._take_up_module()
+        self._adopt_module()
         self._shard(self.param_groups[count:])
         self._local.add_group(self.param_groups[-1])
-        self._note_groups()
+        self._remember_groups()
 
     def refresh(self) -> None:
         """Take up parameters that were unfrozen, put into a group, or added to ``module`` or removed from it.
@@ -195,13 +195,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_moved()
             self._refuse_removed()
             lines += self._describe()
-            self._take_state()
-        self._take_up_module()
+            self._adopt_changed_state()
+        self._adopt_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups, self._check_options(self.param_groups))
         # Entries may be others although they are as many: take_members() cuts the states of unfrozen parameters.
         self._link_state()
-        self._note_groups()
+        self._remember_groups()
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         slices = self._require_slices("finish_gradient_synchronization")
         if slices.synchronizer.is_complete:
             with self._agreement.compared(is_step=False):
-                slices.require_none_late()
+                slices.require_no_late_gradients()
         slices.prepare_gradients()
 
     @property
@@ -277,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._slices.prepare_gradients()
         with self._agreement.compared(is_step=False):
             if self._slices is not None:
-                self._slices.require_none_late()
+                self._slices.require_no_late_gradients()
             self._check_parameters()
         return self._partition.clip_grad_norm(max_norm)
 
@@ -292,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's share, and start to fetch the shares of the other ranks.
+        """Update this rank's share, and start to send it to the other ranks.
 
         Args:
             closure: computes the loss and the gradients anew. It is called once, before the update, on every rank.
@@ -314,13 +314,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._slices is not None:
             self._slices.prepare_gradients()
-        with self._agreement.compared() as lines, torch.no_grad():
+        # At its end, ranks compare these lines; an error in it is raised on every rank.
+        with self._agreement.compared() as lines_of_rank, torch.no_grad():
             if self._slices is not None:
-                self._slices.require_none_late()
-            self._partition.require_ready()
+                self._slices.require_no_late_gradients()
+            self._partition.prepare_update()
             self._check_parameters()
-            lines += self._changed_options()
-            self._take_state()
+            lines_of_rank += self._changed_options()
+            self._adopt_changed_state()
+        # Parameters that the last step sent may still be under way.
         self._partition.exchange.wait()
         try:
             self._local.step(self.param_groups, kwargs)
@@ -328,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # A class may raise on the ranks alone that update something: collectives of the others must meet theirs.
             with torch.no_grad():
                 self._partition.publish()
-        self._note_groups()
+        self._remember_groups()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Nothing is communicated. The state has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,).
         ``share`` says whose it is.
         """
-        self._take_state()
+        self._adopt_changed_state()
         own_states = self._local.own_states(self._parameters).items()
         states = {index: state for index, (_, state) in own_states if state}
         return {**super().state_dict(), "state": states, "share": self._share()}
@@ -350,7 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the state of its parameter as ``master_parameter``.
         """
         with same_on_every_rank():
-            self._take_state()
+            self._adopt_changed_state()
         parameters = self._parameters
         states_of_rank = {
             index: (elements, state)
@@ -391,7 +393,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 masters = {parameters[index]: state[MASTER] for index, state in states.items() if MASTER in state}
                 self._slices.load_masters(masters)
         self._link_state()
-        self._note_groups()
+        self._remember_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -413,7 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._addresses |= {parameter: parameter.data_ptr() for parameter in trained.values()}
         self._frozen = [parameter for parameter in self._parameters if parameter not in self._addresses]
 
-    def _take_up_module(self) -> None:
+    def _adopt_module(self) -> None:
         """Overwrite what the module has and did not have before with rank 0's, and take note of its parameters."""
         if self._module is None:
             return
@@ -469,7 +471,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_removed(self) -> None:
-        """Refuse parameters taken out of their group, or replaced in the module, since :meth:`_note_groups`."""
+        """Refuse parameters taken out of their group, or replaced in the module, since :meth:`_remember_groups`."""
         in_groups = set(self._parameters)
         for parameter, name in self._noted_names.items():
             if parameter not in in_groups:
@@ -534,7 +536,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _member_ids(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
 
-    def _note_groups(self) -> None:
+    def _remember_groups(self) -> None:
         """Note what users may change: options, members and tensors outside of groups; link state that was added."""
         if len(self._local.optimizer.state) != len(self.state):
             self._link_state()
@@ -544,7 +546,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._noted_members = self._member_ids()
             self._noted_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
 
-    def _take_state(self) -> None:
+    def _adopt_changed_state(self) -> None:
         """Let the local optimizer keep what users have made of ``state``."""
         if _identities(self.state) != self._linked_state:
             self._local.take_state(self.state, self._noted_names)

@@ -294,7 +294,7 @@ class SlicePartition:
             # Else there was no backward pass yet, on any rank.
             self.synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
 
-    def require_none_late(self) -> None:
+    def require_no_late_gradients(self) -> None:
         """Refuse gradients that came after those of the step were complete, or that a module was to drop."""
         if self._is_undropped:
             raise UsageError(
@@ -308,7 +308,7 @@ class SlicePartition:
                 "last under no_sync(), or call zero_grad() first"
             )
 
-    def require_ready(self) -> None:
+    def prepare_update(self) -> None:
         """Let master copies be the weights where these have been changed since they were published.
 
         Torch does not count changes through ``.data``, and they are not seen: comparing all weights with their masters

@@ -53,7 +53,7 @@ def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: 
     model = BucketedDDP(plain, BUCKETS)
     optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
     replica = replica_of(model, plain, optimizer, sharded=optimizer)
-    return replace(replica, whole_parameters=functools.partial(_arrived, plain, optimizer))
+    return replace(replica, whole_parameters=functools.partial(_parameters_once_received, plain, optimizer))
 
 
 def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -64,7 +64,7 @@ def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, cho
         model,
         optimizer,
         optimizer.finish_gradient_synchronization,
-        functools.partial(_arrived, model, optimizer),
+        functools.partial(_parameters_once_received, model, optimizer),
         scaler_class=ShardedGradScaler,
         sharded=optimizer,
     )
@@ -100,7 +100,7 @@ def fully_sharded(
     blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
     half = AUTOCAST_DTYPES.get(training.precision)
     if blocks is not None and half is not None:
-        return_dtype_of_sharded(plain, blocks, half)
+        cast_outputs_of_replicated(plain, blocks, half)
     model = FSDP(
         plain,
         half,
@@ -121,15 +121,16 @@ def fully_sharded(
     )
 
 
-def return_dtype_of_sharded(model: nn.Module, blocks: Collection[nn.Module], dtype: torch.dtype) -> None:
-    """Let layers whose weights stay in fp32, which ranks hold whole, return ``dtype``, as matrices next to them expect.
+def cast_outputs_of_replicated(model: nn.Module, blocks: Collection[nn.Module], dtype: torch.dtype) -> None:
+    """Cast what replicated layers (norms, in fp32 on every rank) return to ``dtype``, as matrices after them expect.
 
-    torch's own layers are made to do so by FSDP; those of ``cs336_basics`` return what they are given.
+    FSDP does so for torch's own layers; this adds hooks to all others.
     """
     from cs336sys.parallel.fsdp.calls import cast_floating
     from cs336sys.parallel.fsdp.plan import plan_sharding
 
     replicated = (owner for entry in plan_sharding(model, blocks).replicated for owner, _ in entry.owners)
+    # Each layer once, though it may own several parameters.
     for owner in dict.fromkeys(replicated):
         if not type(owner).__module__.startswith("torch.nn."):
             owner.register_forward_hook(lambda _, args, output: cast_floating(output, dtype))
@@ -190,7 +191,7 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
 
 
-def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
+def _parameters_once_received(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
     """Return the parameters once those that other ranks have updated are there."""
     optimizer.wait_for_parameters()
     return dict(model.named_parameters())

@@ -172,8 +172,8 @@ class OptimizerChoice:
 
 def sequences_of_rank(workload: ParallelWorkload) -> slice:
     """Return this rank's part of the batch, or that of the ranks with which it shares layers or sequences."""
-    first = dist.get_rank() // workload.group_ranks * workload.share
-    return slice(first, first + workload.share)
+    first = dist.get_rank() // workload.group_ranks * workload.sequences_per_rank
+    return slice(first, first + workload.sequences_per_rank)
 
 
 # Called on every rank, in a process group, with the device of the rank.
@@ -202,7 +202,7 @@ def build_plain_model(
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
     kept = kept_blocks(workload.checkpointing)
-    if kept is not None and workload.writes_out_blocks:
+    if kept is not None and workload.has_own_block_backward:
         from cs336sys.board.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)

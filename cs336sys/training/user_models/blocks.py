@@ -10,13 +10,13 @@ from cs336sys.errors import UserCodeError
 
 
 def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
-    """Return the blocks by their names, in the order of the model's modules.
+    """Return the model's blocks by name, in the order of its modules; there may be none.
 
-    They are the modules of one class in lists (``nn.ModuleList``, ``nn.Sequential``) that are in no other list of
-    blocks; of several classes, of the one that has most. There may be none.
+    Without ``patterns`` take the most numerous class of modules that fill an ``nn.ModuleList`` or ``nn.Sequential``;
+    lists inside a block do not count.
 
     Args:
-        patterns: of names, separated by commas, a star for what stands between two dots: ``encoder.layers.*``.
+        patterns: names, separated by commas; a star stands for anything between two dots, as in ``encoder.layers.*``.
     """
     if patterns is not None:
         named, pattern_list = dict(model.named_modules()), patterns.split(",")
@@ -27,7 +27,7 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
             raise UserCodeError(f"--blocks '{patterns}': no module has such a name; its lists are {listed}")
         return matching
     by_class: dict[type[nn.Module], dict[str, nn.Module]] = {}
-    _collect(model, "", by_class)
+    _collect_blocks(model, "", by_class)
     return max(by_class.values(), key=len, default={})
 
 
@@ -36,7 +36,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
     return len(parts) == len(pattern_parts) and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
 
 
-def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:
+def _collect_blocks(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:
     """Collect modules that stand in lists of one class and have children, by that class."""
     children = {f"{name}.{child_name}" if name else child_name: child for child_name, child in module.named_children()}
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
@@ -49,11 +49,10 @@ def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[
             by_class.setdefault(block_class, {}).update(children)
             return
     for child_name, child in children.items():
-        _collect(child, child_name, by_class)
+        _collect_blocks(child, child_name, by_class)
 
 
-# Names in a warning.
-_MOST_NAMES = 3
+_MOST_NAMES = 3  # In a warning.
 
 
 def hidden_parameters(model: nn.Module) -> list[str]:

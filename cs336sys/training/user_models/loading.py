@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,8 @@ _BUILD_CONTRACT = (
     f"it should take a size and return a torch.nn.Module; a size has {', '.join(ModelSize.__match_args__)}"
 )
 
-# The user's, once it has been imported: found again by what is imported later, while functions run.
-_theirs: dict[str, ModuleType] = {}
+# Modules of the user's course package that were imported: what is imported later, while functions run, gets these.
+_user_modules: dict[str, ModuleType] = {}
 
 
 @contextlib.contextmanager
@@ -47,17 +48,18 @@ def their_course_package() -> Iterator[None]:
     """
     ours = _pop_course_modules()
     folder = first_folder(user_folders)
-    if folder is not None and PACKAGE in _theirs and str(folder) in _theirs[PACKAGE].__path__:
-        sys.modules.update(_theirs)
+    if folder is not None and PACKAGE in _user_modules and str(folder) in _user_modules[PACKAGE].__path__:
+        sys.modules.update(_user_modules)
     finder = _CoursePackageFinder(ours)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        _theirs.clear()
-        _theirs.update({name: module for name, module in _pop_course_modules().items() if module is not ours.get(name)})
-        for name, module in _theirs.items():
+        imported = _pop_course_modules()
+        _user_modules.clear()
+        _user_modules.update({name: module for name, module in imported.items() if module is not ours.get(name)})
+        for name, module in _user_modules.items():
             # torch.compile looks modules up by the name that they give themselves.
             module.__name__ = f"user_code_{name}"
             sys.modules[module.__name__] = module
@@ -73,29 +75,30 @@ class _CoursePackageFinder(importlib.abc.MetaPathFinder):
     """Finds the user's course package, or the modules in ``ours`` where they come first."""
 
     def __init__(self, ours: dict[str, ModuleType]):
-        self._ours = ours
+        self._our_modules = ours
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a module of the first course package; None for any other, and where other finders know the package."""
+        """Find a module of the first course package; if that is our own, the module in use. None for any other name."""
         if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
             return None
         if name == PACKAGE and (first := first_folder(user_folders)) is not None:
-            path = [str(first.parent)]
+            path = [str(first.parent)]  # Folders of the user's files come before sys.path.
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None and name != PACKAGE:
             # An editable install would answer with a module of ours where their package lacks one.
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-        imported = self._ours.get(name)
-        if spec is not None and imported is not None and spec.origin is not None and spec.origin == imported.__file__:
-            return importlib.machinery.ModuleSpec(
-                name, _ExistingModuleLoader(imported), origin=spec.origin, is_package=hasattr(imported, "__path__")
-            )
-        return spec
+        our_module = self._our_modules.get(name)
+        if spec is None or our_module is None or spec.origin is None or spec.origin != our_module.__file__:
+            return spec
+        # A second copy of our modules would have other classes than those in use.
+        loader = _LoaderOfImportedModule(our_module)
+        is_package = hasattr(our_module, "__path__")
+        return importlib.machinery.ModuleSpec(name, loader, origin=spec.origin, is_package=is_package)
 
 
-class _ExistingModuleLoader(importlib.abc.Loader):
+class _LoaderOfImportedModule(importlib.abc.Loader):
     """Gives a module that exists."""
 
     def __init__(self, module: ModuleType):
@@ -115,7 +118,7 @@ _PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")
 
 # What has been loaded, and the packages and files that were imported with it, installed ones and ours apart.
 _loaded: dict[str, Callable[..., Any]] = {}
-_packages: set[str] = set()
+_user_packages: set[str] = set()
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -127,9 +130,9 @@ def load(reference: str) -> Callable[..., Any]:
     file = source_file(reference)
     source, name = split_reference(reference)
     before = set(sys.modules)
-    with _telling([reference], f"{source} cannot be imported"), their_course_package():
+    with _raising_user_code_errors([reference], f"{source} cannot be imported"), their_course_package():
         module = _import_file(file) if is_file(source) else importlib.import_module(source)
-    _packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
+    _user_packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
     if not hasattr(module, name):
         public = [entry for entry, value in vars(module).items() if callable(value) and not entry.startswith("_")]
         raise UserCodeError(f"{source} has no {name}; it has {', '.join(public) or 'nothing to call'}")
@@ -159,23 +162,18 @@ def copied_code() -> Iterator[None]:
     For models on the meta device, or of fake tensors: a module that keeps a table of rotations for all models, for one,
     would go on with a table that holds nothing.
     """
-    names = [name for name in sys.modules if name.partition(".")[0] in _packages and _is_users(name)]
+    names = [name for name in sys.modules if name.partition(".")[0] in _user_packages and _is_users(name)]
     modules = {name: sys.modules.pop(name) for name in names}
-    loaded, theirs, modules_before = dict(_loaded), dict(_theirs), set(sys.modules)
-    _loaded.clear()
-    _theirs.clear()
+    modules_before = set(sys.modules)
     try:
-        yield
+        with mock.patch.dict(_loaded, clear=True), mock.patch.dict(_user_modules, clear=True):
+            yield
     finally:
         for name in set(sys.modules) - modules_before:
             if _is_users(name):
                 del sys.modules[name]
         sys.modules.update(modules)
-        _loaded.clear()
-        _loaded.update(loaded)
-        _theirs.clear()
-        _theirs.update(theirs)
-        sys.modules.update({module.__name__: module for module in theirs.values()})
+        sys.modules.update({module.__name__: module for module in _user_modules.values()})
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -219,7 +217,7 @@ def build(reference: str, size: ModelSize) -> nn.Module:
     """Build the user's model of a size, on the present default device, ready to be trained."""
     function = load(reference)
     try:
-        with _telling([reference], f"{reference} failed"), their_course_package():
+        with _raising_user_code_errors([reference], f"{reference} failed"), their_course_package():
             # A module that the caller has built is copied, so that training leaves it as it is.
             model = copy.deepcopy(function) if isinstance(function, nn.Module) else function(size)
     except UserCodeError as error:
@@ -236,7 +234,7 @@ def build(reference: str, size: ModelSize) -> nn.Module:
 def make_user_batch(reference: str, size: ModelSize, seed: int, device: torch.device) -> tuple[Any, Any]:
     """Make the user's inputs and targets of a seed."""
     function = load(reference)
-    with _telling([reference], f"{reference} failed"):
+    with _raising_user_code_errors([reference], f"{reference} failed"):
         batch = function(size, torch.Generator(device).manual_seed(seed), device)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserCodeError(f"{reference} returned {a_value(batch)}: it should return (inputs, targets)")
@@ -310,17 +308,17 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
     references = references_of(workload)
     # A cell begins: what an earlier one left to torch is no concern of its.
     left_to_torch.clear()
-    with _telling(references, f"{references[0]} failed" if references else None):
+    with _raising_user_code_errors(references, f"{references[0]} failed" if references else None):
         yield
 
 
 def telling_errors_of(reference: str) -> AbstractContextManager[None]:
     """Tell errors as :func:`telling_user_errors`, of one function."""
-    return _telling([reference], f"{reference} failed")
+    return _raising_user_code_errors([reference], f"{reference} failed")
 
 
 @contextlib.contextmanager
-def _telling(references: list[str], failed: str | None) -> Iterator[None]:
+def _raising_user_code_errors(references: list[str], failed: str | None) -> Iterator[None]:
     """Turn errors into UserCodeErrors; where ``failed`` is None, those alone that ``cs336_basics`` raises."""
     try:
         yield

@@ -12,7 +12,7 @@ from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
 from cs336sys.commands.account.tables.model import rank_memory_tables
 from cs336sys.results.model import read_results
-from cs336sys.settings.parallel import SHARDING_STRATEGIES
+from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES
 from cs336sys.settings.sizes import SIZES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
 
@@ -142,7 +142,7 @@ def test_the_three_times_of_the_handout():
     assert row["first_peak_gib"] == rank_peak(step("fsdp", mode="forward-backward")).total_gib
 
 
-@pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_SHARDING_STRATEGIES)
 @pytest.mark.parametrize("name", ["xl", "2.7b", "10b"])
 def test_eager_ranks_held_what_is_predicted(name, strategy):
     """Two H200, bf16. Beside tensors, a GPU held two workspaces of cuBLAS, 64 MiB, once it had multiplied.

@@ -17,7 +17,7 @@ from cs336sys.commands.rank_training.rank import RankMeasurement
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.results.model import Samples
-from cs336sys.settings.parallel import SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES, ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import UserCode, Workload
@@ -79,7 +79,7 @@ def test_fp16_scales_the_loss_and_ranks_with_slices_of_gradients_agree_on_overfl
 
 
 def test_ranks_hold_and_send_as_predicted(ranks):
-    cells = [workload(strategy, size=WIDE) for strategy in SHARDING_STRATEGIES]
+    cells = [workload(strategy, size=WIDE) for strategy in STATE_SHARDING_STRATEGIES]
     of_cells = zip(*ranks().run(sharding_ranks.observe_all, cells), strict=True)
     # On the rank with the most optimizer state.
     fullest_ranks = [

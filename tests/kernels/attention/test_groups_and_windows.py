@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, reference
-from cs336sys.kernels.attention.operators import FlashAttentionTriton, _number_of
+from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings, fused, joint, separate
@@ -32,7 +32,7 @@ FORMS = {
     "fused with splits": fused(TILE, num_splits=3),
     "separate": separate(TILE, TILE),
     "joint": joint(TILE),
-    "unprepared": joint(TILE, prepared=False),
+    "unprepared": joint(TILE, precomputes_delta=False),
 }
 BACKWARD_FORMS = pytest.mark.parametrize("form", FORMS)
 
@@ -474,7 +474,7 @@ def test_statistics_that_do_not_fit_are_refused(change, error, text, device):
 
 def test_numbers_of_options_are_apart():
     options = [(True, "tf32x3", False, "auto", window, None, False) for window in (None, 1, 2, 1000)]
-    numbers = [_number_of(one) for one in [*options, (False, "tf32x3", False, "auto", None, None, False)]]
+    numbers = [_option_number(one) for one in [*options, (False, "tf32x3", False, "auto", None, None, False)]]
     assert len(set(numbers)) == len(numbers)
     for options in (
         (True, "tf32x3", False, "auto", 0, None, False),
@@ -483,4 +483,4 @@ def test_numbers_of_options_are_apart():
         (True, "tf32x3", False, "auto", None, 0.5, False),
         (True, "tf32x3", False, "auto", None, None, True),
     ):
-        assert _number_of(options) == -1
+        assert _option_number(options) == -1

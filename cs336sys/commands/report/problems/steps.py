@@ -32,19 +32,22 @@ warmup_commands = _bench_sweep(warmup=("0", "1", "2", "5"))
 
 
 def warmup(answer: Answer) -> None:
-    """Answer with the first measured step after each number of warm-up steps, of one run that has none and some."""
+    """Compare the first measured step with the median after each number of warm-up steps, none among them."""
     wanted = {"size": answer.handout.sizes, "precision": ("fp32",)}
     groups = answer.find_each("bench", wanted, **PLAIN_OF_ANY_MODE)
-    for group in [group for group in groups if {0} < group.by("warmup").keys()][:1]:
-        answer.show([group], "bench", *_COLUMNS, "first_measured_ms")
-        cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["parameters"])
-        counts = sorted({cell["warmup"] for cell in cells})
-        # The first step over the median step, of the size where that is most.
-        late = {
-            count: max(cell["step"].measured[0] / cell["step"].median for cell in where(cells, warmup=count))
-            for count in counts
-        }
-        answer.write("steps.warmup", cells=cells, late=late)
+    # The best run that has cells without warm-up, and others.
+    group = next((group for group in groups if {0} < group.by("warmup").keys()), None)
+    if group is None:
+        return
+    answer.show([group], "bench", *_COLUMNS, "first_measured_ms")
+    # The smallest model first.
+    cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["parameters"])
+    # Of the size where that is most.
+    first_over_median = {
+        count: max(cell["step"].measured[0] / cell["step"].median for cell in where(cells, warmup=count))
+        for count in sorted({cell["warmup"] for cell in cells})
+    }
+    answer.write("steps.warmup", cells=cells, first_over_median=first_over_median)
 
 
 _PHASES = ("forward", "backward", "step")

@@ -164,7 +164,7 @@ class BackwardPlan(Plan):
         kept = None if deterministic else kept_settings("backward", self._problem, self._device)
         settings = kept or backward_settings(self._problem, deterministic)
         self.fused, self._num_splits = settings.fused, settings.num_splits
-        self._prepared = settings.prepared or self._delta_given
+        self._prepared = settings.precomputes_delta or self._delta_given
         self._early = self._prepared and has_hopper_resources(self._problem.capability)
         self._pad(
             max(backward_pass.tile.query_rows for backward_pass in settings.passes), settings.passes[0].tile.key_rows
@@ -252,7 +252,7 @@ class BackwardPlan(Plan):
     def _pass_launch(self, backward_pass: BackwardPass, early: bool) -> Launch:
         problem, tile = self._problem, backward_pass.tile
         element_bytes = problem.dtype.itemsize
-        if backward_pass.keys:
+        if backward_pass.computes_dkv:
             row_bytes = problem.head_dim * 2 * element_bytes + (4 * self._block_dim if self.fused else 0)
             # Of the sequences of keys that a pass over them counts, each streams the queries of its group.
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES
@@ -260,10 +260,9 @@ class BackwardPlan(Plan):
             key_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes
             streamed_bytes, l2_bytes = key_bytes // problem.group_size, FORWARD_L2_BYTES
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
-        key_programs = problem.num_key_sequences * key_tiles * self._num_splits if backward_pass.keys else 0
-        query_programs = (
-            problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if backward_pass.queries else 0
-        )
+        key_programs = problem.num_key_sequences * key_tiles * self._num_splits if backward_pass.computes_dkv else 0
+        query_tiles = triton.cdiv(problem.num_queries, tile.query_rows)
+        query_programs = problem.num_sequences * query_tiles if backward_pass.computes_dq else 0
         return Launch(
             backward.backward_kernel,
             key_programs + query_programs,
@@ -291,8 +290,8 @@ class BackwardPlan(Plan):
                 backward.BackwardConfig(
                     **_tile_constants(problem, tile),
                     grouped=problem.group_size > 1,
-                    key_pass=backward_pass.keys,
-                    query_pass=backward_pass.queries,
+                    key_pass=backward_pass.computes_dkv,
+                    query_pass=backward_pass.computes_dq,
                     prepared=self._prepared,
                     fused=self.fused,
                     key_sums=self._num_splits > 1,

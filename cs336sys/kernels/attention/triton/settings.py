@@ -51,8 +51,8 @@ class BackwardPass:
     """One launch of the backward kernel, over tiles of keys for dK and dV, tiles of queries for dQ, or both at once."""
 
     tile: TileSettings
-    keys: bool = False
-    queries: bool = False
+    computes_dkv: bool = False
+    computes_dq: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,35 @@ class BackwardSettings:
     """All passes of a backward.
 
     ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``num_splits``: how many programs
-    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused. ``prepared``: a launch before
-    the passes computes D = rowsum(dO * O), always if fused; else the passes do, for which they also read the output.
+    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused. ``precomputes_delta``: a
+    launch before the passes computes D = rowsum(dO * O), always if fused; else the passes do, and also read the output.
     """
 
     passes: tuple[BackwardPass, ...]
     fused: bool = False
     num_splits: int = 1
-    prepared: bool = True
+    precomputes_delta: bool = True
 
     def __str__(self) -> str:
-        form = "fused" if self.fused else "separate" if len(self.passes) > 1 else "joint" if self.prepared else "single"
+        single_pass = "joint" if self.precomputes_delta else "single"
+        form = "fused" if self.fused else "separate" if len(self.passes) > 1 else single_pass
         return "; ".join([form, *(str(backward_pass.tile) for backward_pass in self.passes)])
 
 
 def fused(tile: TileSettings, num_splits: int = 1) -> BackwardSettings:
     """One pass over tiles of keys that computes dK, dV and dQ."""
-    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True, num_splits=num_splits)
+    return BackwardSettings((BackwardPass(tile, computes_dkv=True),), fused=True, num_splits=num_splits)
 
 
 def separate(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
     """A pass over tiles of keys for dK and dV, then one over tiles of queries for dQ."""
-    return BackwardSettings((BackwardPass(key_value, keys=True), BackwardPass(query, queries=True)))
+    return BackwardSettings((BackwardPass(key_value, computes_dkv=True), BackwardPass(query, computes_dq=True)))
 
 
-def joint(tile: TileSettings, prepared: bool = True) -> BackwardSettings:
+def joint(tile: TileSettings, precomputes_delta: bool = True) -> BackwardSettings:
     """The two passes of the separate form side by side in one launch."""
-    return BackwardSettings((BackwardPass(tile, keys=True, queries=True),), prepared=prepared)
+    both = BackwardPass(tile, computes_dkv=True, computes_dq=True)
+    return BackwardSettings((both,), precomputes_delta=precomputes_delta)
 
 
 # The fewest keys that the forward kernel splits, and the most splits.
@@ -139,8 +141,8 @@ def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSe
     return forward, backward
 
 
-# All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms. Shapes are batch x heads x S x D.
-# "ptr" loads by pointers, "tma" by descriptors, whose making costs a launch some microseconds on the CPU.
+# All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms, first of the choice.
+# Shapes are batch x heads x S x D. "ptr" loads by pointers, "tma" by descriptors, which take the CPU some microseconds.
 
 
 @functools.cache
@@ -184,7 +186,7 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
     if problem.head_dim <= 32:
         # 1x1x65536x16: 0.904; by tma 0.969. 1x1x1024x16: 0.0135, where 16 to 64 rows are all alike.
         return TileSettings(64, 64, num_warps=4, num_stages=3)
-    if not tma or (_is_short(problem) and problem.head_dim <= 64):
+    if not tma or (_is_launch_bound(problem) and problem.head_dim <= 64):
         # 1x1x512x64: 0.0116, by tma 0.0119; 1x16x512x64: 0.0124, 0.0127.
         return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
     if _few_programs(problem, 128, per_sm=2):
@@ -239,40 +241,38 @@ def _float32_forward(problem: AttentionProblem) -> TileSettings:
 
 @functools.cache
 def backward_settings(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
-    """The settings of the backward kernels; never the fused form if it must be deterministic."""
+    """Choose the form of the backward pass, joint, separate or (unless ``deterministic``) fused, and its tiles."""
     if problem.capability is None:
         return joint(_INTERPRETER) if deterministic else fused(_INTERPRETER)
     if _holds_operands_in_registers(problem):
-        return _backward_by_registers(problem, deterministic)
+        return _backward_with_register_operands(problem, deterministic)
     if problem.dtype == torch.float32:
         return _float32_backward(problem, deterministic)
-    tma = problem.tma_allowed
     if problem.head_dim > 128:
         return _wide_backward(problem)
-    by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
-    few = _few_programs(problem, 128, per_sm=2)
-    if _is_short(problem):
-        return _short_backward(problem)
+    pointer_tile = TileSettings(64, 64, num_warps=4, num_stages=2)
+    if _is_launch_bound(problem):
+        return _launch_bound_backward(problem)
     if problem.head_dim <= 32 and not deterministic:
-        if not tma:
-            # 1x1x8192x16: 0.0497.
-            return _fused_with_splits(problem, by_pointers, per_sm=4)
+        if not problem.tma_allowed:
+            # As above forward_settings, 1x1x8192x16: 0.0497 ms.
+            return _fused_with_splits(problem, pointer_tile, per_sm=4)
         # 1x1x8192x16: 0.046, without splits 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
         # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
         # stages without the limit 2.470. 1x16x4096x32: 0.156, with two splits 0.170, joint 0.174.
-        limit = 128 if problem.head_dim > 16 and not _is_beyond_hopper(problem) else None
-        tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=limit)
+        max_registers = 128 if problem.head_dim > 16 and not _is_beyond_hopper(problem) else None
+        tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=max_registers)
         return _fused_with_splits(problem, tile, per_sm=6)
-    if not tma:
-        return joint(by_pointers)
-    if few:
+    if not problem.tma_allowed:
+        return joint(pointer_tile)
+    if _few_programs(problem, 128, per_sm=2):
         # 1x1x8192x64: 0.134, with two stages 0.257, separate 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
         # 1x1x32768x64: 0.815, separate 1.139. 1x4x8192x64: 0.225, 0.308.
         return joint(TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True))
     if problem.head_dim <= 64:
         if problem.num_queries <= 512:
             # 4x25x512x64: 0.0853, fused 0.0864, by tma 0.1219.
-            return joint(by_pointers)
+            return joint(pointer_tile)
         # 1x16x16384x64: 1.933 + 1.203, fused 3.344; 128x64 for dK, dV 2.607, 128x128 2.438; 64x64 for dQ 1.363.
         # 8x16x2048x64: 0.517, joint 0.572.
         key_value = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
@@ -290,8 +290,8 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
 
 
-def _short_backward(problem: AttentionProblem) -> BackwardSettings:
-    # GPU time; a pass that is not prepared saves a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
+def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
+    # GPU time; a pass that computes D itself saves a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
     if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
         # With 64 keys it would spill registers.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
@@ -304,7 +304,7 @@ def _short_backward(problem: AttentionProblem) -> BackwardSettings:
     return joint(TileSettings(64, 64, num_warps=4, num_stages=num_stages, use_tma=True))
 
 
-def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
+def _backward_with_register_operands(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
     _, tile = _tiles_by_registers(problem)
     if problem.head_dim > 128:
         return joint(tile)
@@ -314,9 +314,9 @@ def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> Ba
         has_masks = 64 < problem.head_dim < 128
         is_joint = deterministic or has_masks or problem.capability == AMD
         return joint(tile) if is_joint else _fused_with_splits(problem, tile, per_sm=4)
-    if _is_short(problem):
+    if _is_launch_bound(problem):
         # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
-        return joint(tile, prepared=problem.window is not None or problem.group_size > 1)
+        return joint(tile, precomputes_delta=problem.window is not None or problem.group_size > 1)
     if problem.head_dim <= 32 and not deterministic:
         return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), per_sm=4)
     return joint(tile)
@@ -370,7 +370,7 @@ def _few_programs(problem: AttentionProblem, rows: int, per_sm: int = 1) -> bool
     return problem.num_sequences * -(-problem.num_queries // rows) < per_sm * problem.num_multiprocessors
 
 
-def _is_short(problem: AttentionProblem) -> bool:
+def _is_launch_bound(problem: AttentionProblem) -> bool:
     """Return whether the CPU takes longer to launch the kernels than the GPU to run them."""
     return _few_programs(problem, 128) and max(problem.num_queries, problem.num_keys) <= 1024
 

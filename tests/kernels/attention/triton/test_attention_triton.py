@@ -43,7 +43,7 @@ FORMS = {
     "fused with splits": lambda tile: fused(tile, num_splits=3),
     "separate": lambda tile: separate(tile, tile),
     "joint": joint,
-    "unprepared": lambda tile: joint(tile, prepared=False),
+    "unprepared": lambda tile: joint(tile, precomputes_delta=False),
 }
 BACKWARD_FORMS = pytest.mark.parametrize("backward_form", FORMS, indirect=True)
 
@@ -348,9 +348,9 @@ def test_settings_keep_their_promises():
             settings = backward_settings(problem, deterministic)
             assert not (settings.fused and deterministic)
             assert settings.num_splits == 1 or settings.fused
-            assert settings.prepared or not settings.fused  # somebody has to clear the sum
-            assert sum(one.keys for one in settings.passes) == 1
-            assert sum(one.queries for one in settings.passes) == (0 if settings.fused else 1)
+            assert settings.precomputes_delta or not settings.fused  # somebody has to clear the sum
+            assert sum(one.computes_dkv for one in settings.passes) == 1
+            assert sum(one.computes_dq for one in settings.passes) == (0 if settings.fused else 1)
             tiles += [one.tile for one in settings.passes]
         for tile in tiles:
             assert problem.tma_allowed or not tile.use_tma
@@ -364,7 +364,7 @@ def test_few_programs_share_one_launch_behind_that_which_prepares_them(head_dim)
         settings = backward_settings(
             AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True
         )
-        assert settings.prepared, (num_sequences, length)
+        assert settings.precomputes_delta, (num_sequences, length)
         assert len(settings.passes) == 1, (num_sequences, length)
 
 
