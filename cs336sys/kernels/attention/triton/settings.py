@@ -155,9 +155,8 @@ def forward_settings(problem: AttentionProblem) -> ForwardSettings:
 def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     """Return the splits that leave a multiprocessor four programs, or one below 2048 keys; 1 for few keys and float32.
 
-    Forward with 1, 2, 4 and 8 splits: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
-    0.0200; 1x1x8192x128 0.0938, 0.0668, 0.0496, 0.0617; 1x1x16384x128 0.2224, 0.1442, 0.1539, 0.1792;
-    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
+    Forward with 1, 2, 4 and 8 splits: 1x1x4096x64 0.0441, 0.0295, 0.0221, 0.0200; 1x1x16384x128 0.2224, 0.1442, 0.1539,
+    0.1792. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
     """
     # With fewer keys the second launch costs the CPU more than the splits save the GPU.
     num_keys = problem.keys_of_tile(tile.query_rows)
@@ -190,9 +189,7 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
         # 1x1x512x64: 0.0116, by tma 0.0119; 1x16x512x64: 0.0124, 0.0127.
         return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
     if _few_programs(problem, 128, per_sm=2):
-        # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955. 1x1x8192x128: 0.0931, by ptr 0.1155, 64x128 0.1143.
-        # 1x1x32768x128: 0.544, 128x64 0.990. 1x4x8192x128: 0.146, 0.268. But 1x1x65536x64: 1.407, 64x128 1.189.
-        # 1x1x512x128: 0.0131, by ptr with two stages 0.0170; 1x16x512x128: 0.0150, 0.0189.
+        # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955; 1x1x32768x128: 0.544, 128x64 0.990.
         return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
     if problem.head_dim <= 64:
         if problem.num_keys <= 512:
@@ -257,17 +254,15 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         if not problem.tma_allowed:
             # As above forward_settings, 1x1x8192x16: 0.0497 ms.
             return _fused_with_splits(problem, pointer_tile, per_sm=4)
-        # 1x1x8192x16: 0.046, without splits 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
-        # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
-        # stages without the limit 2.470. 1x16x4096x32: 0.156, with two splits 0.170, joint 0.174.
+        # 1x1x8192x16: 0.046, without splits 0.118; 1x16x4096x32: 0.156, joint 0.174. With 32, 128 registers let four
+        # programs share a multiprocessor.
         max_registers = 128 if problem.head_dim > 16 and not _is_beyond_hopper(problem) else None
         tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=max_registers)
         return _fused_with_splits(problem, tile, per_sm=6)
     if not problem.tma_allowed:
         return joint(pointer_tile)
     if _few_programs(problem, 128, per_sm=2):
-        # 1x1x8192x64: 0.134, with two stages 0.257, separate 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
-        # 1x1x32768x64: 0.815, separate 1.139. 1x4x8192x64: 0.225, 0.308.
+        # 1x1x8192x64: 0.134, with two stages 0.257, separate 0.196; 1x1x8192x128: 0.149, 0.198, 0.249.
         return joint(TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True))
     if problem.head_dim <= 64:
         if problem.num_queries <= 512:
@@ -298,8 +293,7 @@ def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
     if problem.head_dim <= 32 or not problem.tma_allowed:
         # 1x12x512x32: 0.0162, by tma 0.0171, three stages 0.0156; 1x12x512x16: 0.0129, 0.0159, 0.0139.
         return joint(TileSettings(64, 64, num_warps=4, num_stages=2))
-    # 1x12x512x64: 0.0203, by ptr 0.0204, two stages 0.0214; 1x16x1024x64: 0.0327, 0.0353, 0.0352.
-    # 1x12x512x128: 0.0233, 0.0272, 0.0255; but 1x16x1024x128: 0.0586, 0.0518, 0.0465.
+    # Three stages, two: 1x16x1024x64: 0.0327, 0.0352; 1x12x512x128: 0.0233, 0.0255; but 1x16x1024x128: 0.0586, 0.0465.
     num_stages = 2 if problem.head_dim > 64 and not _few_programs(problem, 64) else 3
     return joint(TileSettings(64, 64, num_warps=4, num_stages=num_stages, use_tma=True))
 
@@ -352,8 +346,7 @@ def _float32_backward(problem: AttentionProblem, deterministic: bool) -> Backwar
             return _fused_with_splits(problem, TileSettings(32, 32, num_warps=4, num_stages=1), per_sm=4)
         # 1x16x4096x64: 2.148, 32x32 2.309, joint 3.165.
         return fused(TileSettings(32, 64, num_warps=4, num_stages=1))
-    # 1x1x1024x128: 0.055, without splits 0.139. 1x1x4096x128: 0.379, 0.593. 1x1x8192x128: 1.422 with two splits, 1.363.
-    # 1x1x16384x128: 5.354, joint 6.252.
+    # 1x1x1024x128: 0.055, without splits 0.139; 1x1x16384x128: 5.354, joint 6.252.
     return _fused_with_splits(problem, TileSettings(32, 16, num_warps=4, num_stages=1), per_sm=3)
 
 
