@@ -85,7 +85,7 @@ class Setting:
         """Return the option: ``--batch-size``."""
         return f"--{(self.option or self.name).replace('_', '-')}"
 
-    def read(self, value: Any) -> Any:
+    def checked(self, value: Any) -> Any:
         """Return a value as its parser makes it, or raise a UsageError if it is out of range or no choice."""
         if value is not None and self.minimum is not None and value < self.minimum:
             raise UsageError(f"{self.flag} {value}: must be at least {self.minimum}")
@@ -197,7 +197,7 @@ class Configured:
     def check_settings(self) -> None:
         """Keep each value as its setting reads it; raise a UsageError for one that is not allowed, or needs others."""
         for setting in _settings(type(self)):
-            object.__setattr__(self, setting.name, setting.read(getattr(self, setting.name)))
+            object.__setattr__(self, setting.name, setting.checked(getattr(self, setting.name)))
         configuration = self.configuration()
         for setting in _settings(type(self)):
             value = getattr(self, setting.name)

@@ -104,7 +104,7 @@ def choose_size(name: str, **fields: int | None) -> ModelSize:
     require_known("size", name, SIZES)
     described = ModelSize.settings()
     size = replace(
-        SIZES[name], **{field: described[field].read(value) for field, value in fields.items() if value is not None}
+        SIZES[name], **{field: described[field].checked(value) for field, value in fields.items() if value is not None}
     )
     if size.d_model % size.num_heads:
         raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")

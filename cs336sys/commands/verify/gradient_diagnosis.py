@@ -1,5 +1,6 @@
 """Explain a wrong gradient as a combination of those that micro-batches have by themselves."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -141,8 +142,8 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         return case.conclude("stale gradient", meaning, ())
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
-    rows = [[first_counts.get((rank, part), 0.0) for part in range(micro_batches)] for rank in range(data_ranks)]
-    counts = torch.tensor(rows)
+    parts = itertools.product(range(data_ranks), range(micro_batches))
+    counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
     used = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
     if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data_ranks:
         return case.conclude("accumulation", _uneven_micro_batches(counts))

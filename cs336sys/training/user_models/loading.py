@@ -112,9 +112,8 @@ class _LoaderOfImportedModule(importlib.abc.Loader):
         module.__spec__ = self._spec
 
 
-# The folders of Python's own modules.
 _STDLIB = Path(sysconfig.get_path("stdlib"))
-_PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")
+_PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")  # The folders of Python's own modules.
 
 # What has been loaded, and the packages and files that were imported with it, installed ones and ours apart.
 _loaded: dict[str, Callable[..., Any]] = {}
