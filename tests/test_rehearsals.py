@@ -49,7 +49,7 @@ OPTION_OF_DDP = {
     "settings/parallel.py": {"    transport: str = setting(": FIELD},
     "commands/ddp/options.py": {'"gradient_dtype", "transport")\nclass': '"dummy", '},
     "commands/rank_training/measure.py": {
-        "    derived = with_notes(right | _derived(": '    right["doubled"] = 2 * workload.dummy\n',
+        "    derived = with_notes(_checked_columns[key]": '    columns["doubled"] = 2 * workload.dummy\n',
     },
 }
 COLUMN = {
@@ -77,10 +77,10 @@ OPERATION = {
         "from cs336sys.kernels.linear_cross_entropy import": "from cs336sys.kernels.dummy import dummy\n",
         '    "weighted-sum": DifferentiatedFunction(': """\
     "dummy": DifferentiatedFunction(
-        lambda workload, random, generator: {"x": random((workload.tokens, workload.width))},
-        lambda workload: dummy,
-        _plain_function(dummy, lambda x: x + x),
-        (2, 2),
+        inputs=lambda workload, random, generator: {"x": random((workload.tokens, workload.width))},
+        reference=lambda workload: dummy,
+        implementations=_implementations(dummy, lambda x: x + x),
+        moved_tensors=(2, 2),
     ),
 """,
     },

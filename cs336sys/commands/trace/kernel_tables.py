@@ -91,15 +91,17 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
     first = measured[0].profile.phases[0].name if measured else "the first phase"
-    headers: dict[str, str] = {}
+    columns = list(labels)
     for group, where, phase in (
         ("first", first, first),
         ("both", "forward and backward together", "both"),
         ("backward", "backward", "backward"),
     ):
-        headers |= {f"{group}_kernel": f"most time in {where}", f"{group}_percent": f"share of {phase}"}
-        headers[f"{group}_instances"] = f"times in {phase}"
-    columns = (*labels, *named_columns(**headers))
+        columns += [
+            Column(f"{group}_kernel", f"most time in {where}"),
+            Column(f"{group}_percent", f"share of {phase}", "percent"),
+            Column(f"{group}_instances", f"times in {phase}"),
+        ]
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 
 
