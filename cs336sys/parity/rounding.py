@@ -12,7 +12,7 @@ from cs336sys.settings.training import Workload
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far rounding may take a tensor."""
+    """The difference from exact arithmetic that rounding explains in a tensor."""
 
     relative: float  # Of its norm; of a weight, of the norm of how far steps move it.
     repeated: float  # Times how far one process is from itself where it rounds elsewhere.

@@ -25,7 +25,7 @@ _MUCH_LAUNCHING = 0.03
 
 @dataclass(frozen=True)
 class DisplayOptions:
-    """How a capture's tables are shown; ``ceilings`` and ``bandwidths`` are what was measured on such GPUs."""
+    """Options of a capture's tables; ``ceilings`` and ``bandwidths`` are what was measured on such GPUs."""
 
     top: int = 10
     full_names: bool = False

@@ -47,7 +47,7 @@ _CAUSES_OF_CASES = {
 
 
 def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
-    """Where the plain step is right, name what the case does as the cause."""
+    """Name what the case does as the cause, where the plain step is right."""
     if not case.is_new:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":

@@ -88,7 +88,7 @@ class PartialGradients:
 
 
 class _PartialGradient:
-    """Whether the gradient of one parameter is summed, told by hooks on the parameter.
+    """A test by hooks on one parameter whether its gradient is summed.
 
     Attributes:
         is_summed: whether no pass has added to it since it was summed.

@@ -59,7 +59,7 @@ def named_barrier_wait(number, threads):
 
 @gluon.jit
 def change_kernels():
-    """Until the kernel before this one is done, if this one was launched early; lets the next one begin in its turn.
+    """Wait for the kernel before this one, if this one was launched early, and let the next one begin in its turn.
 
     That begins when all programs have said so and a multiprocessor has room, and waits in the same way.
     """

@@ -247,7 +247,7 @@ class HopperBackwardPlan(BackwardPlan):
         return self._problem.head_dim * (2 * self._problem.dtype.itemsize + 4)
 
     def _num_visits(self) -> list[int]:
-        """Of an item of each tile of keys."""
+        """Return how many visits to tiles of queries an item of each tile of keys makes."""
         problem = self._problem
         tiles = (
             query_tiles(first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles)
