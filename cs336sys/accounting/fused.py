@@ -16,9 +16,6 @@ from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_byte
 from cs336sys.settings.choices import PRECISION_RECORDS, StepChoices
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
-# Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
-BLOCKS_BESIDE = 2
-
 
 @dataclass(frozen=True)
 class FusedStep(StepChoices):
@@ -92,7 +89,7 @@ class FusedStep(StepChoices):
     def gradients(self, blocks: int) -> int:
         """Return the bytes of gradients of the last ``blocks`` blocks, unless updated, last norm and LM head."""
         if self.update == "backward":
-            blocks = min(blocks, BLOCKS_BESIDE)
+            blocks = 0
         block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
         return blocks * block + 4 * self.size.d_model + self.head_gradient
 
@@ -136,9 +133,6 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
         gradients = step.gradients(step.size.num_layers) + 4 * step.head
         moments.append(("end of backward", gradients, 4 * step.size.stream))
         if step.updates_parameters:
-            if step.update == "backward":
-                # Blocks are updated by then.
-                gradients -= step.gradients(step.size.num_layers) - step.gradients(0)
             # Only the course's AdamW makes a temporary of each parameter.
             temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer_record.is_plain else 0
             moments.append(("optimizer", gradients, temporary_bytes))
@@ -180,7 +174,7 @@ def _fused_backward_moments(
       product, gate and up, and the product again; else w2's gradient in place of the product and of w2's cast.
     - Projections of a block, with copies: gate and up are gone, their gradients, those of all three weights and of
       the norm's output exist.
-    - Update of a block: its gradients and those of blocks whose updates still run; its activations are gone.
+    - Update of a block: its gradients; its activations are gone.
     - Softmax of a block, reference attention: as without fused kernels (``accounting.memory``).
     """
     e, d_model, d_ff = step.e, step.size.d_model, step.size.d_ff

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, choose_from
 from cs336sys.kernels import recognition
-from cs336sys.kernels.embedding import embedding_rows
 from cs336sys.kernels.linear import WeightCopies, linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.recognition import CAPPED_LOSS_SCALE, Gate, Head
@@ -27,27 +26,13 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def _norm_forward(
     norm: Any, x: Tensor, residual: Tensor | None = None, returns_x: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if not torch.compiler.is_compiling():
-        # What the block before has computed of this very tensor: see Fused.chain_blocks.
-        total, version, y = norm.__dict__.pop("computed", (None, 0, None))
-        if residual is None and x is total and x._version == version:
-            return (y, x) if returns_x else y
     return rms_norm(x, norm.weight, norm.eps, residual, returns_x=returns_x)
-
-
-def _embedding_forward(embedding: Any, token_ids: Tensor) -> Tensor:
-    return embedding_rows(embedding.weight, token_ids)
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
     normalized, x = block.ln1(x, returns_x=True)
     normalized, x = block.ln2(block.attn(normalized), residual=x)
-    out, next_norm = block.ffn(normalized), block.__dict__.get("next_norm")
-    if next_norm is None or torch.compiler.is_compiling():
-        return x + out
-    y, total = next_norm(out, residual=x)
-    next_norm.__dict__["computed"] = total, total._version, y
-    return total
+    return x + block.ffn(normalized)
 
 
 # Functions that return forward passes are cached: modules that compute alike share one, and with it compiled code.
@@ -160,7 +145,6 @@ FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
     "RMSNorm": (_norm_forward, _is_rms_norm),
     "SwiGLU": (gate_forward(_COURSE_GATE), _is_swiglu),
     "TransformerBlock": (_block_forward, _is_block),
-    "Embedding": (_embedding_forward, recognition.is_embedding),
 }
 
 
@@ -199,9 +183,6 @@ ATTRIBUTES = {
     "CausalMultiHeadSelfAttention": ("q_proj", "k_proj", "v_proj", "output_proj", "num_heads", "positional_encoder"),
     "TransformerBlock": ("ln1", "attn", "ln2", "ffn"),
 }
-
-# Classes that are replaced, too, and that a model need not have.
-OPTIONAL = ("RotaryEmbedding", "Embedding")
 
 # The layers of a module whose weights lie side by side in one copy, by the name of the module's class and the copy.
 STACKED = {
@@ -383,30 +364,11 @@ class Fused:
         """Count the modules that own a parameter: an embedding may share the head's."""
         return sum(parameter is weight for module in self._model.modules() for parameter in module._parameters.values())
 
-    def chain_blocks(self) -> None:
-        """Let each block's last addition run in the kernel of the norm after it: the next block's first, or the last.
-
-        That norm takes the result if it is then called with the very sum; a model that does something in between
-        computes as before, with a norm too many. Not for blocks that are run again in the backward pass, nor for
-        wrappers that gather the weights of a block when it is called. Compiled blocks add by themselves.
-
-        Raises:
-            UsageError: the model was fused without rms-norm.
-        """
-        if "rms-norm" in self._missing_kernels:
-            raise UsageError("a block's last addition is rms-norm's: the model was fused without it")
-        blocks: list[Any] = [module for module in self._replacements if type(module).__name__ == "TransformerBlock"]
-        inside = {part for block in blocks for part in block.modules()}
-        outside = [norm for norm in self._replacements if type(norm).__name__ == "RMSNorm" and norm not in inside]
-        for block, norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), *outside[:1]], strict=False):
-            # Not by setattr, which would make it a part of the block, and list its weight twice in the state dict.
-            block.__dict__["next_norm"] = norm
-
     def undo(self) -> None:
         """Let the model compute as before; a second call does nothing."""
         for module, replacement in self._replacements.items():
             module.__dict__.pop("forward", None)
-            for name in (*replacement.stacks, "gradient_dtype", "next_norm", "computed"):
+            for name in (*replacement.stacks, "gradient_dtype"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
             for name in _HEAD_STATE:
@@ -438,8 +400,8 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
 
     In a model with the names of classes and attributes of ``cs336_basics.model``, modules are known by these names, and
     left alone where they compute something else: ``RMSNorm``, ``SwiGLU``, ``RotaryEmbedding`` (with its own ``theta``
-    or the model's ``config["rope_theta"]``), ``Embedding`` but for torch's own, ``TransformerBlock``, which adds
-    attention's output in the kernel of its second norm, and, once the handle keeps copies of the weights,
+    or the model's ``config["rope_theta"]``), ``TransformerBlock``, which adds attention's output in the kernel of its
+    second norm, and, once the handle keeps copies of the weights,
     ``CausalMultiHeadSelfAttention``. ``lm_head`` is ``linear_cross_entropy`` where the handle's ``loss`` calls the
     model.
 
@@ -478,11 +440,11 @@ def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: C
     """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
     replaced_classes = {name for kernel in kernels for name in KERNELS[kernel]}
     if kernels is KERNELS:
-        replaced_classes |= {"CausalMultiHeadSelfAttention", "Embedding"}
+        replaced_classes.add("CausalMultiHeadSelfAttention")
     course_modules = {
         path: module
         for path, module in model.named_modules()
-        if type(module).__name__ in (*ATTRIBUTES, *OPTIONAL) and not isinstance(module, nn.Embedding)
+        if type(module).__name__ in {*ATTRIBUTES, "RotaryEmbedding"}  # a model need not have rotations
     }
     for path, module in course_modules.items():
         _refuse_own_forward(path, module)

@@ -114,18 +114,6 @@ def is_linear(module: nn.Module) -> bool:
     return _computes(module, lambda x, weight: x @ weight.T, {"weight": (_INNER_WIDTH, _WIDTH)})
 
 
-def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module computes exactly ``weight[token_ids]``."""
-
-    def compute(weight: Tensor) -> Any:
-        return torch.func.functional_call(module, {"weight": weight}, (ids,))
-
-    with _isolated_trial():
-        weight, ids = torch.randn((_INNER_WIDTH, _WIDTH), device="cpu"), torch.tensor([[0, 5, 2]], device="cpu")
-        trials = [[weight.to(dtype)] for dtype in _TOLERANCES]
-        return _takes_one_tensor(module) and all(_agrees(compute, lambda w: w[ids], trial) for trial in trials)
-
-
 def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
     """Return whether a module rotates pairs of neighbours, (..., S, head_dim) by positions (S,), with this base.
 

@@ -51,8 +51,6 @@ class MemoryStep(TrainStep):
                 f"--checkpoint {workload.checkpointing}: {training.user.model or type(model).__name__} calls its "
                 "blocks itself, one by one; choose none or block"
             )
-        # Recomputed blocks must compute what they computed before.
-        self.chains_blocks = workload.checkpointing == "none"
         super().__init__(training, device, model=model)
         if self.passes > 1:
             # What is timed; forward and backward passes alternate.

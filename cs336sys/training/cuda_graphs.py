@@ -101,8 +101,7 @@ class GraphedStep:
     Args:
         phases: what one step does, by name, in order; called without arguments.
         inputs: the tensors that hold the step's data, on the GPU. The phases must read them and nothing else.
-        optimizers: those in use, which must keep their state on the GPU. What a method ``around_capture`` of theirs
-            returns is entered around the capture.
+        optimizers: those in use, which must keep their state on the GPU.
         warmup: steps before the capture, at least 1.
         around: entered around the capture of each phase, with its name.
         around_warmup: entered around each step of the warm-up, with its number from 0.
@@ -142,10 +141,7 @@ class GraphedStep:
         self.result: Tensor | None = None
         self._warm_up(phases, optimizers, warmup, around_warmup)
         started = time.perf_counter()
-        with contextlib.ExitStack() as around_all:
-            for optimizer in optimizers:
-                around_all.enter_context(getattr(optimizer, "around_capture", contextlib.nullcontext)())
-            self.phases = self._capture(phases, around)
+        self.phases = self._capture(phases, around)
         self.capture_s = time.perf_counter() - started
 
     def __call__(self, *inputs: Tensor) -> Tensor | None:

@@ -15,7 +15,6 @@ from cs336_basics.nn_utils import cross_entropy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cs336sys.accounting.fused import BLOCKS_BESIDE
 from cs336sys.errors import CapabilityError
 from cs336sys.machine.device import DTYPES
 from cs336sys.results.model import Samples
@@ -44,7 +43,6 @@ class TrainStep:
             kernel computes it together with the logits.
         loss: what the last forward pass returned.
         takes_half_gradients: whether float32 parameters may have gradients in bf16.
-        chains_blocks: whether fused blocks are called one after another, each whole and once, and nothing between them.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         loss_without_logits: a fused kernel's function that computes logits and loss together; None without one.
         fused: the model's fused kernels; None without.
@@ -52,7 +50,6 @@ class TrainStep:
     """
 
     takes_half_gradients = True
-    chains_blocks = True
     warmup_of_capture = WARM_UP_STEPS
 
     def __init__(
@@ -82,7 +79,7 @@ class TrainStep:
         if workload.update == "backward":
             blocks = [list(block.parameters()) for block in blocks_of(workload, self.model).values()]
             # Our AdamW, as its settings demand.
-            cast("Any", self.optimizer).update_in_backward(blocks, BLOCKS_BESIDE)
+            cast("Any", self.optimizer).update_in_backward(blocks)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
@@ -103,7 +100,7 @@ class TrainStep:
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
     def _use_fused_kernels(self) -> None:
-        """Let the loss, the weights' copies and the additions between blocks be those of the model's fused kernels."""
+        """Let the loss and the weights' copies be those of the model's fused kernels."""
         workload = self.workload
         self.fused = import_module(FUSED_KERNELS_MODULE).fused_kernels(self.model)
         if self.fused is None:
@@ -116,8 +113,6 @@ class TrainStep:
             # Autocast rounds gradients, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
             self.fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
-        if self.chains_blocks and "rms-norm" in workload.fused_kernels:
-            self.fused.chain_blocks()
 
     def __call__(self) -> None:
         for phase in self.phases.values():
@@ -198,11 +193,8 @@ class TrainStep:
 
     @functools.cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        """Return one for all captures: cuBLAS keeps a workspace a stream, and that of a released graph counts in peaks.
-
-        Where the backward pass updates parameters it goes first, so that updates take what it leaves idle.
-        """
-        return torch.cuda.Stream(self.device, priority=-1 if self.workload.update == "backward" else 0)
+        """Return one for all captures: cuBLAS keeps a workspace for each, which counts in peaks for ever."""
+        return torch.cuda.Stream(self.device)
 
     def release_graphs(self) -> None:
         """Launch the phases again, and free what the graphs and the last step hold."""

@@ -218,7 +218,6 @@ def test_kind_and_short_name(category, kernel, short):
 KINDS_OF_OURS = {
     "attention": {"attention/softmax"},
     "adamw": {"optimizer"},
-    "embedding.py": {"sorting", "reduction"},
     "linear_cross_entropy.py": {"reduction", "elementwise"},
     "operators.py": {"reduction"},
     "rms_norm.py": {"normalization"},

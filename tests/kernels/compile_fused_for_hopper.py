@@ -15,7 +15,7 @@ import torch
 import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
-from cs336sys.kernels import embedding, linear_cross_entropy, operators, rms_norm, rope, swiglu
+from cs336sys.kernels import linear_cross_entropy, operators, rms_norm, rope, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
 from cs336sys.kernels.adamw import kernels as adamw_kernels
 
@@ -91,11 +91,6 @@ def split_and_rotate(heads: int, head_dim: int) -> None:
     rope.compute_grad_qkv(*parts, None, 10_000.0, BF16)
 
 
-def embed(width: int) -> None:
-    ids = torch.zeros(ROWS, dtype=torch.int64)
-    embedding.embedding_gradient(ids, empty(ROWS, width, dtype=torch.float32), 16, torch.float32)
-
-
 def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> None:
     gate, up, grad = (empty(ROWS, width, dtype=dtype) for _ in range(3))
     swiglu._forward(gate, up, dtype)
@@ -129,7 +124,6 @@ CONFIGURATIONS = {
     "rope 32x128": lambda: rotate(32, 128),
     "rope 25x64 float32": lambda: rotate(25, 64, torch.float32),
     "rope_qkv 12x64": lambda: split_and_rotate(12, 64),
-    "embedding 768": lambda: embed(768),
     "swiglu 11008": lambda: gated(11008, recomputes=True),
     "swiglu 11008 float32": lambda: gated(11008, torch.float32),
     "linear_cross_entropy 151936": lambda: predict(151_936),
@@ -147,9 +141,9 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     gc.disable()  # as compile_for_hopper does
     launches: list[tuple[str, dict]] = []
-    for module in (rms_norm, rope, embedding, swiglu, linear_cross_entropy, optimizer):
+    for module in (rms_norm, rope, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None
-    for module in (rms_norm, operators, rope, embedding, swiglu, linear_cross_entropy, adamw_kernels):
+    for module in (rms_norm, operators, rope, swiglu, linear_cross_entropy, adamw_kernels):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Recorder(value, launches))

@@ -1,6 +1,5 @@
 """AdamW's kernels against torch.optim.AdamW and float64, on the CPU through Triton's interpreter."""
 
-import contextlib
 import copy
 import gc
 import io
@@ -433,7 +432,7 @@ def test_updates_in_the_backward_pass(device):
             expected.step()
             expected.zero_grad()
 
-    end = optimizer.update_in_backward(groups, depth=1)
+    end = optimizer.update_in_backward(groups)
     train(3)
     assert left == [[True, False, False, True]] * 3
     end()
@@ -448,7 +447,7 @@ def test_updates_in_the_backward_pass(device):
 def test_updates_in_the_backward_pass_keep_nothing_alive(device):
     layer = torch.nn.Linear(4, 4, device=device)
     optimizer = AdamW(layer.parameters())
-    optimizer.update_in_backward([list(layer.parameters())], 1)
+    optimizer.update_in_backward([list(layer.parameters())])
     layer(torch.ones(2, 4, device=device)).sum().backward()
     freed = weakref.ref(layer.weight), weakref.ref(optimizer)
     del layer, optimizer
@@ -461,9 +460,9 @@ def test_parameters_that_cannot_be_updated_in_the_backward_pass_are_refused(devi
     optimizer = AdamW(parameters)
     for groups in ([parameters, parameters[:1]], [[torch.nn.Parameter(torch.ones(2, device=device))]]):
         with pytest.raises(ValueError, match="takes each of this optimizer's parameters once at most"):
-            optimizer.update_in_backward(groups, 1)
+            optimizer.update_in_backward(groups)
     with pytest.raises(ValueError, match="max_grad_norm needs all gradients before the first update"):
-        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters], 1)
+        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters])
 
 
 def test_closure_and_steps_without_gradients(device):
@@ -548,8 +547,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
-@pytest.mark.parametrize("copies", [True, False], ids=["tables copied by replays", "tables copied once"])
-def test_in_a_cuda_graph(state_dtype, copies):
+def test_in_a_cuda_graph(state_dtype):
     """Gradients are made inside the graph, where they have other addresses than before."""
     dtype = torch.float32 if state_dtype == "fp32" else torch.bfloat16
     tensors = make_tensors([(300, 20), (70,)], dtype, "cuda")
@@ -574,7 +572,7 @@ def test_in_a_cuda_graph(state_dtype, copies):
         train(parameters, optimizer, x)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with contextlib.nullcontext() if copies else optimizer.around_capture(), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         train(parameters, optimizer, x)
     for step, values in enumerate(inputs):
         for one in (rate, eager_rate):

@@ -65,53 +65,6 @@ def test_trains_as_without(model, called):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_chained_blocks(model, called, monkeypatch):
-    """Every addition of a block runs in a norm's kernel, and what trains and is saved stays as it is."""
-    plain = copy.deepcopy(model)
-    handle = fuse(model)
-    handle.chain_blocks()
-    chained = copy.deepcopy(model)
-    counted, additions = module.rms_norm, []
-    monkeypatch.setattr(
-        module, "rms_norm", lambda x, weight, eps, residual, **options: (
-            additions.append(residual is not None) or counted(x, weight, eps, residual, **options)
-        )
-    )  # fmt: skip
-    assert list(losses(model, 3)) == pytest.approx(list(losses(plain, 3)), abs=1e-5)
-    assert (called["rms_norm"], sum(additions)) == (3 * 5, 3 * 4)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert chained.layers[0].next_norm is chained.layers[1].ln1
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
-    handle.undo()
-    assert list(losses(model, 1)) == pytest.approx(list(losses(plain, 1)), abs=1e-5)
-
-
-class Between(nn.Module):
-    """Gives a block what is not the sum of the block before."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, x):
-        return self.change(x)
-
-
-@pytest.mark.parametrize(
-    "change", [lambda x: x + 1, lambda x: x.detach().add_(1), lambda x: x.add_(1)], ids=["new", "memory", "in place"]
-)
-def test_chained_blocks_with_something_between(model, change):
-    model.layers.insert(1, Between(change))
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-    with torch.no_grad():
-        expected = model(tokens)
-        handle = fuse(model)
-        handle.chain_blocks()
-        torch.testing.assert_close(model(tokens), expected)
-        torch.testing.assert_close(model(tokens), expected)
-
-
 @pytest.mark.parametrize(
     ("only", "calls"),
     [
@@ -194,7 +147,6 @@ def test_modules_that_compute_something_else_under_the_same_name_are_left_alone(
 
     expected = loss_of(model)
     handle = fuse(model)
-    handle.chain_blocks()
     torch.testing.assert_close(handle.loss(model, tokens, tokens) if handle.computes_loss else loss_of(model), expected)
     handle.keep_copies(torch.bfloat16)
     with torch.autocast(tokens.device.type, torch.bfloat16):

@@ -1,8 +1,6 @@
 """A step in graphs: by a recorder that replays torch's operators on a CPU, and by CUDA's where there is a GPU."""
 
-import contextlib
 import gc
-from typing import ClassVar
 
 import pytest
 import torch
@@ -79,24 +77,6 @@ def test_replays_train_as_launches_do_bit_by_bit(device, optimizer, settings):
     assert all(map(torch.equal, launched.weights, replayed.weights))
     assert all(parameter.grad is None for parameter in replayed.model.parameters())
     assert list(step.phases) == ["forward", "backward", "optimizer"]
-
-
-def test_context_of_an_optimizer_is_around_the_capture_alone():
-    class Optimizer(AdamW):
-        seen: ClassVar[list] = []
-
-        @contextlib.contextmanager
-        def around_capture(self):
-            self.seen.append("captured from here")
-            yield
-            self.seen.append("to here")
-
-        def step(self):
-            self.seen.append("step")
-            return super().step()
-
-    graphed(Training(optimizer=Optimizer), warmup=2)
-    assert Optimizer.seen == ["step", "step", "captured from here", "step", "to here"]
 
 
 def test_phases_can_be_replayed_one_by_one_and_the_last_batch_again():

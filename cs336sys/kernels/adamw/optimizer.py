@@ -3,7 +3,6 @@
 import functools
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from cs336sys.kernels.adamw.tables import (
     UpdateTables,
     Variant,
     is_capturing,
-    tables_after_capture,
 )
 from cs336sys.kernels.operators import check_tensors
 
@@ -28,57 +26,6 @@ STATE_DTYPES = ("fp32", "bf16", "split")
 
 # Flags of torch.optim.AdamW that change its updates, and that this one lacks.
 _MISSING_FLAGS = ("amsgrad", "maximize")
-
-
-class SideStream:
-    """A stream on which work runs while the backward pass computes.
-
-    The tensor cores need little of the memory's bandwidth, and an optimizer nothing else. The stream that called
-    ``backward()`` waits for this one at the end of the pass. The host never waits, and in a CUDA graph the streams
-    become branches.
-
-    Args:
-        device: a GPU; on a CPU, work is done at once, and tensors are held as on a GPU.
-        depth: the most pieces of work whose tensors are held; with more, the backward pass waits for the oldest.
-    """
-
-    def __init__(self, device: torch.device, depth: int):
-        self._depth = depth
-        # Of each piece of work: the event of its end (None on a CPU), and its tensors.
-        self._unfinished: deque[tuple[torch.cuda.Event | None, Sequence[Tensor]]] = deque()
-        self._backward_pass = -1  # the id of the one at whose end join() is queued
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
-        """Launch ``run`` on the side stream, alongside later work of the current stream. Only within a backward pass.
-
-        Args:
-            tensors: what it reads and writes, made on the current stream.
-        """
-        if self._backward_pass != torch._C._current_graph_task_id():
-            self._backward_pass = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self.join)
-        while len(self._unfinished) >= self._depth:
-            oldest_end, _ = self._unfinished.popleft()
-            if oldest_end is not None:
-                torch.cuda.current_stream(oldest_end.device).wait_event(oldest_end)
-        end = None
-        if self._stream is None:
-            run()
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                run()
-            end = self._stream.record_event()
-        # Tensors are held until that work ends: else the allocator gives their memory to later work of this stream.
-        self._unfinished.append((end, tensors))
-
-    def join(self) -> None:
-        """Let the current stream wait for all work; called at the end of every backward pass."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._unfinished.clear()
-        self._backward_pass = -1
 
 
 class AdamW(torch.optim.Optimizer):
@@ -291,18 +238,14 @@ class AdamW(torch.optim.Optimizer):
             self._update(part)
         return loss
 
-    # A context around the capture of CUDA graphs that hold steps.
-    around_capture = staticmethod(tables_after_capture)
-
-    def update_in_backward(self, groups: Sequence[Sequence[Tensor]], depth: int) -> Callable[[], None]:
+    def update_in_backward(self, groups: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
         """Let the backward pass update parameters: each group as soon as all in it have gradients.
 
         The gradients are dropped then. :meth:`step` updates all other parameters. Gradients of several backward passes
-        cannot be summed for one step. Updates run on a stream of their own while the backward pass goes on.
+        cannot be summed for one step.
 
         Args:
             groups: parameters that are updated together, such as a block's.
-            depth: the most complete groups whose gradients are held.
 
         Returns:
             A function that ends this.
@@ -319,13 +262,12 @@ class AdamW(torch.optim.Optimizer):
             if any(id(parameter) not in members for parameter in group):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
             parts.append(ParameterSet([members.pop(id(parameter)) for parameter in group]))
-        side_stream = SideStream(self._device, depth)
         self._updated_in_backward += parts
         # Python's collector does not see what a parameter's hooks refer to: they must not keep the optimizer alive.
         optimizer_ref = weakref.ref(self)
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
-                functools.partial(_update_complete_part, optimizer_ref, weakref.ref(part), side_stream)
+                functools.partial(_update_complete_part, optimizer_ref, weakref.ref(part))
             )
             for part in parts
             for member in part.members
@@ -473,19 +415,12 @@ class AdamW(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def _update_complete_part(
-    optimizer_ref: weakref.ref[AdamW], part_ref: weakref.ref[ParameterSet], side_stream: SideStream, _: Tensor
-) -> None:
-    """Update a part on the side stream and drop its gradients, if all of its members have one."""
+def _update_complete_part(optimizer_ref: weakref.ref[AdamW], part_ref: weakref.ref[ParameterSet], _: Tensor) -> None:
+    """Update a part and drop its gradients, if all of its members have one."""
     optimizer, part = optimizer_ref(), part_ref()
-    if optimizer is None or part is None:
+    if optimizer is None or part is None or any(member.parameter.grad is None for member in part.members):
         return
-    gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
-    if len(gradients) < len(part.members):
-        return
-    # On the current stream, which owns what it allocates.
-    optimizer.make_state(part.members)
-    side_stream.launch(functools.partial(optimizer._update, part), gradients)
+    optimizer._update(part)
     for member in part.members:
         member.parameter.grad = None
 

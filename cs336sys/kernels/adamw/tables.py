@@ -1,8 +1,7 @@
 """Tables on the device that describe tensors to the AdamW kernels, made anew only when tensors change."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,33 +72,12 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
 
 
-# Device memory, and the values to copy there when a capture has ended; None outside of `tables_after_capture`.
-_pending: list[tuple[Tensor, Tensor]] | None = None
-
-
-@contextlib.contextmanager
-def tables_after_capture() -> Iterator[None]:
-    """Copy the tables of graphs that are captured in this context to the device once, when it ends.
-
-    Else every replay copies them anew: 16 us of a step of 5 ms (``small`` on an H200).
-    """
-    global _pending
-    pending: list[tuple[Tensor, Tensor]] = []
-    _pending = pending
-    try:
-        yield
-    finally:
-        _pending = None
-    for on_device, values in pending:
-        on_device.copy_(values)
-
-
 class Uploader:
     """Copies tables to the device without making the host wait, also as part of a CUDA graph.
 
-    A graph copies from the same host memory at every replay, so that memory stays as it is. Host memory cannot be
-    pinned while a graph is captured, and device memory that is allocated then is overwritten by replays: so a spare
-    buffer of each is kept for every size that was uploaded before.
+    A graph copies from the same host memory at every replay (16 us of a step of 5 ms, ``small`` on an H200), so that
+    memory stays as it is. Host memory cannot be pinned while a graph is captured, and device memory that is allocated
+    then is overwritten by replays: so a spare buffer of each is kept for every size that was uploaded before.
     """
 
     def __init__(self, device: torch.device):
@@ -124,9 +102,6 @@ class Uploader:
                 "before the graph is captured, and between two captures"
             )
         pinned, on_device = (buffer.view(values.dtype).view(values.shape) for buffer in self._spares.pop(num_bytes))
-        if _pending is not None:
-            _pending.append((on_device, values))
-            return on_device
         pinned.copy_(values)
         self._captured.append(pinned)
         return on_device.copy_(pinned, non_blocking=True)

@@ -41,8 +41,6 @@ class ParallelStep(TrainStep):
 
     # Wrappers are made for gradients of the parameters' dtype.
     takes_half_gradients = False
-    # Wrappers gather weights and start to send gradients between blocks.
-    chains_blocks = False
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
