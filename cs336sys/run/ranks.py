@@ -48,7 +48,7 @@ def choose_world_sizes(values: Sequence[int]) -> Sequence[int]:
 
 @options.setting_options(
     ParallelWorkload,
-    *("world_size", "backend", "high_priority", "timeout_s", "check_layers", "plot_scaling", "trace"),
+    *("world_size", "backend", "timeout_s", "check_layers", "plot_scaling", "trace"),
 )
 class ParallelTraining(options.OptionGroup):
     """Options that ``ddp`` and ``shard`` have in common: the ranks, and what is checked, drawn and kept of them."""

@@ -121,7 +121,6 @@ class ParallelWorkload(Configured, HasStrategy):
         header="gradients sent in",
         in_titles=True,
     )
-    high_priority: bool = setting(False, "Run NCCL's kernels at high priority.")
     trace: str | None = setting(None, header=None)
     timeout_s: float = setting(
         120.0, "Seconds to wait for other ranks.", minimum=1, maximum=LONGEST_S, option="timeout", header=None
@@ -280,12 +279,7 @@ class ParallelWorkload(Configured, HasStrategy):
         """Return ``gloo`` or ``nccl`` for ranks on ``cpu`` or ``cuda``; a UsageError where a setting needs GPUs."""
         if self.backend == "nccl" and device == "cpu":
             raise UsageError("--backend nccl: communicates between GPUs; choose gloo, or --device cuda")
-        backend = {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
-        if self.high_priority and backend != "nccl":
-            raise UsageError(
-                f"--high-priority affects only NCCL's kernels, and ranks communicate by {backend}: leave it out"
-            )
-        return backend
+        return {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
 
     @property
     def sequences_per_rank(self) -> int:

@@ -7,7 +7,6 @@ from cs336sys.commands.bench.tables import bench_tables
 from cs336sys.commands.ddp.tables import ddp_tables
 from cs336sys.commands.kernels.tables import kernel_tables
 from cs336sys.commands.losses.tables import loss_tables
-from cs336sys.commands.shard.tables import shard_tables
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.settings.operations import AttentionWorkload, KernelWorkload
 from cs336sys.settings.parallel import ParallelWorkload
@@ -74,14 +73,15 @@ def test_rows_that_differ_in_a_setting_show_it(command, name):
     assert [row.get(name) for row in table.rows] == [cell.configuration[name] for cell in cells]
 
 
-@pytest.mark.parametrize(("command", "tables_of"), [("ddp", ddp_tables), ("shard", shard_tables)])
-def test_cells_of_ranks_show_what_their_strategies_are_given(command, tables_of):
-    usual = ParallelWorkload(Workload(choose_size("tiny", batch_size=4)), "none", 2).configuration()
-    given = usual | {"high_priority": True}
-    assert "high priority True" in tables_of([failed(command, given)], None)[0].title
-    assert "high priority" not in tables_of([failed(command, usual)], None)[0].title
-    table = tables_of([failed(command, usual), failed(command, given)], None)[0]
-    assert "high_priority" in [column.key for column in table.columns]
+def test_cells_of_ranks_show_what_their_modes_are_given():
+    usual = ParallelWorkload(Workload(choose_size("tiny", batch_size=4)), "bucketed", 2, bucket_mb="block")
+    cells = [
+        failed("ddp", usual.configuration() | {"transport": transport})
+        for transport in (usual.transport, "copy-engines")
+    ]
+    titles = [ddp_tables([cell], None)[0].title for cell in cells]
+    assert ["sent by copy-engines" in title for title in titles] == [False, True]
+    assert "transport" in [column.key for column in ddp_tables(cells, None)[0].columns]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
 # Columns of checks that found nothing wrong, by configuration.
 _checked_columns: dict[str, dict[str, Any]] = {}
 
-# Latency and bandwidth of what ranks communicate through, by their number, backend and priority.
+# Latency and bandwidth of what ranks communicate through, by their number and backend.
 _links: dict[tuple[int, str, bool], AlphaBeta] = {}
 
 
@@ -121,7 +121,7 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
 
 def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:
     """Return latency and bandwidth of the slowest rank's all-reduces, timed once for all cells."""
-    key = (workload.world_size, _backend(workload), workload.high_priority)
+    key = (workload.world_size, _backend(workload))
     if key not in _links:
         times_s = ranks.run(on_rank.time_all_reduces, workload)
         slowest_s = {size: max(rank_times_s[size] for rank_times_s in times_s) for size in times_s[0]}
@@ -229,9 +229,7 @@ def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
         # large took 41.2 ms, without 19.2. Branches were more than the GPU has queues: while updated parameters of
         # optimizer-flat arrived, the forward pass of xl stood still for 11 ms of 26.9; without, it takes 20.5.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    return launch.kept(
-        workload.world_size, backend=backend, timeout_s=workload.timeout_s, high_priority=workload.high_priority
-    )
+    return launch.kept(workload.world_size, backend=backend, timeout_s=workload.timeout_s)
 
 
 def _backend(workload: ParallelWorkload) -> str:

@@ -57,43 +57,36 @@ def run(
         return ranks.run(function, *args)
 
 
-def start(
-    world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
-) -> "Ranks":
+def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120.0) -> "Ranks":
     """Start ranks that run one function after another: ``with start(2) as ranks: ranks.run(function, ...)``.
 
-    After an error the ranks are gone; start new ones. Arguments and errors are those of :func:`run`, and:
-
-    Args:
-        high_priority: run NCCL's kernels before others that wait for the GPU; no effect on Gloo.
+    After an error the ranks are gone; start new ones. Arguments and errors are those of :func:`run`.
     """
     backend = backend or _default_backend()
     outside = started_outside()
     _check_world_size(world_size, backend, timeout_s, outside)
     if outside is not None:
-        return JoinedRanks(outside, backend, timeout_s, high_priority)
+        return JoinedRanks(outside, backend, timeout_s)
     _check_gpus(world_size, backend)
     _check_memory(world_size)
     use_private_caches()
-    return SpawnedRanks(world_size, backend, timeout_s, high_priority)
+    return SpawnedRanks(world_size, backend, timeout_s)
 
 
 _kept: dict[tuple, "Ranks"] = {}
 
 
-def kept(
-    world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
-) -> "Ranks":
+def kept(world_size: int, *, backend: str | None = None, timeout_s: float = 120.0) -> "Ranks":
     """Return the ranks of the last call if it had the same arguments, else new ones: starting ranks takes seconds.
 
     They stay until this process asks for different ones or ends; so does what their functions store in modules, and the
     memory that torch caches. Arguments and errors are those of :func:`start`.
     """
-    key = (world_size, backend or _default_backend(), timeout_s, high_priority)
+    key = (world_size, backend or _default_backend(), timeout_s)
     if key in _kept and _kept[key].alive:
         return _kept[key]
     end_kept()
-    _kept[key] = start(world_size, backend=backend, timeout_s=timeout_s, high_priority=high_priority)
+    _kept[key] = start(world_size, backend=backend, timeout_s=timeout_s)
     return _kept[key]
 
 
@@ -149,13 +142,13 @@ class JoinedRanks(AbstractContextManager["JoinedRanks"]):
         alive: False after an error, which other ranks may not have had: nothing more can be run.
     """
 
-    def __init__(self, identity: RankIdentity, backend: str, timeout_s: float, high_priority: bool):
+    def __init__(self, identity: RankIdentity, backend: str, timeout_s: float):
         self._identity = identity
         # Each process group has its own keys in the store: those of an earlier group name connections that are closed.
         store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store(timeout_s))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         _check_every_machine(identity, backend, store)
-        join_process_group(identity, backend, store, timeout_s, high_priority)
+        join_process_group(identity, backend, store, timeout_s)
         self.alive = True
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -57,13 +57,11 @@ class Failure:
     pickled_errors: tuple[bytes, ...] = ()
 
 
-def join_process_group(
-    identity: RankIdentity, backend: str, store: dist.Store, timeout_s: float, high_priority: bool = False
-) -> None:
+def join_process_group(identity: RankIdentity, backend: str, store: dist.Store, timeout_s: float) -> None:
     """Initialize the default process group and, for NCCL, this process's GPU and the communicator."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
-    device = options = None
+    device = None
     if backend == "nccl":
         device = torch.device("cuda", identity.local_rank)
         torch.cuda.set_device(device)
@@ -73,8 +71,6 @@ def join_process_group(
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # Otherwise ranks connect in their first collective, where no watchdog sees that one waits for another.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-        options._timeout = timeout
     else:
         _require_interface()
     dist.init_process_group(
@@ -84,7 +80,6 @@ def join_process_group(
         world_size=identity.world_size,
         timeout=timeout,
         device_id=device,
-        pg_options=options,
     )
 
 
@@ -122,7 +117,6 @@ def serve(
     identity: RankIdentity,
     backend: str,
     timeout_s: float,
-    high_priority: bool,
     directory: Path,
 ) -> None:
     """Run pickled ``(function, args)`` jobs until an empty one; answer each with its pickled result or a Failure."""
@@ -137,7 +131,7 @@ def serve(
 
     try:
         store = dist.FileStore(str(directory / "store"), identity.world_size)
-        join_process_group(identity, backend, store, timeout_s, high_priority)
+        join_process_group(identity, backend, store, timeout_s)
         while job := connection.recv_bytes():
             function, args = pickle.loads(job)
             connection.send_bytes(pickle.dumps(function(*args)))
@@ -253,7 +247,7 @@ class _Rank:
 class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
     """Processes that run one function after another, each as one rank; they find each other through a file."""
 
-    def __init__(self, world_size: int, backend: str, timeout_s: float, high_priority: bool = False):
+    def __init__(self, world_size: int, backend: str, timeout_s: float):
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         # A fresh one, because ranks that find the file of an earlier run would wait for the ranks of that run.
@@ -268,7 +262,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
                 for number in range(world_size):
                     ours, theirs = _CONTEXT.Pipe()
                     identity = RankIdentity(number, world_size, local_rank=number)
-                    args = (theirs, identity, backend, timeout_s, high_priority, self._directory)
+                    args = (theirs, identity, backend, timeout_s, self._directory)
                     process = _CONTEXT.Process(
                         target=run_spawned, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
                     )

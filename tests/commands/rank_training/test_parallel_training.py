@@ -320,7 +320,7 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     """Those of meshes, of seeds, of a board and of the same cell of ``shard`` had one name, and the last was kept."""
     training = {"tf32": True, "seed": 1, "synchronize": "none", "warmup": 7, "steps": 9}
     training |= {"state_dtype": "bf16", "size": replace(SIZE, d_ff=96), "precision": "bf16", "optimizer": "fused"}
-    parallel = {"transport": "copy-engines", "high_priority": True, "backend": "gloo", "check_layers": 1}
+    parallel = {"transport": "copy-engines", "backend": "gloo", "check_layers": 1}
     cells = [workload("bucketed", trace=str(tmp_path), optimizer="adamw").configuration()]
     cells += [cells[0] | change for change in ({"board": True}, {"round": 2})]
     for mesh in ("fsdp=2,tp=2", "fsdp=1,tp=4"):
@@ -333,16 +333,6 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     paths = [trace_path(cell) for cell in cells]
     assert len(set(paths)) == len(cells) == 5 + len(training) + len(parallel)
     assert trace_path(cells[0] | {"timeout_s": 9.0}) == paths[0]
-
-
-def test_a_priority_that_gloo_does_not_have_is_refused(monkeypatch):
-    """It had no effect, and stood in the table's title."""
-    sentence = "--high-priority affects only NCCL's kernels, and ranks communicate by gloo"
-    with pytest.raises(UsageError, match=sentence):
-        ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match=sentence):
-        kept_ranks(ParallelWorkload(Workload(SIZE, device="auto"), "naive", high_priority=True))
 
 
 def test_ranks_of_nccl_expect_no_collective_beside_a_graph(monkeypatch):
