@@ -1,10 +1,10 @@
 """Choose among configurations: which fit, which are the fastest for their memory, and what more memory would buy."""
 
+import functools
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from cs336sys.accounting.step_time.memory import step_peak_bytes
@@ -12,83 +12,6 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.rates import Rates
 from cs336sys.accounting.step_time.space import Space
 from cs336sys.accounting.step_time.work import CountedModel
-from cs336sys.settings.strategies import Strategy
-
-# Lines that change a training script, with its own ``model``, ``block``, ``optimizer``, ``loss`` and the like, by the
-# setting of a workload and its value.
-_LINES = {
-    ("precision", "bf16"): (
-        "# bf16 autocast",
-        'with torch.autocast("cuda", dtype=torch.bfloat16):',
-        "    loss = loss_function(model(inputs), targets)",
-    ),
-    ("attention", "sdpa"): ("# torch's attention", "output = F.scaled_dot_product_attention(q, k, v, is_causal=True)"),
-    ("attention", "flash"): (
-        "# FlashAttention kernels",
-        "from cs336sys.kernels.attention import flash_attention",
-        "output = flash_attention(q, k, v, is_causal=True)",
-    ),
-    ("kernels", "fused"): ("# fused kernels", "from cs336sys.kernels.fuse import fuse", "fuse(model)"),
-    ("optimizer", "fused"): (
-        "# torch's fused AdamW",
-        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
-    ),
-    ("compile", "block"): ("# compile each block", "for block in model.layers:", "    block.compile()"),
-    ("compile", "model"): ("# compile the model", "model = torch.compile(model)"),
-    ("cuda_graph", "on"): (
-        "# CUDA graph",
-        "graph = torch.cuda.CUDAGraph()  # after a few steps of warm-up on a side stream",
-        "with torch.cuda.graph(graph):",
-        "    static_loss = loss_function(model(static_inputs), static_targets); static_loss.backward()",
-        "static_inputs.copy_(inputs); static_targets.copy_(targets); graph.replay(); optimizer.step()",
-    ),
-}
-
-
-def _checkpoint_lines(checkpointing: str) -> list[str]:
-    """Return activation checkpointing around each block, around groups of them, or by its name alone."""
-    scheme, _, count = checkpointing.partition("=")
-    if scheme not in ("block", "every"):
-        extent = "all but gate and up" if scheme == "keep" else f"as {checkpointing}"
-        return [f"# checkpoints, {extent}"]
-    name, part, lines = "checkpoint each block", "block", ["for block in model.layers:"]
-    if scheme == "every":
-        name, part = f"checkpoint groups of {count} blocks", "group"
-        lines = [f"for first in range(0, len(model.layers), {count}):"]
-        lines.append(f"    group = nn.Sequential(*model.layers[first : first + {count}])")
-    call = f"    x = checkpoint({part}, x, use_reentrant=False)"
-    return [f"# {name}", "from torch.utils.checkpoint import checkpoint", *lines, call]
-
-
-def _micro_batch_lines(sequences: int, count: int) -> list[str]:
-    """Return gradient accumulation over ``count`` micro-batches of ``sequences``."""
-    return [
-        f"# {count} micro-batches of {sequences}",
-        f"for part, target in zip(inputs.split({sequences}), targets.split({sequences})):",
-        f"    (loss_function(model(part), target) / {count}).backward()",
-        "optimizer.step(); optimizer.zero_grad()",
-    ]
-
-
-def _strategy_lines(strategy: Strategy, gradient_dtype: str) -> list[str]:
-    """Return a strategy of data parallel training."""
-    if strategy.shards_weights:
-        wrap = "model = FSDP(model, compute_dtype=torch.bfloat16)"
-        return ["# fully sharded", "from cs336sys.parallel.fsdp import FSDP", wrap]
-    if strategy.shares_updates:
-        flat = ", flat=True" if strategy.reduces_slices else ""
-        return [
-            "# sharded optimizer",
-            "from cs336sys.parallel.sharded_optimizer import ShardedOptimizer",
-            f"optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW{flat}, lr=lr, fused=True)",
-        ]
-    half = ", gradient_dtype=torch.bfloat16" if gradient_dtype == "bf16" else ""
-    return [
-        "# data parallel in buckets",
-        "from cs336sys.parallel.ddp import BucketedDDP",
-        f'model = BucketedDDP(model, "block"{half})',
-        "loss.backward(); model.finish_gradient_synchronization(); optimizer.step()",
-    ]
 
 
 @dataclass(frozen=True)
@@ -145,19 +68,19 @@ class Choice:
     refused: Counter[str]
     unknown: Counter[str]
 
-    @cached_property
+    @functools.cached_property
     def fitting(self) -> list[Candidate]:
         """Return candidates that fit, the fastest first."""
         return [candidate for candidate in self.predicted if candidate.memory <= self.limit]
 
-    @cached_property
+    @functools.cached_property
     def faster_but_too_large(self) -> list[Candidate]:
         """Return candidates that would be faster than all that fit."""
         best_rate = self.fitting[0].tokens_per_s if self.fitting else 0.0
         too_large = [candidate for candidate in self.predicted if candidate.memory > self.limit]
         return [candidate for candidate in too_large if candidate.tokens_per_s > best_rate]
 
-    @cached_property
+    @functools.cached_property
     def front(self) -> list[Candidate]:
         """Return the Pareto front: those that no other beats in both tokens/s and memory, least memory first."""
         front: list[Candidate] = []
@@ -216,21 +139,14 @@ def measuring_command(configuration: StepConfiguration) -> str:
 
 def pytorch_lines(configuration: StepConfiguration) -> list[str]:
     """Return the lines that make a plain training script run this configuration, in the order of a script."""
-    training = configuration.training
+    strategy = None if configuration.strategy is None else configuration.strategy_record
+    text = _template().render(vars(configuration) | {"strategy": strategy})
+    return [line for line in text.splitlines() if line]
 
-    def lines_of(*settings: str) -> list[str]:
-        return [line for name in settings for line in _LINES.get((name, getattr(training, name)), ())]
 
-    lines = lines_of("precision", "attention", "kernels", "optimizer")
-    if training.optimizer_record.is_ours:
-        dtype = training.state_dtype
-        lines += [f"# AdamW, {dtype} state", "from cs336sys.kernels.adamw import AdamW"]
-        lines.append(f'optimizer = AdamW(model.parameters(), lr=lr, state_dtype="{dtype}")')
-    if configuration.checkpointing != "none":
-        lines += _checkpoint_lines(configuration.checkpointing)
-    if configuration.strategy is not None:
-        lines += _strategy_lines(configuration.strategy_record, configuration.gradient_dtype)
-    lines += lines_of("compile")
-    if configuration.accumulation > 1:
-        lines += _micro_batch_lines(training.size.batch_size, configuration.accumulation)
-    return lines + lines_of("cuda_graph")
+@functools.cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader("cs336sys.accounting.step_time", ".")
+    return Environment(loader=loader, trim_blocks=True, lstrip_blocks=True).get_template("pytorch_lines.jinja")
