@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol, why
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.settings.operations import COLLECTIVES
@@ -191,22 +191,19 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
     row = partial(Derived, source="2026 handout, 8.1")
     gather_s = ring_all_gather_s(*setting)
-    reason = "A reduce-scatter, then an all-gather."
-    usual = row("ring all-reduce", ring_all_reduce_s(*setting), "s", "T", reason=reason)
+    usual = row("ring all-reduce", ring_all_reduce_s(*setting), "s", "T", reason=why("all_reduce"))
     name, problem = "alternate ring all-reduce", "alternate_ring_all_reduce"
-    reason = "In each of N - 1 steps every device sends a whole tensor of S bytes."
     alternate_s = alternate_ring_all_reduce_s(*setting)
-    alternate = row(name, alternate_s, "s", "T_alternate", reason=reason, question=problem)
-    reason = "In each of N - 1 steps every device sends a share of S / N bytes."
+    alternate = row(name, alternate_s, "s", "T_alternate", reason=why("alternate"), question=problem)
     rows = [
-        row("ring all-gather", gather_s, "s", reason=reason),
-        row("ring reduce-scatter", gather_s, "s", reason="The same steps, adding up on the way."),
+        row("ring all-gather", gather_s, "s", reason=why("all_gather")),
+        row("ring reduce-scatter", gather_s, "s", reason=why("reduce_scatter")),
         usual,
         alternate,
     ]
     if devices > 1:
         ratio = alternate.as_symbol() / usual.as_symbol()
-        rows.append(row("alternate over usual", ratio, "times", reason="N / 2: it sends whole tensors, not shares."))
+        rows.append(row("alternate over usual", ratio, "times", reason=why("alternate_over_usual")))
     return rows
 
 
@@ -217,15 +214,12 @@ def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call
     problem = "ddp_bucketed_benchmarking (b)"
     overhead_s = bucketing_overhead_s(s, symbol("n_b", buckets), w, o)
     quantity = f"overhead of {buckets} bucket{'s' * (buckets != 1)}"
-    reason = "All but the last bucket travel while the next one is computed; every call costs o."
-    overhead = row(quantity, overhead_s, "s", reason=reason, question=problem)
+    overhead = row(quantity, overhead_s, "s", reason=why("overhead"), question=problem)
     quantity, best_bytes = "bucket size with the least overhead", optimal_bucket_bytes(s, w, o)
-    reason = "The derivative by n_b, o - s / (n_b^2 w), is zero at n_b = sqrt(s / (w o)); b = s / n_b, at most s."
-    best = row(quantity, best_bytes, "decimal_bytes", "b", reason=reason, question=problem)
+    best = row(quantity, best_bytes, "decimal_bytes", "b", reason=why("best_bucket"), question=problem)
     count = row("buckets of that size", s / best.as_symbol(), "buckets", "n_b")
-    reason = "2 sqrt(s o / w): the last bucket's transfer and all calls cost the same."
     least_s = bucketing_overhead_s(s, count.as_symbol(), w, o)
-    return [overhead, best, count, row("overhead of these", least_s, "s", reason=reason)]
+    return [overhead, best, count, row("overhead of these", least_s, "s", reason=why("least_overhead"))]
 
 
 @dataclass(frozen=True)

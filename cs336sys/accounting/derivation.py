@@ -9,12 +9,13 @@ and can be written with names and with numbers. Text and value cannot disagree, 
     '2 (N - 1) / N x S / W'
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Union
+from typing import Any, Union
 
 Number = Union[int, float, "Expression"]
 
@@ -190,6 +191,19 @@ class Derived:
         steps = [formula] if self.expression.is_symbol or formula == numbers else [formula, numbers]
         start = f"{self.symbol} {self.relation} " if self.symbol else ""
         return start + " = ".join(steps)
+
+
+@functools.cache
+def _reasons() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(loader=PackageLoader("cs336sys.accounting", "."), undefined=StrictUndefined)
+    return environment.get_template("reasons.jinja").module
+
+
+def why(name: str, *facts: Any) -> str:
+    """Return the sentence of this name in ``reasons.jinja``: why a formula holds."""
+    return " ".join(getattr(_reasons(), name)(*facts).split())
 
 
 def symbol(name: str, value: Number) -> Expression:

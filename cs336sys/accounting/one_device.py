@@ -11,7 +11,7 @@ from typing import Any
 
 from cs336sys.accounting.activations import attention_memory, block_activations
 from cs336sys.accounting.checkpointing import recomputed_blocks
-from cs336sys.accounting.derivation import Derived, Expression, log2, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Expression, log2, number_of, symbol, why
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, count_parameters, linear_flops
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
@@ -30,16 +30,12 @@ _ACTIVATION_NAMES = {
 }
 
 _ATTENTION_NAMES = {
-    "inputs": ("query, key, value", ""),
-    "scaled_query": ("scaled query", "The scores' gradient needs it."),
-    "mask": ("causal mask", "One byte a position."),
-    "probabilities": ("probabilities", "The only part that grows with the square of the context."),
-    "statistics": ("logsumexp of each query", "The probabilities are computed again from it."),
-    "output": ("output", ""),
-}
-_BACKWARD_NAMES = {
-    "eager": "Gradients of output, value, probabilities and scores, and a product of the scores' size in the softmax.",
-    "flash": "Gradients of output, query, key and value, and one number a query.",
+    "inputs": "query, key, value",
+    "scaled_query": "scaled query",
+    "mask": "causal mask",
+    "probabilities": "probabilities",
+    "statistics": "logsumexp of each query",
+    "output": "output",
 }
 
 # Where formulas come from.
@@ -68,15 +64,13 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
     named, e = _named_size(size), ELEMENT_BYTES[precision]
     row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
     scores = e * named.batch_size * named.num_heads * named.context * named.context
-    scores_reason = "batch, heads, queries, keys; softmax makes more tensors of this shape."
-    inner_reason = "w1(x), w3(x) and everything between them and w2."
     largest = [
-        row("attention scores", scores, reason=scores_reason),
-        row("feed-forward activations", e * named.inner, reason=inner_reason),
-        row("logits", e * named.tokens * named.vocab_size, reason="The LM head's output."),
+        row("attention scores", scores, reason=why("tensor_of_scores")),
+        row("feed-forward activations", e * named.inner, reason=why("tensor_of_feed_forward")),
+        row("logits", e * named.tokens * named.vocab_size, reason=why("logits")),
     ]
-    reason = "fp32 whatever the precision: autocast's matrix products are added to it."
-    stream = row("tensor of the residual stream", 4 * named.stream, reason=reason, question="memory_profiling (d)")
+    label, part_d = "tensor of the residual stream", "memory_profiling (d)"
+    stream = row(label, 4 * named.stream, reason=why("stream"), question=part_d)
     return [stream, *sorted(largest, key=lambda tensor: -tensor.value)]
 
 
@@ -91,24 +85,18 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
     }
     total = sum(value.value for value in parts.values())
     rows = [
-        row(_ACTIVATION_NAMES[name], value, reason=f"{value.value / total:.1%} of the block.")
+        row(_ACTIVATION_NAMES[name], value, reason=why("share_of_block", f"{value.value / total:.1%}"))
         for name, value in sorted(parts.items(), key=lambda part: -part[1].value)
     ]
     five = sum(part.value for part in rows[:5]) / total
-    reason = (
-        f"The five largest of these kinds, each all tensors of its kind, are {five:.1%} of it; memprof lists single "
-        "tensors."
-    )
+    reason = why("saved_by_block", f"{five:.1%}")
     saved = row("saved for backward by one block", symbol("sum of these", total), symbol="b", reason=reason)
-    reason = (
-        "fp32: four square projections, three SwiGLU matrices, two norm gains. The gradient of the residual stream "
-        "takes the place of the one that came in."
-    )
     d, f = named.d_model, named.d_ff
     block_gradients = 4 * (4 * d**2 + 3 * d * f + 2 * d)
-    gradients = row("gradients of one block's parameters", block_gradients, symbol="g", reason=reason, source=_SHAPES)
-    change, reason = gradients.as_symbol() - saved.as_symbol(), "What was saved is freed, and the gradients stay."
-    return [*rows, saved, gradients, row("change of memory over the block's backward pass", change, reason=reason)]
+    label, reason = "gradients of one block's parameters", why("block_gradients")
+    gradients = row(label, block_gradients, symbol="g", reason=reason, source=_SHAPES)
+    label, change = "change of memory over the block's backward pass", gradients.as_symbol() - saved.as_symbol()
+    return [*rows, saved, gradients, row(label, change, reason=why("block_change"))]
 
 
 def flops_answers(size: ModelSize) -> list[Derived]:
@@ -124,8 +112,7 @@ def flops_answers(size: ModelSize) -> list[Derived]:
     square = attention_flops(batch, heads, context, context, head_dim, causal=False, backward=False)
     projections = 4 * linear_flops(tokens, d, d, backward=False)
     feed_forward = 3 * linear_flops(tokens, d, named.d_ff, backward=False)
-    reason = "The whole square, of which the mask leaves half."
-    attention = row("Q K^T and P V", layers * square, "flops", "F_attn", reason=reason)
+    attention = row("Q K^T and P V", layers * square, "flops", "F_attn", reason=why("square"))
     products = (
         row("projections q, k, v, output", layers * projections, "flops", "F_proj"),
         attention,
@@ -134,26 +121,15 @@ def flops_answers(size: ModelSize) -> list[Derived]:
     )
     forward = row("forward pass", sum(product.as_symbol() for product in products), "flops", "F")
     softmax_flops = SOFTMAX_FLOPS_PER_SCORE * layers * batch * heads * context**2
-    reason = "A score is compared, shifted, exponentiated, summed and divided: 5 operations."
     part_e = "nsys_profile (e)"
-    softmax = row("softmax of attention", softmax_flops, "flops", "F_softmax", reason=reason, question=part_e)
-    reason = "The backward pass multiplies twice for each product of the forward pass."
-    training = row("training step", 3 * forward.as_symbol(), "flops", reason=reason)
-    reason = "4 projections, 2 of attention and 3 of SwiGLU in each layer, and the LM head."
+    softmax = row("softmax of attention", softmax_flops, "flops", "F_softmax", reason=why("softmax"), question=part_e)
+    training = row("training step", 3 * forward.as_symbol(), "flops", reason=why("training_step"))
     label, part_b = "matrix products in the forward pass", "nsys_profile (b)"
-    count = row(label, 9 * layers + 1, "products", reason=reason, question=part_b)
+    count = row(label, 9 * layers + 1, "products", reason=why("number_of_products"), question=part_b)
     label, over_softmax = "attention's products over softmax, FLOPs", attention.as_symbol() / softmax.as_symbol()
-    reason = (
-        "4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and writes, so "
-        "memory sets its pace, and it cannot use tensor cores."
-    )
-    ratio = row(label, over_softmax, "times", reason=reason, question=part_e)
+    ratio = row(label, over_softmax, "times", reason=why("attention_over_softmax"), question=part_e)
     label, adamw_bytes = "bytes that AdamW reads and writes in a step", 28 * symbol("P", count_parameters(size))
-    reason = (
-        "fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no matrices, so "
-        "their share of a training step is smaller than that of a forward pass."
-    )
-    moved = row(label, adamw_bytes, "bytes", reason=reason, question="nsys_profile (d)")
+    moved = row(label, adamw_bytes, "bytes", reason=why("adamw_bytes"), question="nsys_profile (d)")
     return [*products, forward, training, count, softmax, ratio, moved]
 
 
@@ -166,12 +142,12 @@ def attention_answers(
     source = "FlashAttention-2, alg. 1 and 2" if implementation == "flash" else _SAVED
     row = partial(Derived, unit="bytes", source=source, question="pytorch_attention (a)")
     rows = [
-        row(quantity, value, reason=reason)
-        for name, (quantity, reason) in _ATTENTION_NAMES.items()
+        row(quantity, value, reason=why("attention", name))
+        for name, quantity in _ATTENTION_NAMES.items()
         if number_of(value := getattr(memory, name))
     ]
     saved = row("held before the backward pass", symbol("sum of these", memory.held), symbol="held")
-    reason = _BACKWARD_NAMES[implementation]
+    reason = why("attention_backward", implementation)
     backward = row("more where the backward pass is widest", memory.backward, symbol="more", reason=reason)
     return [*rows, saved, backward, row("peak", saved.as_symbol() + backward.as_symbol())]
 
@@ -184,33 +160,24 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     """Answer ``gradient_checkpointing``: memory and recomputation of the strategies, for the blocks of one model."""
     n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
     label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
-    block_input = Derived(label, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
+    block_input = Derived(label, kept, "bytes", "s", reason=why("block_input"), source=_HANDOUT)
     total = symbol("as in account activations", block_activations(size, precision, attention).total)
     saved = Derived("what a block saves for backward", total, "bytes", "b", source=_SAVED)
     s, b = block_input.as_symbol(), saved.as_symbol()
     row = partial(Derived, source=_CHEN)
     part_a, part_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
     label = "group with the least memory, one recomputation"
-    reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
-    best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=part_b)
+    best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=why("best_group"), question=part_b)
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
     groups_label = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
-    groups_reason = (
-        "All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for one more "
-        "forward pass."
-    )
     levels, runs = math.ceil(log2(n)), n * (log2(n) + 1) / 2
-    halves_reason = "One block's activations and one input for each level: O(log N), and O(1) where s is negligible."
-    runs_reason = (
-        "Every block once to save its activations, and on each level but the first the left halves to get at the right "
-        f"ones: O(N log N). Exact for powers of two; here it is {recomputed_blocks(size.num_layers, 'nested')[0]}."
-    )
+    runs_reason = why("runs_of_halves", recomputed_blocks(size.num_layers, "nested")[0])
     return [
         block_input,
         saved,
-        row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
+        row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason=why("without_checkpoints")),
         best,
-        row(groups_label, n * s / group + group * b, "bytes", reason=groups_reason, question=part_b),
-        row("held with halves inside halves", b + levels * s, "bytes", reason=halves_reason, question=part_a),
+        row(groups_label, n * s / group + group * b, "bytes", reason=why("groups"), question=part_b),
+        row("held with halves inside halves", b + levels * s, "bytes", reason=why("halves"), question=part_a),
         row("blocks computed again with halves inside halves", runs, "blocks", reason=runs_reason, question=part_a),
     ]

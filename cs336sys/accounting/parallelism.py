@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
-from cs336sys.accounting.derivation import Derived, Number, divide, maximum, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Number, divide, maximum, number_of, symbol, why
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
@@ -255,9 +255,7 @@ def _pass_row(
 
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """Return the rows of a pass's FLOPs, F_fwd or F_bwd, and of the seconds that they take, T_fwd or T_bwd."""
-    products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
-    reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
-    flops, short = layer_flops(layer, which, **axes), _SHORT[which]
+    flops, short, reason = layer_flops(layer, which, **axes), _SHORT[which], why("computing", which)
     count = _pass_row(strategy, which, "flops", 1, "FLOPs of a device", flops, f"F_{short}", reason=reason)
     seconds = count.as_symbol() / layer.flops_per_s
     return [count, _pass_row(strategy, which, "s", 0, "computing time", seconds, f"T_{short}")]
@@ -269,27 +267,17 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
         return []
     row = partial(_pass_row, strategy, which, "s")
     name = f"K_{_SHORT[which]}"
-    weights_reason = {
-        "dp": "The gradients of all three matrices are all-reduced.",
-        "forward": "All three matrices are all-gathered.",
-        "backward": "All three matrices are all-gathered again, and their gradients reduce-scattered in the same time.",
-    }["dp" if strategy == "dp" else which]
-    reduced = {"forward": "the output, (B, D)", "backward": "the gradient of the input, (B, D)"}[which]
-    sums_reason = f"Each device has a partial sum of {reduced}: an all-reduce."
+    weights_reason, sums_reason = (why(axis, strategy, which) for axis in ("along_fsdp", "along_tp"))
     if strategy != "fsdp-tp":
         seconds = communication_s(strategy, layer, which, **axes)
         reason = sums_reason if strategy == "tp" else weights_reason
         return [row(2, "communication time", seconds, name, reason=reason)]
-    reason = f"{weights_reason} TP has split each matrix N_TP ways."
     seconds = _along_fsdp_s(layer, which, **axes)
-    along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=reason)
-    reason = f"{sums_reason} FSDP has split its rows N_FSDP ways."
-    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=reason)
+    along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=weights_reason)
+    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=sums_reason)
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
-    reason = "The axes have links of their own: the longer one counts."
-    overlapped = row(2, "communication time, axes overlapped", maximum(*both), name, reason=reason)
-    reason = "As in (d): both, one after the other."
-    shared = row(0, "communication time, axes sharing the network", sum(both), reason=reason)
+    overlapped = row(2, "communication time, axes overlapped", maximum(*both), name, reason=why("overlapped_axes"))
+    shared = row(0, "communication time, axes sharing the network", sum(both), reason=why("shared_axes"))
     return [along_fsdp, along_tp, overlapped, shared]
 
 
@@ -302,29 +290,20 @@ def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) ->
     overlapped, in_turn = sum(maximum(*times) for times in passes), sum(time for times in passes for time in times)
     quantity = "both passes, communication overlapped with computing"
     return [
-        row(quantity, overlapped, reason="The longer one counts."),
-        row("both passes, nothing overlapped", in_turn, reason="Each waits for the other."),
+        row(quantity, overlapped, reason=why("overlapped_step")),
+        row("both passes, nothing overlapped", in_turn, reason=why("step_in_turn")),
     ]
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
     """Return, for each pass that communicates, the most devices before communication takes longer than computing."""
-    reasons = {
-        ("dp", "backward"): "Communication hardly grows with N_DP, but a device computes 1 / N_DP of the batch: "
-        "K <= T is (N_DP - 1) / N_DP <= B W / (N_DP C).",
-        ("fsdp", "forward"): "Half of the backward pass's communication and half of its FLOPs.",
-        ("fsdp", "backward"): "All-gather and reduce-scatter are as long as data parallelism's all-reduce.",
-        ("tp", "forward"): "K <= T is 4 (N_TP - 1) / N_TP x B D / W <= 6 B D D_FF / (N_TP C), for two-byte elements: "
-        "B and D cancel.",
-        ("tp", "backward"): "Twice the FLOPs and an all-reduce of the same size.",
-    }
     quantity = "most devices before communication takes longer than computing"
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
     row = partial(_pass_row, unit="devices", part=3, quantity=quantity, name=name, relation="<=")
     return [
-        row(strategy, which, result=most_devices(strategy, layer, which), reason=reasons[strategy, which])
+        row(strategy, which, result=most_devices(strategy, layer, which), reason=why(f"{strategy}_{which}_limit"))
         for which in PASSES
-        if (strategy, which) in reasons
+        if (strategy, which) != ("dp", "forward")
     ]
 
 
@@ -333,24 +312,18 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
     rows = []
     for which in PASSES:
         row = partial(_pass_row, "fsdp-tp", which, "devices")
-        reason = "K along FSDP <= T: N_TP divides both and cancels, as in fsdp_calcs (c)."
-        b = row(0, "devices beyond the first that FSDP alone could use", fsdp_reach(layer), "b", reason=reason)
-        reason = "K along TP <= T: N_FSDP divides both and cancels, as in tp_calcs (d)."
-        t = row(0, "devices beyond the first that TP alone could use", tp_reach(layer, which), "t", reason=reason)
+        quantity, reason = "devices beyond the first that FSDP alone could use", why("fsdp_reach")
+        b = row(0, quantity, fsdp_reach(layer), "b", reason=reason)
+        quantity, reason = "devices beyond the first that TP alone could use", why("tp_reach")
+        t = row(0, quantity, tp_reach(layer, which), "t", reason=reason)
         reaches = b.as_symbol(), t.as_symbol()
-        product = "3 B D_FF W^2 / (2 C^2)" if which == "forward" else "3 B D_FF W^2 / C^2"
-        reason = f"The longer axis counts, so each goes to its own limit; b t is {product} for two-byte elements."
-        most = (1 + reaches[0]) * (1 + reaches[1])
+        most, reason = (1 + reaches[0]) * (1 + reaches[1]), why("most_overlapped", which)
         overlapped = row(3, "most devices, axes overlapped", most, "N", relation="<=", reason=reason)
         best = [
             row(0, f"{axis} of that mesh, axes sharing the network", devices, axis)
             for axis, devices in zip(("N_FSDP", "N_TP"), largest_mesh_shared(*reaches), strict=True)
         ]
-        reason = (
-            "The sum counts: (N_FSDP - 1) / b + (N_TP - 1) / t <= 1. On that line N_FSDP N_TP is largest at "
-            "N_FSDP / b = N_TP / t: (b + t + b t)^2 / (4 b t), which is b t / 4 for many devices."
-        )
-        most = best[0].as_symbol() * best[1].as_symbol()
+        most, reason = best[0].as_symbol() * best[1].as_symbol(), why("most_shared")
         shared = row(4, "most devices, axes sharing the network", most, "N", relation="<=", reason=reason)
         rows += [b, t, overlapped, *best, shared]
     return rows

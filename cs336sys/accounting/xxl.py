@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol, why
 from cs336sys.errors import UsageError
 
 _HANDOUT = "2025 handout, 2.4"
@@ -68,17 +68,15 @@ def memory_answers(
     """
     d, f, blocks = symbol("D", stack.d_model), symbol("F", stack.d_ff), symbol("L", stack.num_blocks)
     t, gpu = symbol("T", tokens), symbol("M_GPU", gpu_bytes)
-    reason = "A block is (D, F) and (F, D)."
+    reason = why("block_of_stack")
     parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", name="P", reason=reason)
     p = parameters.as_symbol()
-    states_reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
     label = "master weights, accumulated gradients, optimizer state"
     row = partial(_answer, "(a)", unit="decimal_bytes")
-    states = row(label, 16 * p, name="S", reason=states_reason)
+    states = row(label, 16 * p, name="S", reason=why("states"))
     copies = 2 * p if weight_copies else 0
-    ending = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
-    saved_reason = "bf16: the inputs of both linear layers of each block" + ending
-    saved = row("saved for backward", 2 * t * blocks * (d + f) + copies, name="A", reason=saved_reason)
+    reason = why("saved", weight_copies)
+    saved = row("saved for backward", 2 * t * blocks * (d + f) + copies, name="A", reason=reason)
     s, a = states.as_symbol(), saved.as_symbol()
     total = row("all of it", s + a, name="M")
     return [
@@ -96,25 +94,18 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     """Answer (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` a device."""
     free_bytes = symbol("M_max", device_bytes) - a / 2
     degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
-    reason = "The memory per device, solved for N_FSDP."
     row = partial(_answer, unit="devices")
-    exact = row("", "sharding at which a device is exactly full", degree, name="N_exact", reason=reason)
+    label = "sharding at which a device is exactly full"
+    exact = row("", label, degree, name="N_exact", reason=why("exact_sharding"))
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
-        never = (
-            f"Never: half of the activations saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which "
-            f"is more than the {device_bytes / 1e9:g} GB of a device."
-        )
-        if copies_bytes:
-            never += (
-                f" Assumed: bf16 copies of all weights, {copies_bytes / 1e9:.1f} GB, are saved whole for backward and "
-                "shared out like activations, every second layer's; copies that are sharded as their weights would fit."
-            )
+        copies_gb = copies_bytes and f"{copies_bytes / 1e9:.1f}"
+        never = why("no_sharding", f"{number_of(a) / 2e9:.1f}", f"{device_bytes / 1e9:g}", copies_gb)
         return [row("(b)", label, math.inf, name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1
-    smallest = row("(b)", label, whole, name="N_FSDP", reason="The next whole number.")
+    smallest = row("(b)", label, whole, name="N_FSDP", reason=why("next_sharding"))
     then = (s + a / 2) / smallest.as_symbol() + a / 2
-    reason = "States and half of the activations are sharded, the other half, of every second layer, is not."
+    reason = why("memory_of_device")
     return [exact, smallest, _answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]
 
 
@@ -139,25 +130,17 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
     rate = named.flops_per_s / named.bytes_per_s
     intensity = _answer("", "FLOPs a byte of communication", rate, "FLOPs/byte", name="alpha", source=_BOOK)
     alpha = intensity.as_symbol()
-    reason = "TP's communication grows with the batch as computing does, so it limits Y alone."
+    reason = why("most_tp")
     limit = _answer("", "most TP", f * named.m_y / alpha, "devices", name="Y_max", reason=reason, source=_BOOK)
     y_max = limit.as_symbol()
 
-    reason = "4 B D F / (X Y C) >= 4 D F / (Y W_ici M_X), with b = B / (X Y): FSDP's all-gathers must be hidden."
-    if mesh.y > limit.value:
-        reason = "Never: Y is more than Y_max, so TP communicates longer than it computes, whatever the batch."
+    reason = why("overlapped_batch", mesh.y <= limit.value)
     needed = _overlapped_batch(alpha, named.y, named.m_x, y_max)
     row = partial(_answer, "(c)", unit="tokens", source=_BOOK, relation=">=")
     overlapped = row("per-device batch, axes overlapped", needed, name="b", reason=reason)
     b = overlapped.as_symbol()
-    reason = "Never: TP's communication leaves no time for FSDP's."
-    needed = math.inf
-    if mesh.y < limit.value:
-        reason = (
-            "Both communications one after the other, as the book's first edition has it: "
-            "F / (Y M_X) + B / (X M_Y) <= B F / (X Y alpha)."
-        )
-        needed = b / (1 - named.y / y_max)
+    is_possible = mesh.y < limit.value
+    needed, reason = b / (1 - named.y / y_max) if is_possible else math.inf, why("shared_batch", is_possible)
     shared = row("per-device batch, axes sharing the links", needed, name="b_shared", reason=reason)
     devices = named.x * named.y
     return [
@@ -192,24 +175,16 @@ def _change_answers(
         return _answer("(d)", f"overall batch with {change}", value, "tokens", reason=reason, source=source)
 
     of_widest = _overlapped_batch(alpha, symbol("Y", widest), mesh.m_x, y_max)
-    why_widest = (
-        "More TP leaves FSDP fewer devices and splits the weights that it gathers; up to Y_max it costs no time."
-    )
     # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
     of_best = devices * alpha**2 / (mesh.m_x * mesh.m_y * f)
-    why_best = "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long."
     of_links = _overlapped_batch(alpha, mesh.y, more_links, y_max)
     of_bytes, of_stages = devices * batch_per_device / 2, devices * batch_per_device / symbol("Z", _STAGES)
-    why_stages = (
-        "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
-        "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them."
-    )
     return [
-        row(f"Y = {widest}", devices * of_widest, why_widest),
-        row("the best mesh", of_best, why_best),
-        row("one more axis of links for FSDP", devices * of_links, "The bandwidths of axes add up."),
-        row("weights sent in 8 bits", of_bytes, "Half the bytes need half the time.", "ZeRO++, arXiv:2306.10209"),
-        row(f"a pipeline of {_STAGES} stages", of_stages, why_stages, "GPipe, arXiv:1811.06965"),
+        row(f"Y = {widest}", devices * of_widest, why("widest_tp")),
+        row("the best mesh", of_best, why("best_mesh")),
+        row("one more axis of links for FSDP", devices * of_links, why("more_links")),
+        row("weights sent in 8 bits", of_bytes, why("half_bytes"), "ZeRO++, arXiv:2306.10209"),
+        row(f"a pipeline of {_STAGES} stages", of_stages, why("stages"), "GPipe, arXiv:1811.06965"),
     ]
 
 

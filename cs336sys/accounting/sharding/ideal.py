@@ -14,7 +14,7 @@ symbols.
 
 from typing import Any
 
-from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Number, number_of, symbol, why
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.settings.sizes import ModelSize
@@ -80,7 +80,7 @@ def state_answers(
     parts = [
         row("parameters", state.parameters, name="p"),
         row("gradients", state.gradients, name="g"),
-        row("optimizer state", state.optimizer_state, "AdamW: two fp32 moments.", "o"),
+        row("optimizer state", state.optimizer_state, why("moments"), "o"),
     ]
     if number_of(state.master_parameters):
         parts.append(row("fp32 master parameters", state.master_parameters, name="m"))
@@ -90,21 +90,12 @@ def state_answers(
     rows = [
         *parts,
         row("after model initialization", model),
-        row("directly before the first step", before, "AdamW makes its moments in its first step."),
-        row("directly after the first step", after, "The gradients are dropped after it."),
+        row("directly before the first step", before, why("before_first_step")),
+        row("directly after the first step", after, why("after_first_step")),
     ]
     for other in {"none": (), "fsdp": ("none", "optimizer")}.get(strategy, ("none",)):
         theirs = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
-        reason = f"M_{other} is the state of {other}, where all gradients exist."
-        rows.append(row(f"less than {other}", theirs - after, reason))
+        rows.append(row(f"less than {other}", theirs - after, why("less_than", other)))
     part_c = "optimizer_state_sharding_accounting (c)" if strategy.startswith("optimizer") else ""
     sends = sent_bytes(strategy, p, n, element_bytes, compute_bytes)
-    return [*rows, row("sent in a step", sends, _SENT[strategy], question=part_c)]
-
-
-_SENT = {
-    "none": "All-reduce of gradients: 2 (N - 1) / N of their bytes.",
-    "optimizer": "Gradients are all-reduced, and each parameter goes from its owner to all: 1.5 times ZeRO stage 1.",
-    "optimizer-flat": "Reduce-scatter of gradients, all-gather of parameters: as much as an all-reduce, ZeRO stage 1.",
-    "fsdp": "All-gather of weights in both passes, reduce-scatter of fp32 gradients.",
-}
+    return [*rows, row("sent in a step", sends, why("sent", strategy), question=part_c)]
