@@ -136,9 +136,8 @@ class HopperForwardPlan(Plan):
             per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, FORWARD_L2_BYTES)
             per_group *= problem.group_size
         items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
-        num_programs = len(costs) * problem.num_sequences
-        if settings.persistent:
-            num_programs = min(num_programs, problem.num_multiprocessors)
+        # They share the items.
+        num_programs = min(len(costs) * problem.num_sequences, problem.num_multiprocessors)
         schedule = self._add_tensor("schedule", _table(as_table(share_out(items, costs, num_programs)), device))
         launch = Launch(
             forward_kernel,

@@ -13,15 +13,13 @@ class HopperForwardSettings:
     """``consumers`` warpgroups of 64 queries each stream tiles of ``key_rows`` keys through rings of ``num_stages``.
 
     ``take_turns``: a warpgroup issues its matrix products only after its neighbour has, so that one's softmax falls
-    into the other's products. ``persistent``: as many programs as multiprocessors share the items; otherwise every item
-    is a program of its own, which the GPU starts when a multiprocessor is free.
+    into the other's products.
     """
 
     consumers: int
     key_rows: int
     num_stages: int
     take_turns: bool = False
-    persistent: bool = True
 
     @property
     def item_rows(self) -> int:
