@@ -41,7 +41,7 @@ _unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
 _checked_columns: dict[str, dict[str, Any]] = {}
 
 # Latency and bandwidth of what ranks communicate through, by their number and backend.
-_links: dict[tuple[int, str, bool], AlphaBeta] = {}
+_links: dict[tuple[int, str], AlphaBeta] = {}
 
 
 def measure_parallel_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
