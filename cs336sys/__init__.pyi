@@ -50,22 +50,22 @@ def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
 def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
     | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | float | Iterable[str |
     float] = ('block',), gradient_dtype: str | Iterable[str] = ('fp32',), transport: str | Iterable[str] =
-    ('collectives',), world_size: int | Iterable[int] = (), backend: str = 'auto', high_priority: bool = False,
-    timeout: float = 120.0, check_layers: int | None = None, plot_scaling: str | Path | None = None, trace: str |
-    Path | None = None, plot: str | Path | None = None, plot_buckets: str | Path | None = None, size: str |
-    Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int |
-    None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int
-    | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None,
-    batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str |
-    Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention:
-    str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str |
-    Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] =
-    ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str =
-    'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps:
-    int = 10, rounds: int = 1, dry_run: bool = False, force: bool = False, save: str | Path | None = None, track:
-    str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
-    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
-    | None = None, wide: bool = False
+    ('collectives',), world_size: int | Iterable[int] = (), backend: str = 'auto', timeout: float = 120.0,
+    check_layers: int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None, plot:
+    str | Path | None = None, plot_buckets: str | Path | None = None, size: str | Iterable[str] = (), context: int |
+    Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model: int | None =
+    None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model: str |
+    Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[..., Any]
+    | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16: bool =
+    False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
+    ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] |
+    Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str |
+    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0,
+    tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps: int = 10, rounds: int
+    = 1, dry_run: bool = False, force: bool = False, save: str | Path | None = None, track: str | Iterable[str] =
+    (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path |
+    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
+    bool = False
 ) -> Results: ...
 def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch:
     str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, optimizer: str |
@@ -143,14 +143,14 @@ def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     strategy: str | Iterable[str] = ('none', 'optimizer', 'optimizer-flat', 'fsdp', 'torch-zero', 'torch-fsdp'),
     prefetch: int | Iterable[int] = (1,), keep_gathered: int | Iterable[int] = (0,), checkpoint: str | Iterable[str]
     = ('none',), memory_limit: str | None = None, board: bool = False, mesh: str | None = None, world_size: int |
-    Iterable[int] = (), backend: str = 'auto', high_priority: bool = False, timeout: float = 120.0, check_layers:
-    int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None, plot: str | Path |
-    None = None, size: str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int]
-    = (), vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None
-    = None, num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[...,
-    Any] | None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool =
-    False, precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str]
-    = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
+    Iterable[int] = (), backend: str = 'auto', timeout: float = 120.0, check_layers: int | None = None,
+    plot_scaling: str | Path | None = None, trace: str | Path | None = None, plot: str | Path | None = None, size:
+    str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size:
+    int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None,
+    num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] |
+    None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False,
+    precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] =
+    ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
     optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
     Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
     device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
