@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers. A module that is
 # named here is in another layer than its room.
 LAYERS = (
-    {"", "errors", "settings", "processes", "results", "accounting"},
+    {"", "errors", "findings", "settings", "processes", "results", "accounting"},
     {"machine"},
     {"run.cells"},
     {"kernels", "parallel", "timing", "capture"},
