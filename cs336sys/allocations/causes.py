@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import median
+from typing import Any
 
 from cs336sys.allocations import inference as infer
 from cs336sys.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame, Segment
 from cs336sys.allocations.timeline import held_bytes
+from cs336sys.findings import Finding
 
 # Least parts of the memory: of causes that grow, and of free pieces and logits.
 _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
@@ -31,28 +33,6 @@ _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
 # Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
 _PRODUCT = re.compile(r"(?<![a-z])(addmm|bmm|mm|linear|matmul|einsum)(?![a-z])")
 _CONVERSION = re.compile(r"::_?to(_copy)?(::|\b)")
-
-
-@dataclass(frozen=True)
-class MemoryCause:
-    """A mistake or a waste that fills memory.
-
-    Attributes:
-        name: as in ``docs/memprof.md``.
-        size: bytes that it holds.
-        code: the line that makes the largest part; of a graph, the line that called all of it.
-        is_proved: nothing else explains the evidence.
-        step_bytes, steps: by how much memory grows in a step, and in how many it has.
-        ratio: of a longer batch's sizes to those of others.
-    """
-
-    name: str
-    size: int
-    code: str = ""
-    is_proved: bool = True
-    step_bytes: int = 0
-    steps: int = 0
-    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,16 +101,22 @@ class Moment:
         return size >= max(1, _LEAST_LEAK * self.size)
 
 
-def find_causes(moment: Moment) -> list[MemoryCause]:
+def find_causes(moment: Moment) -> list[Finding]:
     """Return the causes in the order in which to mend them; fragmentation where no proved cause holds more."""
     if moment.inference.is_recorded:
         return []
     causes = [cause for cause in (rule(moment) for rule in _RULES) if cause is not None]
-    largest = max((cause.size for cause in causes if cause.is_proved and cause.name != "fragmentation"), default=0)
-    return [cause for cause in causes if cause.name != "fragmentation" or cause.size > largest]
+    proved = [finding for finding in causes if finding.certainty == "measured" and finding.cause != "fragmentation"]
+    largest = max((finding.amount for finding in proved), default=0)
+    return [finding for finding in causes if finding.cause != "fragmentation" or finding.amount > largest]
 
 
-def _state_twice(moment: Moment) -> MemoryCause | None:
+def _memory_cause(name: str, size: int, code: str = "", *, is_proved: bool = True, **facts: Any) -> Finding:
+    """Return the finding of a cause that holds so many bytes, most of them made at a line of code."""
+    return Finding(name, code, size, "bytes", "measured" if is_proved else "looks like", facts)
+
+
+def _state_twice(moment: Moment) -> Finding | None:
     """Find lines of an optimizer that made state of the same parameters in two steps, or called from two places."""
     record, inference = moment.record, moment.inference
     parameter_blocks = inference.blocks_of("parameters")
@@ -167,7 +153,8 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
     if not moment.is_leak(doubled_bytes):
         return None
     is_proved = all(block.stack for block in parameter_blocks)
-    return MemoryCause("optimizer state twice", doubled_bytes, " and ".join(sorted(calls)[:2]), is_proved)
+    code = " and ".join(sorted(calls)[:2])
+    return _memory_cause("optimizer state twice", doubled_bytes, code, is_proved=is_proved)
 
 
 @dataclass(frozen=True)
@@ -180,7 +167,7 @@ class _GrowingLine:
     is_single: bool
 
 
-def _growth_over_steps(moment: Moment) -> MemoryCause | None:
+def _growth_over_steps(moment: Moment) -> Finding | None:
     """Find lines that hold more after each step, or without steps after each iteration of a loop, which is no proof."""
     for steps, is_proved in ((moment.inference.steps, True), (_loop_iterations(moment), False)):
         lines = _growing_lines(moment, steps)
@@ -233,7 +220,7 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
     return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
 
 
-def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
+def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Finding:
     """Return the cause of growing lines: a graph that is kept, if they are most lines of a forward pass."""
     inference = moment.inference
     forward = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
@@ -248,7 +235,7 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
     step_bytes = round(sum(line.size / line.steps for line in lines))
-    return MemoryCause(name, size, code, is_proved, step_bytes=step_bytes, steps=steps)
+    return _memory_cause(name, size, code, is_proved=is_proved, step_bytes=step_bytes, steps=steps)
 
 
 def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
@@ -307,7 +294,7 @@ def _is_around_model(
     return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED * len(typical_runs), 1)
 
 
-def _longer_than_before(moment: Moment) -> MemoryCause | None:
+def _longer_than_before(moment: Moment) -> Finding | None:
     """Find a failed step whose forward pass made larger memory by the same lines than each step before."""
     steps = moment.inference.steps
     current = bisect_right(steps, moment.position)
@@ -318,7 +305,12 @@ def _longer_than_before(moment: Moment) -> MemoryCause | None:
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
     size = int(activations * (1 - 1 / ratio))
-    return MemoryCause("longer batch", size, ratio=ratio) if moment.is_leak(size) else None
+    return longer_batch(size, ratio) if moment.is_leak(size) else None
+
+
+def longer_batch(size: int, ratio: float, rank: str = "") -> Finding:
+    """Return the finding of a batch ``ratio`` times as long as those of earlier steps, or as those of other ranks."""
+    return _memory_cause("longer batch", size, rank, ratio=ratio, is_among_ranks=bool(rank))
 
 
 def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
@@ -349,12 +341,20 @@ def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) ->
     return lines
 
 
-def _fragmentation(moment: Moment) -> MemoryCause | None:
+def _fragmentation(moment: Moment) -> Finding | None:
     """Find a failure that the free pieces together, but no single piece and not the device, would have satisfied."""
     free, failure = moment.free, moment.failure
     if failure is None or not max(free.largest, failure.device_free) < failure.size <= free.usable:
         return None
-    return MemoryCause("fragmentation", free.usable) if free.usable >= _LEAST_SHARE * free.reserved else None
+    if free.usable < _LEAST_SHARE * free.reserved:
+        return None
+    return _memory_cause(
+        "fragmentation",
+        free.usable,
+        largest=free.largest,
+        requested=failure.size,
+        is_expandable=free.is_expandable,
+    )
 
 
 def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: int | None) -> FreePieces:
@@ -383,7 +383,7 @@ def _round_up(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 
-def _fp32_logits(moment: Moment) -> MemoryCause | None:
+def _fp32_logits(moment: Moment) -> Finding | None:
     """Find fp32 copies of half-precision logits that a loss, or a conversion before it, makes: twice as large."""
     results = [block for block in moment.record.blocks if block.start and moment.role(block) in _FORWARD_ROLES]
     failure, failed_at = moment.failure, moment.position + 1
@@ -414,11 +414,12 @@ def _fp32_logits(moment: Moment) -> MemoryCause | None:
     size = sum(block.size for block in copies if block.start <= failed_at)
     if not copies or size < _LEAST_SHARE * moment.size:
         return None
-    return MemoryCause("fp32 logits", size, moment.line(copies[0].stack)[0], all(is_proved[b.stack] for b in copies))
+    is_certain = all(is_proved[block.stack] for block in copies)
+    return _memory_cause("fp32 logits", size, moment.line(copies[0].stack)[0], is_proved=is_certain)
 
 
 # What to mend first comes first.
-_RULES: tuple[Callable[[Moment], MemoryCause | None], ...] = (
+_RULES: tuple[Callable[[Moment], Finding | None], ...] = (
     _state_twice,
     _growth_over_steps,
     _longer_than_before,

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from cs336sys.allocations.causes import MemoryCause, Moment, find_causes, free_pieces, longer_ratio
+from cs336sys.allocations.causes import Moment, find_causes, free_pieces, longer_batch, longer_ratio
 from cs336sys.allocations.dump import DeviceRecord
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES, Inference, code_of, operation_of
 from cs336sys.allocations.timeline import held_bytes
+from cs336sys.findings import Finding
 
 # Ranks hold the same model, or shards of it that are rounded.
 _SAME_PARAMETERS = 0.02
@@ -52,7 +53,7 @@ class MemoryDiagnosis:
     peak: int
     by_category: Mapping[str, int]
     kinds: Sequence[Kind]
-    causes: Sequence[MemoryCause]
+    causes: Sequence[Finding]
 
     @property
     def name(self) -> str:
@@ -93,9 +94,9 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     return MemoryDiagnosis(source, moment, failed_at, peak, by_category, kinds, find_causes(moment))
 
 
-def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> tuple[str, MemoryCause] | None:
-    """Return the rank whose activations exceed most those of ranks with the same parameters, and the cause, or None."""
-    longer: list[tuple[str, MemoryCause]] = []
+def longest_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Finding | None:
+    """Find the rank whose activations exceed most those of ranks with the same parameters; None without one."""
+    longer: list[Finding] = []
     for diagnosis in diagnoses:
         parameters = diagnosis.by_category["parameters"]
         others = [
@@ -107,8 +108,8 @@ def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> tuple[str, MemoryCause
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
             added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))
-            longer.append((diagnosis.name, MemoryCause("longer batch", added_bytes, ratio=ratio)))
-    return max(longer, key=lambda candidate: candidate[1].ratio, default=None)
+            longer.append(longer_batch(added_bytes, ratio, diagnosis.name))
+    return max(longer, key=lambda finding: finding.facts["ratio"], default=None)
 
 
 @dataclass(frozen=True)

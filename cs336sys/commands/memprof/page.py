@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.commands.memprof.tables import memory_tables
+from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, say_memory
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit
@@ -22,8 +23,6 @@ from cs336sys.tables.titles import machine_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from cs336sys.commands.memprof.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def timeline_page(
     timelines: Sequence[tuple[str, Mapping[str, Any]]],
     title: str,
     tables: Sequence[Table],
-    verdicts: Sequence["Verdict"] = (),
+    verdicts: Sequence[Verdict] = (),
 ) -> str:
     """Return the text of a page: verdicts, then timelines, then tables.
 
@@ -149,7 +148,9 @@ def timeline_page(
     pages = Environment(loader=PackageLoader("cs336sys.commands.memprof", "."))
     pages.filters |= {"escaped": escaped, "size": lambda size: format_quantity(size, "bytes")}
     drawn = [_timeline_data(number, name, derived) for number, (name, derived) in enumerate(timelines)]
-    body = pages.get_template("page.jinja").render(verdicts=verdicts, timelines=drawn)
+    body = pages.get_template("page.jinja").render(
+        verdicts=verdicts, timelines=drawn, say=say_memory, certainties=CERTAINTIES
+    )
     folder = resources.files("cs336sys.commands.memprof")
     # Even in a string, "</script" ends the script element, and "<!--<script" keeps its end from ending it.
     data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")

@@ -10,7 +10,7 @@ from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
-from cs336sys.commands.memprof.verdict import Verdict, size_words, verdicts
+from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, say_memory, verdicts
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
 _MOST_REGIONS = 30
@@ -35,10 +35,17 @@ def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
         _SNAPSHOT,
         *named_columns("cause", certainty="how sure", cause_bytes="holds", why="why", advice="what to do"),
     )
-    rows = [
-        vars(cause) | {"snapshot": verdict.diagnosis.name, "cause": cause.name, "cause_bytes": cause.size}
+    rows: list[dict[str, Any]] = [
+        {
+            "snapshot": verdict.diagnosis.name,
+            "cause": finding.cause,
+            "certainty": CERTAINTIES[finding.certainty],
+            "cause_bytes": finding.amount,
+            "why": say_memory("why", finding),
+            "advice": say_memory("remedy", finding),
+        }
         for verdict in sorted_verdicts
-        for cause in verdict.causes
+        for finding in verdict.causes
     ]
     return Table("causes", "causes, and how sure they are", columns, rows)
 
@@ -74,23 +81,13 @@ def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
 
 def _category_notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
     """Yield how the categories of memory were found, and what is not known of them."""
-    record = diagnosis.moment.record
-    if diagnosis.moment.inference.is_recorded:
-        yield "Categories are those that memprof has recorded."
-    elif not record.has_stacks:
-        advice = "record with _record_memory_history(stacks='python')"
-        yield f"{diagnosis.name}: no stacks were recorded, so categories are unknown: {advice}"
-    else:
-        yield (
-            "Categories are inferred from stacks (optimizer, module construction, forward; autograd's threads have "
-            "none) and lifetimes (what outlives the forward pass, the backward pass, the step). Memory older than the "
-            "record is parameters or optimizer state where gradients of its sizes exist."
-        )
+    record, is_recorded = diagnosis.moment.record, diagnosis.moment.inference.is_recorded
+    origin = "recorded" if is_recorded else "inferred" if record.has_stacks else "unknown"
+    yield say_memory(f"{origin} categories", name=diagnosis.name)
     if pools := diagnosis.by_category["graph pools"]:
-        yield f"{diagnosis.name}: private pools, as of CUDA graphs, hold {size_words(pools)}; what for cannot be told"
-    if record.unknown_frees and not diagnosis.moment.inference.is_recorded:
-        blocks = f"{record.unknown_frees} blocks are older than the record and freed within it"
-        yield f"{diagnosis.name}: {blocks}; they count from its beginning"
+        yield say_memory("private pools", name=diagnosis.name, pools=pools)
+    if record.unknown_frees and not is_recorded:
+        yield say_memory("older blocks", name=diagnosis.name, count=record.unknown_frees)
 
 
 def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
@@ -147,12 +144,9 @@ def snapshot_difference_tables(before: list[MemoryDiagnosis], after: list[Memory
             | {"before_bytes": old_bytes, "after_bytes": new_bytes, "difference_bytes": new_bytes - old_bytes}
             for label, category, code, old_bytes, new_bytes in sizes
         ]
-        sentence = f"{size_words(new.size)} is held after {size_words(old.size)}"
-        for largest in size_changes[:1]:
-            memory = f"{largest.category} from {largest.code or 'no stack'}"
-            before_and_after = f"{size_words(largest.before)} to {size_words(largest.after)}"
-            sentence += f"; the largest change is {largest.description}: {memory}, {before_and_after}"
-        sentences.append({"snapshot": name, "verdict": f"{sentence}."})
+        largest = next(iter(size_changes), None)
+        sentence = say_memory("difference", before=old.size, after=new.size, change=largest)
+        sentences.append({"snapshot": name, "verdict": sentence})
     verdict = Table("verdict", "what has changed", (_SNAPSHOT, Column("verdict", "verdict")), sentences)
     columns = (_SNAPSHOT, *named_columns("what", "category", "code", "before_bytes", "after_bytes", "difference_bytes"))
     note = "Each at the failure, or else at the peak; rows add up to the last one."

@@ -1,14 +1,13 @@
 """Say in sentences what filled a device, and what to do about it; the tables of ``memprof --plan``."""
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from cs336sys.allocations.causes import MemoryCause, Moment
-from cs336sys.allocations.diagnosis import MemoryDiagnosis, longer_batch
+from cs336sys.allocations.causes import Moment
+from cs336sys.allocations.diagnosis import MemoryDiagnosis, longest_batch
 from cs336sys.commands.memprof.tables import identity_columns
+from cs336sys.findings import Finding, sentence
 from cs336sys.results.model import Cell
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import measured_cells
@@ -17,21 +16,8 @@ from cs336sys.tables.titles import failure_notes
 
 _MOST_CATEGORIES = 3
 
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause in words.
-
-    Attributes:
-        size: bytes that it holds.
-        certainty: ``proved``, or ``looks like``.
-    """
-
-    name: str
-    certainty: str
-    size: int
-    why: str
-    advice: str
+# As tables and pages call them.
+CERTAINTIES = {"measured": "proved", "looks like": "looks like"}
 
 
 @dataclass(frozen=True)
@@ -45,99 +31,66 @@ class Verdict:
 
     diagnosis: MemoryDiagnosis
     event: str
-    causes: Sequence[Cause]
+    causes: Sequence[Finding]
     advice: str = ""
 
     @property
     def sentence(self) -> str:
         if not self.causes:
             return f"{self.event} {self.advice}".rstrip()
-        text = "; also, ".join(f"{cause.why}: {cause.advice}" for cause in self.causes)
+        text = "; also, ".join(f"{say_memory('why', cause)}: {say_memory('remedy', cause)}" for cause in self.causes)
         return f"{self.event} {text[0].upper()}{text[1:]}."
 
 
-def size_words(size: float) -> str:
-    return format_quantity(size, "bytes")
-
-
-def _cause_in_words(cause: MemoryCause, moment: Moment, others: str) -> Cause:
-    """Fill the sentences of causes.toml; ``others`` are those that a longer batch is compared with."""
-    sentences = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())[cause.name]
-    facts = {
-        "size": size_words(cause.size),
-        "step_bytes": size_words(cause.step_bytes),
-        "steps": cause.steps,
-        "ratio": cause.ratio,
-        "code": cause.code or "code without a stack",
-        "largest": size_words(moment.free.largest),
-        "requested": size_words(moment.failure.size if moment.failure else 0),
-        "expand": "" if moment.free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "others": others,
-    }
-    why, advice = sentences["why"].format_map(facts), sentences["advice"].format_map(facts)
-    if cause.is_proved:
-        return Cause(cause.name, "proved", cause.size, why, advice)
-    why = f"this looks like {cause.name}, which the snapshot does not prove: {why}"
-    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {sentences['decides']}")
+def say_memory(name: str, finding: Finding | None = None, /, **facts: Any) -> str:
+    """Render a block of ``sentences.jinja`` for a finding: ``why`` it is the cause, or its ``remedy``."""
+    return sentence(__package__, name, finding, size=lambda size: format_quantity(size, "bytes"), **facts)
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
     """Return the verdict on each snapshot: on those that failed first, then on those that hold the most."""
-    longest_batch = longer_batch(diagnoses)
+    longest = longest_batch(diagnoses)
     ordered = sorted(diagnoses, key=lambda diagnosis: (diagnosis.moment.failure is None, -diagnosis.size))
     result = []
     for diagnosis in ordered:
-        causes = [_cause_in_words(cause, diagnosis.moment, "all steps before") for cause in diagnosis.causes]
-        if longest_batch is not None and longest_batch[0] == diagnosis.name:
-            causes = [cause for cause in causes if cause.name != "longer batch"]
-            causes.append(_cause_in_words(longest_batch[1], diagnosis.moment, "the other ranks"))
-        causes.sort(key=lambda cause: cause.certainty != "proved")
+        causes = list(diagnosis.causes)
+        if longest is not None and longest.where == diagnosis.name:
+            causes = [*(cause for cause in causes if cause.cause != "longer batch"), longest]
+        causes.sort(key=lambda cause: cause.certainty != "measured")
         event, advice = _event(diagnosis), ""
         if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
-            why_no_cause, advice = next(texts for test, *texts in _NO_CAUSE if test(diagnosis.moment))
-            kind = diagnosis.kinds[0]
-            origin = f" from {kind.code}" if kind.code else ""
-            largest = f"{kind.count} x {size_words(kind.size)} of {kind.category}{origin}"
-            event = f"{event} {why_no_cause} No cause is proved; the largest kind is {largest}."
+            reason = next(reason for reason, test in _NO_CAUSE.items() if test(diagnosis.moment))
+            event += " " + say_memory("no cause", cause=reason, kind=diagnosis.kinds[0])
+            advice = say_memory("no cause remedy", cause=reason)
         result.append(Verdict(diagnosis, event, causes, advice))
     return result
 
 
 def _event(diagnosis: MemoryDiagnosis) -> str:
     """Say which allocation failed, where, and which categories held the memory then."""
-    moment = diagnosis.moment
+    failure = diagnosis.moment.failure
     sizes = sorted(((size, category) for category, size in diagnosis.by_category.items() if size), reverse=True)
-    parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_MOST_CATEGORIES])
-    event = f"Nothing failed: the record holds {size_words(diagnosis.size)} at its peak"
-    if moment.failure is not None:
-        # Where others have a stack, memory without one is the backward pass's.
-        in_backward = " in the backward pass" if moment.record.has_stacks else ""
-        where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else in_backward
-        failed = f"An allocation of {size_words(moment.failure.size)}{where} failed"
-        event = f"{failed} with {size_words(diagnosis.size)} held"
-    return f"{event}: {parts}." if parts else f"{event}."
+    return say_memory(
+        "event",
+        requested=None if failure is None else failure.size,
+        failed_at=diagnosis.failed_at,
+        has_stacks=diagnosis.moment.record.has_stacks,
+        live_bytes=diagnosis.size,
+        largest=[(category, size) for size, category in sizes[:_MOST_CATEGORIES]],
+    )
 
 
-_RECORD = "Record with torch.cuda.memory._record_memory_history(stacks='python') from before the model is built."
-_SMALLER = "Make the step smaller: a smaller batch, micro-batches, checkpoints; memprof --plan finds the cheapest."
-# Why there is no cause, by the first test that holds, and what to do.
-_NO_CAUSE: tuple[tuple[Callable[[Moment], bool], str, str], ...] = (
-    (lambda moment: not moment.record.last_position, "Without a history, only what is held is known.", _RECORD),
-    (lambda moment: not moment.record.has_stacks, "Without stacks, causes cannot be told.", _RECORD),
-    (lambda moment: len(moment.inference.steps) >= 3, "Nothing grew from step to step.", _SMALLER),
-    (
-        # The record begins with the device's first allocation.
-        lambda moment: (
-            moment.failure is not None
-            and not moment.inference.steps
-            and all(block.start for block in moment.record.blocks)
-        ),
-        "It failed before the end of the first step, so that no earlier step can have left anything behind: this step "
-        "alone does not fit.",
-        _SMALLER,
+# Why there is no cause: the first whose test holds.
+_NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
+    "no history": lambda moment: not moment.record.last_position,
+    "no stacks": lambda moment: not moment.record.has_stacks,
+    "no growth": lambda moment: len(moment.inference.steps) >= 3,
+    # The record begins with the device's first allocation.
+    "first step": lambda moment: (
+        moment.failure is not None and not moment.inference.steps and all(block.start for block in moment.record.blocks)
     ),
-    (lambda moment: True, "The record holds the ends of too few steps to tell whether memory grows.", _SMALLER),
-)
+    "few steps": lambda moment: True,
+}
 
 
 def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
@@ -148,7 +101,7 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
     for cell in cells:
         row = cell.configuration | {"status": None if cell.status == "ok" else cell.status}
         if cell.status == "ok":
-            row |= {"answer": _plan_answer(cell.derived), "command": cell.derived.get("command")}
+            row |= {"answer": say_memory("plan answer", **cell.derived), "command": cell.derived.get("command")}
         answers.append(row)
     columns = (*identity, *named_columns("answer", "command", "status"))
     notes = [*_plan_notes(planned), *failure_notes(cells)]
@@ -164,18 +117,6 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
             Table("changes", "what each change alone would save", change_columns, changes),
         ),
     ]
-
-
-def _plan_answer(derived: dict[str, Any]) -> str:
-    """Say which options make the step fit, or that none is needed or none does."""
-    limit, base, plan = size_words(derived["limit_bytes"]), size_words(derived["base_bytes"]), derived["plan"]
-    if plan is None:
-        least = f"the least of {derived['tried']} combinations {size_words(derived['least_bytes'])}"
-        return f"Nothing that is known fits into {limit}: the step holds {base}, and {least}."
-    if not plan:
-        return f"It fits as it is: {base} of {limit}."
-    options, peak = " ".join(step["option"] for step in plan), size_words(plan[-1]["peak_bytes"])
-    return f"{options}: {peak} in place of {base}, under {limit}; without the last of them it does not fit."
 
 
 def _plan_notes(cells: Sequence[Cell]) -> list[str]:
