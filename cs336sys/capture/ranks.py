@@ -15,6 +15,7 @@ from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord
 from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
+from cs336sys.findings import Finding
 
 # A line through fewer collectives is no drift but noise.
 _LEAST_FOR_DRIFT = 12
@@ -292,108 +293,83 @@ _PAUSE_MEDIANS = 3  # A step of so many times the median is a pause.
 _LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)  # No other rank makes these longer.
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that the others wait for.
-
-    Attributes:
-        ms, percent: by how much it computes, copies and idles longer in a step than the median of the others.
-        why: what it does longer.
-    """
-
-    label: str
-    file: str
-    ms: float
-    percent: float
-    why: str
-
-
-@dataclass(frozen=True)
-class RankAnswer:
-    """The ranks that hold the others up.
-
-    Attributes:
-        stragglers: the slowest first; empty for none.
-        why_unknown: why nobody can say; empty if it is known.
-        unseen_percent: a smaller excess, of a step, would not be seen.
-    """
-
-    stragglers: tuple[Straggler, ...] = ()
-    why_unknown: str = ""
-    unseen_percent: float = 0.0
-
-
 def local_ms(analysis: Analysis) -> list[float]:
     """Return how long a rank computes, copies and idles in each step, which no other rank makes longer."""
     parts = [analysis.parts[part] for part in _LOCAL_PARTS if part in analysis.parts]
     return [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(analysis.step_ms)
 
 
-def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) -> RankAnswer:
+def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) -> list[Finding]:
     """Find the ranks that come last to the collectives because they compute, copy or idle longer.
 
     In a step that a collective joins, all ranks take as long as the slowest. The excess of a rank over the median of
     the others in each step is tested by Student's t, corrected for the number of ranks. Time in collectives does not
     count, nor the slowing of kernels by a collective that waits: a slow link or another rank makes them longer.
+
+    Returns:
+        one of ``straggler`` for each, with the ms that it is longer in a step, the slowest first; or ``no straggler``,
+        with the percentage of a step that could go unseen; or the reason why nobody can tell.
     """
     if not all(analysis.has_steps for analysis in analyses):
-        return RankAnswer(why_unknown="the captures show no steps")
+        return [_cannot_tell("no steps")]
     if not all(analysis.is_idle_known for analysis in analyses):
-        return RankAnswer(why_unknown="work or launches are missing from their steps")
+        return [_cannot_tell("missing work")]
     if ranks is None:
-        return RankAnswer(why_unknown="no collectives of theirs could be matched")
+        return [_cannot_tell("unmatched collectives")]
     steps, step_ms = _common_steps(analyses)
     if not steps:
-        return RankAnswer(why_unknown="the ranks have no step in common")
+        return [_cannot_tell("no common step")]
     excess_ms, excess_errors_ms = _mean_excess(list(map(local_ms, analyses)), steps)
     slowest = int(excess_ms.argmax())
     slowest_percent = 100 * excess_ms[slowest] / step_ms
     if len(steps) < _LEAST_STEPS:
-        few, in_them = ("one step is", "in it") if len(steps) == 1 else (f"{len(steps)} steps are", "in them")
-        longer = f"; {in_them} {analyses[slowest].label} takes {slowest_percent:.1f} % longer"
-        seen = longer if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
-        return RankAnswer(why_unknown=f"{few} too few to tell a slow rank from noise{seen}")
+        label = analyses[slowest].label if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
+        return [_cannot_tell("few steps", label, slowest_percent, steps=len(steps))]
     critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
     is_slow = excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
     candidates = np.flatnonzero(is_slow & (excess_ms >= _NEAR_SLOWEST * excess_ms[slowest])).tolist()
     if not candidates:
         unseen_t = _t_quantile(len(steps) - 1, _UNSEEN_TAIL / len(analyses))
         unseen_ms = excess_ms[slowest] + unseen_t * excess_errors_ms[slowest]
-        return _answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))
+        return [_answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))]
     if ranks.why_no_waits:
-        return RankAnswer(why_unknown=ranks.why_no_waits)
+        return [_cannot_tell("unknown waits", reason=ranks.why_no_waits)]
     mean_late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
     others_ms = [ms for rank, ms in enumerate(mean_late_ms) if rank not in candidates]
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -excess_ms[rank]):
         least_late_ms = _LATE_SHARE * excess_ms[rank]
         if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= least_late_ms:
-            ms, why = float(excess_ms[rank]), _longer_parts(analyses, rank, float(excess_ms[rank]))
-            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, ms, 100 * ms / step_ms, why))
-    if not stragglers:
-        longer = f"computes or idles {slowest_percent:.1f} % of a step longer"
-        return RankAnswer(why_unknown=f"{analyses[slowest].label} {longer}, and does not come last to the collectives")
-    return RankAnswer(tuple(stragglers))
+            ms, rank_file = float(excess_ms[rank]), analyses[rank].file
+            facts = {
+                "file": rank_file,
+                "percent": 100 * ms / step_ms,
+                "longer_parts": _longer_parts(analyses, rank, ms),
+            }
+            stragglers.append(Finding("straggler", analyses[rank].label, ms, "ms", facts=facts))
+    return stragglers or [_cannot_tell("not last", analyses[slowest].label, slowest_percent)]
 
 
-def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching, unseen_ms: float) -> RankAnswer:
+def _cannot_tell(cause: str, where: str = "", amount: float = 0.0, unit: str = "percent", **facts: Any) -> Finding:
+    return Finding(cause, where, float(amount), unit, "cannot tell", facts)
+
+
+def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching, unseen_ms: float) -> Finding:
     """Say that no rank is slow, or why nobody can tell; one may take ``unseen_ms`` longer without being seen."""
     steps, step_ms = _common_steps(analyses)
     unseen_percent = 100 * unseen_ms / step_ms
     if ranks.missing:
-        return RankAnswer(why_unknown=f"{ranks.missing}, and may be what the others wait for")
+        return _cannot_tell("missing ranks", ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
-        unseen = f"a rank could take {unseen_percent:.1f} % of a step longer unseen"
-        return RankAnswer(why_unknown=f"the steps vary: {unseen}")
+        return _cannot_tell("varying steps", amount=unseen_percent)
     # Files of earlier versions hold no such times. Stages of a pipeline come one after another.
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())
         critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
         if late_ms[last] > max(unseen_ms, critical_t * errors_ms[last]):
-            late = f"comes {late_ms[last]:.3g} ms later than the others to the first collective of a step"
-            return RankAnswer(why_unknown=f"{analyses[last].label} {late}, yet does not compute or idle longer")
-    return RankAnswer(unseen_percent=unseen_percent)
+            return _cannot_tell("late start", analyses[last].label, late_ms[last], "ms")
+    return Finding("no straggler", amount=unseen_percent, unit="percent")
 
 
 def _mean_excess(
@@ -425,15 +401,16 @@ def _t_quantile(degrees: int, tail: float) -> float:
     return math.sqrt(degrees) * math.tan(angles[np.searchsorted(beyond, 2 * tail * beyond[-1])])
 
 
-def _longer_parts(analyses: Sequence[Analysis], rank: int, excess_ms: float) -> str:
-    """Say which parts of a step, and of computing which kinds of kernel, are longer on a rank; "" for none."""
+def _longer_parts(
+    analyses: Sequence[Analysis], rank: int, excess_ms: float
+) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """Return which parts of a step are longer on a rank, by how many ms, and of computing which kinds of kernel."""
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
-    descriptions = []
-    for part, ms in _longer_times(parts, rank, 0.2 * excess_ms):
-        kinds = _longer_times(list(map(_kind_ms, analyses)), rank, 0.2 * ms) if part == StepPart.COMPUTING else []
-        listed = ", ".join(f"{kind} {kind_ms:.3g} ms" for kind, kind_ms in kinds)
-        descriptions.append(f"{part} {ms:.3g} ms" + (f" ({listed})" if listed else ""))
-    return ", ".join(descriptions) + " longer" if descriptions else ""
+    kinds = list(map(_kind_ms, analyses))
+    return [
+        (part, ms, _longer_times(kinds, rank, 0.2 * ms) if part == StepPart.COMPUTING else [])
+        for part, ms in _longer_times(parts, rank, 0.2 * excess_ms)
+    ]
 
 
 def _longer_times(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: float) -> list[tuple[str, float]]:

@@ -32,6 +32,7 @@ from cs336sys.capture import timeline as timelines
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.summary import summarize
 from cs336sys.capture.taxonomy import Category, category_of, short_name
+from cs336sys.commands.trace.verdict import rank_sentence
 from cs336sys.errors import CapabilityError, UsageError
 
 PATH = Path(__file__).with_name("figures.txt")
@@ -261,7 +262,7 @@ def compared(before, after):
 
 
 def of_ranks(local_ms, **settings):
-    """Return who is slow, of ranks that compute so long in each step."""
+    """Return who is slow, of ranks that compute so long in each step, and the sentence."""
     analyses = [
         replace(side(kernels(gemm=ms), computing=[0.0] * len(ms)), label=f"rank {rank}", parts={"computing": tuple(ms)})
         for rank, ms in enumerate(local_ms)
@@ -269,7 +270,8 @@ def of_ranks(local_ms, **settings):
     late_ms = tuple(map(tuple, (np.array(local_ms) - np.min(local_ms, axis=0)).tolist()))
     settings = {"late_ms": late_ms, "first_late_ms": late_ms} | settings
     with patch.object(ranks, "_t_quantile", QUANTILE):
-        return ranks.find_stragglers(analyses, ranks.RankMatching(9, 1.0, (), **settings))
+        findings = ranks.find_stragglers(analyses, ranks.RankMatching(9, 1.0, (), **settings))
+    return (*findings, rank_sentence(len(analyses), findings))
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

@@ -13,7 +13,7 @@ from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, backward_step, write_o
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.ranks import RankMatching, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
-from cs336sys.commands.trace.verdict import verdict
+from cs336sys.commands.trace.verdict import rank_sentence, verdict
 from cs336sys.errors import UsageError
 
 DATA = Path(__file__).parent / "data"
@@ -23,6 +23,10 @@ def answer_of(read):
     return find_stragglers(read.analyses, read.ranks.matching)
 
 
+def stragglers(findings):
+    return [finding.where for finding in findings if finding.cause == "straggler"]
+
+
 @pytest.fixture(scope="module")
 def with_straggler(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
@@ -30,17 +34,17 @@ def with_straggler(tmp_path_factory):
 
 
 def test_the_straggler_is_found_with_what_it_does_longer(with_straggler):
-    (straggler,) = answer_of(with_straggler[0]).stragglers
-    assert straggler.label == "rank 5"
-    assert straggler.percent == pytest.approx(1.0, abs=0.3)
-    assert "matmul" in straggler.why
+    (straggler,) = answer_of(with_straggler[0])
+    assert (straggler.cause, straggler.where) == ("straggler", "rank 5")
+    assert straggler.facts["percent"] == pytest.approx(1.0, abs=0.3)
+    assert "matmul" in rank_sentence(8, [straggler])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_rank_is_named_where_all_are_equal(tmp_path, seed):
-    answer = answer_of(read_captures(write_ranks(tmp_path, seed=seed)))
-    assert (answer.stragglers, answer.why_unknown) == ((), "")
-    assert answer.unseen_percent < 1
+    (answer,) = answer_of(read_captures(write_ranks(tmp_path, seed=seed)))
+    assert (answer.cause, answer.unit) == ("no straggler", "percent")
+    assert answer.amount < 1
 
 
 def test_no_rank_is_named_in_whole_captures_of_equal_ranks(tier, tmp_path):
@@ -63,9 +67,9 @@ def test_no_rank_is_named_in_whole_captures_of_equal_ranks(tier, tmp_path):
         shutil.rmtree(folder)
         answer = answer_of(captures)
         assert not any(analysis.damage for analysis in captures.analyses)
-        answers["named" if answer.stragglers else "cannot tell" if answer.why_unknown else "none"] += 1
+        answers[answer[0].certainty if answer[0].certainty == "cannot tell" else answer[0].cause] += 1
     print(dict(answers))
-    assert answers["named"] == 0
+    assert answers["straggler"] == 0
 
 
 def test_clocks_are_aligned_by_the_ends_of_collectives(with_straggler):
@@ -108,14 +112,15 @@ def test_steps_are_matched_by_their_numbers(tmp_path):
     read = read_captures(paths)
     assert read.analyses[1].step_numbers == tuple(range(2, 8))
     assert read.ranks.clocks.error_ns < 3000
-    assert [straggler.label for straggler in answer_of(read).stragglers] == ["rank 2"]
+    assert stragglers(answer_of(read)) == ["rank 2"]
 
 
 def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
     paths = write_ranks(tmp_path, ranks=4, straggler=2, excess=0.1)
     others = read_captures([path for number, path in enumerate(paths) if number != 2])
     assert others.ranks.matching.missing == "rank 2 of 4 has no file"
-    assert answer_of(others).why_unknown.startswith("rank 2 of 4 has no file")
+    (answer,) = answer_of(others)
+    assert (answer.cause, answer.where) == ("missing ranks", "rank 2 of 4 has no file")
     assert others.ranks.matching == RankMatching.from_json(json.loads(json.dumps(others.ranks.matching.to_json())))
     sentences = verdict(others.analyses, others.ranks.matching)
     assert sentences[0] == "Rank 2 of 4 has no file: waiting for ranks is a lower bound."
@@ -124,14 +129,14 @@ def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
 
 def test_ranks_that_are_slow_alike_are_all_named(tmp_path):
     read = read_captures(write_ranks(tmp_path, ranks=6, straggler=(1, 4)))
-    assert {straggler.label for straggler in answer_of(read).stragglers} == {"rank 1", "rank 4"}
+    assert set(stragglers(answer_of(read))) == {"rank 1", "rank 4"}
 
 
 def test_ranks_that_an_earlier_version_saved_are_answered(with_straggler):
     read, _ = with_straggler
     saved = RankMatching.from_json({"matched": 60, "error_us": 1.0, "notes": []})
     analyses = [Analysis.from_json(_earlier(analysis)) for analysis in read.analyses]
-    assert [straggler.label for straggler in find_stragglers(analyses, saved).stragglers] == ["rank 5"]
+    assert stragglers(find_stragglers(analyses, saved)) == ["rank 5"]
 
 
 def _earlier(analysis):
@@ -150,35 +155,34 @@ def _earlier(analysis):
 )
 def test_kernels_slowed_next_to_a_waiting_collective_hide_no_straggler(tmp_path, late, sleep_us, ms, why):
     read = read_captures(write_overlapping_ranks(tmp_path, [backward_step(), late], (0, sleep_us)))
-    (straggler,) = answer_of(read).stragglers
-    assert (straggler.label, straggler.ms) == ("rank 1", pytest.approx(ms, rel=0.15))
-    assert re.match(why, straggler.why)
+    (straggler,) = answer_of(read)
+    assert (straggler.where, straggler.amount) == ("rank 1", pytest.approx(ms, rel=0.15))
+    assert re.search(rf"ms\): {why}", rank_sentence(2, [straggler]))
     waiting = [analysis.mean("waiting for ranks") for analysis in read.analyses]
     assert waiting == pytest.approx([ms, 0], abs=0.15 * ms)
 
 
 @pytest.mark.parametrize(
-    ("slowdown", "why_unknown"),
+    ("slowdown", "reason"),
     [
         (1.0, r"rank 1 comes 1\.[45]\d ms later than the others to the first collective of a step, yet"),
         (1.4, r"rank 0 computes or idles [23]\.\d % of a step longer, and does not come last"),
     ],
 )
-def test_no_rank_is_named_where_the_one_that_waits_has_more_to_do(tmp_path, slowdown, why_unknown):
+def test_no_rank_is_named_where_the_one_that_waits_has_more_to_do(tmp_path, slowdown, reason):
     programs = [backward_step(within=3), backward_step()]
-    answer = answer_of(read_captures(write_overlapping_ranks(tmp_path, programs, (0, 1500), slowdown)))
-    assert answer.stragglers == ()
-    assert re.match(why_unknown, answer.why_unknown)
+    (answer,) = answer_of(read_captures(write_overlapping_ranks(tmp_path, programs, (0, 1500), slowdown)))
+    assert re.match(f"Cannot tell whether a rank holds the others up, because {reason}", rank_sentence(2, [answer]))
 
 
 def test_ranks_alike_that_overlap_hold_nobody_up(tmp_path):
-    answer = answer_of(read_captures(write_overlapping_ranks(tmp_path, [backward_step()] * 3, (0, 0, 0))))
-    assert (answer.stragglers, answer.why_unknown) == ((), "")
+    (answer,) = answer_of(read_captures(write_overlapping_ranks(tmp_path, [backward_step()] * 3, (0, 0, 0))))
+    assert answer.cause == "no straggler"
 
 
 def test_the_last_stage_of_a_balanced_pipeline_is_no_straggler():
-    answer = answer_of(read_captures([DATA / "pipeline_balanced"]))
-    assert (answer.stragglers, answer.why_unknown) == ((), "")
+    (answer,) = answer_of(read_captures([DATA / "pipeline_balanced"]))
+    assert answer.cause == "no straggler"
 
 
 def test_numbers_in_names_are_sorted_by_their_value(tmp_path):
@@ -189,8 +193,8 @@ def test_numbers_in_names_are_sorted_by_their_value(tmp_path):
         document = json.loads(path.read_text())
         del document["distributedInfo"]
         (folder / f"176-TP-{rank}-DP-0.json").write_text(json.dumps(document))
-    (straggler,) = answer_of(read_captures([folder])).stragglers
-    assert (straggler.label, straggler.file) == ("rank 2", "176-TP-2-DP-0.json")
+    (straggler,) = answer_of(read_captures([folder]))
+    assert (straggler.where, straggler.facts["file"]) == ("rank 2", "176-TP-2-DP-0.json")
 
 
 def test_clocks_that_are_known_less_well_than_the_waits_tell_no_waits(tmp_path):
@@ -205,7 +209,7 @@ def test_clocks_that_are_known_less_well_than_the_waits_tell_no_waits(tmp_path):
     read = read_captures(paths)
     assert read.ranks.matching.why_no_waits
     assert all("waiting for ranks" not in analysis.parts for analysis in read.analyses)
-    assert answer_of(read).stragglers == ()
+    assert stragglers(answer_of(read)) == []
 
 
 def test_the_identifier_of_a_collective_matches_it(tmp_path):

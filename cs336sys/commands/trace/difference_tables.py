@@ -12,7 +12,7 @@ from cs336sys.capture.ranks import RankMatching
 from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.commands.trace.tables import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
-from cs336sys.commands.trace.verdict import capital, damage_sentences
+from cs336sys.commands.trace.verdict import damage_sentences, say_trace
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import format_quantity
@@ -24,28 +24,12 @@ _MOST_NAMED = 3
 
 def difference_sentences(difference: CaptureDifference) -> list[str]:
     """Say by how much a step became longer and what explains it, or why that is undecided."""
-    subject = "the kernels of a step take" if difference.of_kernels else "a step takes"
-    way = "longer" if difference.delta_ms >= 0 else "less"
-    before, after = format_quantity(difference.before_ms, "ms"), format_quantity(difference.after_ms, "ms")
-    both = f"{before} before, {after} after"
-    significant = [change for change in difference.changes if change.is_significant]
-    if not significant and all(change.verdict == "undecided" for change in difference.changes):
-        few = "the captures hold too few steps to tell a change from noise, record at least 5 in each"
-        return [f"Undecided: {few}; {subject} {both}."]
-    if not significant:
-        return [f"No kernel and no cause of idling changed by more than noise: {subject} {both}."]
-    largest = (f"{change_name(c)} ({c.verdict}, {_signed(c.delta_ms)})" for c in significant[:_MOST_NAMED])
-    most = f"Most: {', '.join(largest)}."
-    # Changes in the other direction than the whole explain nothing of it.
-    if difference.explained_ms * difference.delta_ms <= 0:
-        explained = f"the changes that are no noise add up to {_signed(difference.explained_ms)}"
-        return [f"Undecided whether {subject} longer or less: {both}; {explained}.", most]
-    explained, delta = (format_quantity(abs(ms), "ms") for ms in (difference.explained_ms, difference.delta_ms))
-    return [f"{capital(subject)} {delta} {way}: {both}; {explained} of {delta} explained.", most]
-
-
-def _signed(ms: float) -> str:
-    return f"{'+' if ms > 0 else ''}{format_quantity(ms, 'ms')}"
+    largest = [change for change in difference.changes if change.is_significant][:_MOST_NAMED]
+    is_undecided = all(change.verdict == "undecided" for change in difference.changes)
+    facts = {"change": difference, "largest": largest, "is_undecided": is_undecided}
+    facts |= {"name": change_name, "signed": lambda ms: f"{'+' if ms > 0 else ''}{format_quantity(ms, 'ms')}"}
+    sentences = [say_trace("difference", **facts)]
+    return [*sentences, say_trace("largest changes", **facts)] if largest else sentences
 
 
 def change_name(change: TimeChange) -> str:
