@@ -25,6 +25,7 @@ from cs336sys.command_line.options.effects import reads_file, setting, writes_fi
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.command_line.options.reading import among, choice, is_given
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.run.sweep import in_rounds, run_sweep
 from cs336sys.settings.fields import MEASURING, OUTPUT, WHAT_RUNS
@@ -207,7 +208,10 @@ def tune(
     predictor = _Predictor(space, rates, limit_bytes, launch_s, counted_model)
     choices = predictor.choose(space)
     if not choices.fitting:
-        raise UsageError(_nothing_fits(choices))
+        smallest = min((candidate.memory / GIB for candidate in choices.predicted), default=None)
+        reasons = choices.unknown or choices.refused
+        facts = {"limit_gib": choices.limit / GIB, "smallest_gib": smallest, "reasons": reasons}
+        raise UsageError(sentence(__package__, "nothing fits", **facts))
     with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
     predicted = choice_tables(choices, rates, with_one_more_gpu, search.lines, is_ours=base_workload.is_ours)
     if plot is not None:
@@ -279,16 +283,6 @@ def _cpu_rates(base_workload: Workload) -> Rates:
         ranges=dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf)),
         kinds=UNMEASURED,
     )
-
-
-def _nothing_fits(choices: Choice) -> str:
-    """Say why no configuration is left, and what to change."""
-    if not choices.predicted:
-        reasons = "; ".join(choices.unknown or choices.refused)
-        return f"no configuration has a predicted time: {reasons}; choose settings near those that were measured"
-    limit = f"--memory {choices.limit / GIB:.4g}GiB"
-    needs = f"{min(candidate.memory for candidate in choices.predicted) / GIB:.1f} GiB"
-    return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.choice import Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
+from cs336sys.findings import sentence
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload
@@ -37,18 +38,11 @@ def choice_tables(
     ``with_one_more_gpu`` is the choice then; lines of PyTorch are written for ``lines_of`` of the fastest.
     """
     best = choice.fitting[:_MOST_ROWS]
-    limit_gib = choice.limit / GIB
-    runnable_count = len(choice.predicted) + sum(choice.unknown.values())
-    notes = [
-        f"{runnable_count:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; "
-        "predicted, not measured: --measure K measures the best K.",
-        *error_notes(rates),
-    ]
+    facts = {"fitting": len(choice.fitting), "limit_gib": choice.limit / GIB}
+    facts["runnable"] = len(choice.predicted) + sum(choice.unknown.values())
+    notes = [sentence(__package__, "predicted", **facts), *error_notes(rates)]
     if not is_ours:
-        notes.append(
-            "Counted in a step of your model on tensors without values: compiled blocks are assumed to move as little "
-            "as ours, the memory is the eager step's, and the error above is our model's."
-        )
+        notes.append(sentence(__package__, "user model"))
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
     rows, commands, lines = [], [], []
     for rank, candidate in enumerate(best, 1):
@@ -83,8 +77,8 @@ def _rejected_table(choice: Choice, rates: Rates) -> Table:
         for candidate in choice.faster_but_too_large[:_MOST_ROWS]
     ]
     too_large_count = sum(candidate.memory > choice.limit for candidate in choice.predicted)
-    faster = f"{len(choice.faster_but_too_large):,} of them would be faster than all that do."
-    notes = (f"{too_large_count:,} configurations do not fit; {faster}",)
+    faster_count = len(choice.faster_but_too_large)
+    notes = (sentence(__package__, "too large", too_large=too_large_count, faster=faster_count),)
     return Table("rejected", "Faster, and too large", columns, rows, notes)
 
 
@@ -231,13 +225,11 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
         if difference is None or difference.ratio_low is None or difference.ratio_high is None:
             continue
         other = configuration_words(configuration_of(groups[key][0]))
-        low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
-        intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
+        intervals.append((other, 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)))
     winner = groups[best][0]
     undecided = sum(not is_decided(comparison, winner.configuration["device"]) for comparison in compared.values())
-    distinction = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
-    sentence = f"Winner: {configuration_words(configuration_of(winner))}, {distinction}"
-    return sentence + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
+    name = configuration_words(configuration_of(winner))
+    return sentence(__package__, "winner", winner=name, undecided=undecided, intervals=intervals)
 
 
 SAVED = SavedCommand(of_run(tune_tables))

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import torch
 
-from cs336sys.machine.diagnosis.software import Check, probe_triton, warning_if
+from cs336sys.machine.diagnosis.software import Check, faulty, faulty_if, probe_triton
 from cs336sys.machine.environment import nccl_version
 from cs336sys.machine.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
 
@@ -39,16 +39,11 @@ def check_gpu(gpus: list[GpuState]) -> Check:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Check("GPU", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     if not gpus:
-        fix = "Where there is one, install NVIDIA's driver until `nvidia-smi` shows it."
-        return Check("GPU", "none: everything runs on the CPU, at --size tiny", "warn", fix)
+        return faulty("GPU", "none: everything runs on the CPU, at --size tiny", "no gpu")
     state = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
-    if torch.version.cuda is None:
-        fix = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        fix = "CUDA_VISIBLE_DEVICES hides it: `unset CUDA_VISIBLE_DEVICES`."
-    else:
-        fix = "See why: `python -c 'import torch; torch.cuda.init()'`."
-    return Check("GPU", state, "warn", fix)
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+    fix = "torch for cpus" if torch.version.cuda is None else "hidden gpu" if is_hidden else "unseen gpu"
+    return faulty("GPU", state, fix)
 
 
 def check_driver(gpus: list[GpuState]) -> Check:
@@ -57,8 +52,8 @@ def check_driver(gpus: list[GpuState]) -> Check:
     if match is None or torch.version.cuda is None:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
     state = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
-    fix = f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch."
-    return warning_if(int(match[1]) < int(torch.version.cuda.partition(".")[0]), "driver", state, fix)
+    is_old = int(match[1]) < int(torch.version.cuda.partition(".")[0])
+    return faulty_if(is_old, "driver", state, "driver", version=torch.version.cuda)
 
 
 def check_architecture() -> Check:
@@ -75,8 +70,8 @@ def check_architecture() -> Check:
         has_code = [_runs_on(capability, built) for capability in capabilities]
     state = ", ".join(dict.fromkeys(names))
     if built and not all(has_code):
-        fix = "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU."
-        return Check("compute capability", f"{state}, this torch is built for {' '.join(built)}", "missing", fix)
+        state += f", this torch is built for {' '.join(built)}"
+        return faulty("compute capability", state, "architecture", "missing")
     return Check("compute capability", state)
 
 
@@ -101,8 +96,7 @@ def check_memory(gpus: list[GpuState]) -> Check:
     state = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in memory_of_gpus)
     # The driver keeps a few per cent for itself; with less free, another program holds memory.
     is_held = any(free < 0.9 * total for _, free, total in memory_of_gpus)
-    fix = "See what holds it, and stop that or use another GPU: `nvidia-smi`."
-    return warning_if(is_held, "GPU memory", state or "unknown", fix)
+    return faulty_if(is_held, "GPU memory", state or "unknown", "gpu memory")
 
 
 def check_processes() -> Check:
@@ -111,10 +105,7 @@ def check_processes() -> Check:
         return Check("GPU processes", "unknown" if text is None else "none")
     processes = [line.split(", ") for line in text.splitlines() if line]
     state = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
-    fix = (
-        "Timings next to another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
-    )
-    return Check("GPU processes", state, "warn", fix)
+    return faulty("GPU processes", state, "gpu processes")
 
 
 def check_clocks(gpus: list[GpuState]) -> Check:
@@ -125,19 +116,15 @@ def check_clocks(gpus: list[GpuState]) -> Check:
         f"limited by {', '.join(gpu.clock_limits) or 'nothing'}"
         for gpu in gpus
     )
-    fix = (
-        "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
-        "`nvidia-smi -q -d PERFORMANCE`."
-    )
-    return warning_if(any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus), "GPU clocks", state, fix)
+    is_slowed = any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus)
+    return faulty_if(is_slowed, "GPU clocks", state, "gpu clocks")
 
 
 def check_readings() -> Check:
     """Check that ``bench`` can read clocks and energy of the GPU while it measures."""
     version = installed_version("nvidia-ml-py")
     state = "nvidia-ml-py is not installed" if version is None else f"by nvidia-ml-py {version}"
-    fix = "bench measures without clock, power and energy: `python -m pip install 'cs336sys[gpu]'`."
-    return warning_if(version is None, "GPU readings", state, fix)
+    return faulty_if(version is None, "GPU readings", state, "gpu readings")
 
 
 def _amount(value: float | None) -> str:
@@ -151,14 +138,13 @@ def check_triton_kernel() -> list[Check]:
     outcome = probe_triton("cuda")
     if outcome == "ok":
         return [Check("Triton on the GPU", "compiles and runs a kernel")]
-    fix = "See the whole error: `python -m cs336sys.machine.diagnosis.triton_probe cuda`."
-    return [Check("Triton on the GPU", outcome, "missing", fix)]
+    return [faulty("Triton on the GPU", outcome, "triton probe", "missing", device="cuda")]
 
 
 def check_nccl() -> Check:
     version = nccl_version()
     if version is None and torch.cuda.device_count() > 1:
-        return Check("NCCL", "not in this torch", "warn", "Install a torch with it: `python -m pip install torch`.")
+        return faulty("NCCL", "not in this torch", "nccl")
     return Check("NCCL", version or "not in this torch; one GPU does not need it")
 
 
@@ -179,8 +165,7 @@ def check_peer_to_peer() -> Check:
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
     shown = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(links.items())) or "unknown"
     if blocked:
-        fix = "Their traffic goes through main memory: see `nvidia-smi topo -p2p r` for the cause."
-        return Check("peer to peer", f"not between GPUs {', '.join(blocked)}; links {shown}", "warn", fix)
+        return faulty("peer to peer", f"not between GPUs {', '.join(blocked)}; links {shown}", "peer to peer")
     return Check("peer to peer", f"between all pairs; links {shown}")
 
 

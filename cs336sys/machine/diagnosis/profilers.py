@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError
-from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.diagnosis.software import Check, faulty
 from cs336sys.machine.system import library_loads, run_tool
 
 # Where profilers are installed that are not on PATH: by NVIDIA's packages, the CUDA toolkit, Ubuntu's packages, conda.
@@ -84,11 +84,14 @@ def check_nsys() -> list[Check]:
     try:
         nsys = find_nsys()
     except CapabilityError as error:
-        return [Check("nsys", str(error), "warn", f"`unset {NSYS_VARIABLE}`.")]
+        return [faulty("nsys", str(error), "named nsys", variable=NSYS_VARIABLE)]
     if nsys is None:
-        fix = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
-        return [Check("nsys", _absence("nsys", _NSYS_PATTERNS), "warn", fix)]
-    return [Check("nsys", f"{nsys.version} at {nsys.path}"), _check_importer(nsys.path)]
+        return [faulty("nsys", _absence("nsys", _NSYS_PATTERNS), "nsys")]
+    importer = Check("nsys importer", "finds libdw.so.1")
+    if not makes_reports(nsys.path):
+        state = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
+        importer = faulty("nsys importer", state, "nsys importer")
+    return [Check("nsys", f"{nsys.version} at {nsys.path}"), importer]
 
 
 def _absence(name: str, patterns: Sequence[str]) -> str:
@@ -102,24 +105,14 @@ def makes_reports(nsys: Path) -> bool:
     return library_loads("libdw.so.1") or any(installation.glob("*/libdw.so.1"))
 
 
-def _check_importer(nsys: Path) -> Check:
-    if makes_reports(nsys):
-        return Check("nsys importer", "finds libdw.so.1")
-    state = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
-    fix = "`apt-get install libdw1`, or put a folder with libdw.so.1 and libelf.so.1 into LD_LIBRARY_PATH."
-    return Check("nsys importer", state, "warn", fix)
-
-
 def check_ncu() -> Check:
     """Check Nsight Compute, and that the driver lets this user read performance counters."""
     ncu = _find("ncu", _NCU_PATTERNS)
     if ncu is None:
-        fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
-        return Check("ncu", _absence("ncu", _NCU_PATTERNS), "warn", fix)
+        return faulty("ncu", _absence("ncu", _NCU_PATTERNS), "ncu")
     state, needs_root = f"{ncu.version} at {ncu.path}", False
     with contextlib.suppress(OSError):
         needs_root = "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
     if needs_root and os.geteuid() != 0:
-        fix = "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`."
-        return Check("ncu", f"{state}; the driver keeps performance counters from users", "warn", fix)
+        return faulty("ncu", f"{state}; the driver keeps performance counters from users", "counters")
     return Check("ncu", state)

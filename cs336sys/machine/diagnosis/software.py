@@ -8,12 +8,14 @@ import shutil
 import sysconfig
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from cs336sys.findings import sentence
 from cs336sys.machine.system import installed_version, is_wsl, memory_gib, run_tool
 from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.processes.parent import python_module
@@ -36,9 +38,14 @@ class Check:
     fix: str | None = None
 
 
-def warning_if(is_met: bool, name: str, state: str, fix: str) -> Check:
-    """Return a check that warns and says how to fix that where a condition is met, or else is ``ok``."""
-    return Check(name, state, "warn", fix) if is_met else Check(name, state)
+def faulty(name: str, found: str, fix: str, verdict: Verdict = "warn", **facts: Any) -> Check:
+    """Return a check that is not ``ok``; ``fix`` is the block of ``sentences.jinja`` that says what to do, by facts."""
+    return Check(name, found, verdict, sentence(__package__, fix, **facts))
+
+
+def faulty_if(is_met: bool, name: str, found: str, fix: str, **facts: Any) -> Check:
+    """Return a check that warns where a condition is met, and else is ``ok``."""
+    return faulty(name, found, fix, **facts) if is_met else Check(name, found)
 
 
 # The probe takes 1.6 s in the interpreter, on two cores; on a GPU Triton first compiles its C launcher and the kernel.
@@ -49,29 +56,23 @@ def check_python() -> Check:
     version, supported = platform.python_version(), _supported_python()
     if supported.contains(version, prereleases=True):
         return Check("Python", version)
-    fix = "Make an environment with a newer Python: `uv venv --python 3.12`."
-    return Check("Python", f"{version}, supported is {supported}", "missing", fix)
-
-
-def _fix_by_reinstalling(fix: str) -> str:
-    """Turn an installing command into one that replaces a broken installation of the same version."""
-    return "Install it again: " + fix.replace("pip install", "pip install --force-reinstall --no-deps")
+    return faulty("Python", f"{version}, supported is {supported}", "python", "missing")
 
 
 def check_torch() -> Check:
     """Check that torch is installed, can be imported, and has a supported version."""
     supported = required("torch", by="cs336sys")
-    fix = f'`python -m pip install "torch{supported}"`.'
+    missing = partial(faulty, "torch", verdict="missing", package="torch", versions=supported)
     version = installed_version("torch")
     if version is None:
-        return Check("torch", "not installed", "missing", fix)
+        return missing("not installed", "install")
     try:
         import torch  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways: a missing library, a clash of versions.
-        return Check("torch", f"{version}, import fails: {error}", "missing", _fix_by_reinstalling(fix))
+        return missing(f"{version}, import fails: {error}", "reinstall")
     if not supported.contains(version, prereleases=True):
-        return Check("torch", f"{version}, supported is {supported}", "missing", fix)
+        return missing(f"{version}, supported is {supported}", "install")
     return Check("torch", version)
 
 
@@ -80,16 +81,16 @@ def check_triton() -> Check:
     version = installed_version("triton")
     supported, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
-        return Check("Triton", f"not on {platform.system()}", "warn", "Use Linux, or WSL2: `wsl --install`.")
-    fix = f'`python -m pip install "triton{pinned or supported}"`.'
+        return faulty("Triton", f"not on {platform.system()}", "not linux")
+    missing = partial(faulty, "Triton", verdict="missing", package="triton", versions=pinned or supported)
     if version is None:
-        return Check("Triton", "not installed", "missing", fix)
+        return missing("not installed", "install")
     if (reason := why_no_triton()) is not None:
-        return Check("Triton", f"{version}, needed is {reason}", "missing", _fix_by_reinstalling(fix))
+        return missing(f"{version}, needed is {reason}", "reinstall")
     if not supported.contains(version, prereleases=True):
-        return Check("Triton", f"{version}, supported is {supported}", "missing", fix)
+        return missing(f"{version}, supported is {supported}", "install")
     if not pinned.contains(version, prereleases=True):
-        return Check("Triton", f"{version}, this torch wants {pinned}", "warn", fix)
+        return missing(f"{version}, this torch wants {pinned}", "install", verdict="warn")
     return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch names none that it needs'}")
 
 
@@ -99,8 +100,7 @@ def check_triton_interpreter() -> Check:
     outcome = probe_triton("cpu")
     if outcome == "ok":
         return Check("Triton interpreter", f"works, numpy {numpy}")
-    fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.machine.diagnosis.triton_probe cpu`."
-    return Check("Triton interpreter", f"{outcome}; numpy {numpy}", "warn", fix)
+    return faulty("Triton interpreter", f"{outcome}; numpy {numpy}", "triton probe", device="cpu")
 
 
 def probe_triton(device: str) -> str:
@@ -124,21 +124,12 @@ def check_compiler() -> Check:
     for variable in ("CC", "CXX"):
         chosen = os.environ.get(variable)
         if chosen and shutil.which(chosen) is None:
-            fix = f"Neither Triton nor --compile tries another: `unset {variable}`."
-            return Check("C compiler", f"{variable}={chosen}: no such program", "warn", fix)
+            return faulty("C compiler", f"{variable}={chosen}: no such program", "named compiler", variable=variable)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
-    if c is None:
-        fix = "--compile and Triton need it: `apt-get install build-essential`."
-    elif not headers:
-        fix = "Triton needs Python's headers: `apt-get install python3-dev`."
-    else:
-        fix = (
-            "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more "
-            "time: `apt-get install g++`, or set CXX."
-        )
-    return warning_if(c is None or not headers or cpp is None, "C compiler", state, fix)
+    fix = "no c" if c is None else "no cpp" if headers else "no headers"
+    return faulty_if(c is None or not headers or cpp is None, "C compiler", state, fix)
 
 
 def _compiler(variable: str, *names: str) -> str | None:
@@ -156,7 +147,7 @@ def check_attention() -> list[Check]:
     module = "cs336sys.kernels.attention.native_probe"
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
-        return [Check("attention calls", "no answer", "warn", f"See the whole error: `python -m {module}`.")]
+        return [faulty("attention calls", "no answer", "attention probe", module=module)]
     # [state, fix or None] by the name of the check.
     answers = json.loads(output.splitlines()[-1])
     return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
@@ -199,8 +190,7 @@ def check_host() -> list[Check]:
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
     checks += [check_disk(folder) for folder in reversed(folders.values())]
     if is_wsl():
-        fix = "Open Nsight Systems reports from a Windows folder: `cp report.nsys-rep /mnt/c/Users/Public/`."
-        checks.append(Check("WSL2", "this is WSL2", "warn", fix))
+        checks.append(faulty("WSL2", "this is WSL2", "wsl"))
     return checks
 
 
@@ -209,21 +199,16 @@ def check_ram() -> Check:
     if total is None or available is None:
         return Check("RAM", "unknown")
     state = f"{available:.1f} of {total:.1f} GiB available"
-    fix = "End other programs: `ps aux --sort -rss | head` shows the largest."
-    return warning_if(available < ENOUGH_RAM_GIB, "RAM", state, fix)
+    return faulty_if(available < ENOUGH_RAM_GIB, "RAM", state, "ram")
 
 
 def check_shared_memory() -> Check:
     usage = shutil.disk_usage(SHARED_MEMORY)
     state = f"{usage.free / 2**30:.2f} of {usage.total / 2**30:.2f} GiB free"
-    fix = "Several ranks need more: start the container with `--shm-size=8g`."
-    return warning_if(usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB, "/dev/shm", state, fix)
+    return faulty_if(usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB, "/dev/shm", state, "shared memory")
 
 
 def check_disk(folder: str) -> Check:
     name = "disk, this folder" if folder == "." else "disk, temporary files"
     free_gib = shutil.disk_usage(folder).free / 2**30
-    fix = "Free some; this lists the largest folders: `du -xh --max-depth 2 . | sort -h | tail`."
-    if folder != ".":
-        fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
-    return warning_if(free_gib < ENOUGH_DISK_GIB, name, f"{free_gib:.1f} GiB free", fix)
+    return faulty_if(free_gib < ENOUGH_DISK_GIB, name, f"{free_gib:.1f} GiB free", "disk", folder=folder)
