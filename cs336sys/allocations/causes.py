@@ -111,7 +111,7 @@ def find_causes(moment: Moment) -> list[Finding]:
     return [finding for finding in causes if finding.cause != "fragmentation" or finding.amount > largest]
 
 
-def _memory_cause(name: str, size: int, code: str = "", *, is_proved: bool = True, **facts: Any) -> Finding:
+def memory_cause(name: str, size: int, code: str = "", *, is_proved: bool = True, **facts: Any) -> Finding:
     """Return the finding of a cause that holds so many bytes, most of them made at a line of code."""
     return Finding(name, code, size, "bytes", "measured" if is_proved else "looks like", facts)
 
@@ -152,9 +152,8 @@ def _state_twice(moment: Moment) -> Finding | None:
                 break
     if not moment.is_leak(doubled_bytes):
         return None
-    is_proved = all(block.stack for block in parameter_blocks)
-    code = " and ".join(sorted(calls)[:2])
-    return _memory_cause("optimizer state twice", doubled_bytes, code, is_proved=is_proved)
+    is_proved, code = all(block.stack for block in parameter_blocks), " and ".join(sorted(calls)[:2])
+    return memory_cause("optimizer state twice", doubled_bytes, code, is_proved=is_proved)
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
     step_bytes = round(sum(line.size / line.steps for line in lines))
-    return _memory_cause(name, size, code, is_proved=is_proved, step_bytes=step_bytes, steps=steps)
+    return memory_cause(name, size, code, is_proved=is_proved, step_bytes=step_bytes, steps=steps)
 
 
 def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
@@ -305,12 +304,7 @@ def _longer_than_before(moment: Moment) -> Finding | None:
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
     size = int(activations * (1 - 1 / ratio))
-    return longer_batch(size, ratio) if moment.is_leak(size) else None
-
-
-def longer_batch(size: int, ratio: float, rank: str = "") -> Finding:
-    """Return the finding of a batch ``ratio`` times as long as those of earlier steps, or as those of other ranks."""
-    return _memory_cause("longer batch", size, rank, ratio=ratio, is_among_ranks=bool(rank))
+    return memory_cause("longer batch", size, ratio=ratio, is_among_ranks=False) if moment.is_leak(size) else None
 
 
 def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
@@ -348,13 +342,8 @@ def _fragmentation(moment: Moment) -> Finding | None:
         return None
     if free.usable < _LEAST_SHARE * free.reserved:
         return None
-    return _memory_cause(
-        "fragmentation",
-        free.usable,
-        largest=free.largest,
-        requested=failure.size,
-        is_expandable=free.is_expandable,
-    )
+    facts: dict[str, Any] = {"largest": free.largest, "requested": failure.size, "is_expandable": free.is_expandable}
+    return memory_cause("fragmentation", free.usable, **facts)
 
 
 def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: int | None) -> FreePieces:
@@ -415,7 +404,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     if not copies or size < _LEAST_SHARE * moment.size:
         return None
     is_certain = all(is_proved[block.stack] for block in copies)
-    return _memory_cause("fp32 logits", size, moment.line(copies[0].stack)[0], is_proved=is_certain)
+    return memory_cause("fp32 logits", size, moment.line(copies[0].stack)[0], is_proved=is_certain)
 
 
 # What to mend first comes first.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from cs336sys.allocations.causes import Moment, find_causes, free_pieces, longer_batch, longer_ratio
+from cs336sys.allocations.causes import Moment, find_causes, free_pieces, longer_ratio, memory_cause
 from cs336sys.allocations.dump import DeviceRecord
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES, Inference, code_of, operation_of
 from cs336sys.allocations.timeline import held_bytes
@@ -108,7 +108,8 @@ def longest_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Finding | None:
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
             added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))
-            longer.append(longer_batch(added_bytes, ratio, diagnosis.name))
+            facts = {"ratio": ratio, "is_among_ranks": True}
+            longer.append(memory_cause("longer batch", added_bytes, diagnosis.name, **facts))
     return max(longer, key=lambda finding: finding.facts["ratio"], default=None)
 
 

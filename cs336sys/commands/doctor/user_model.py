@@ -2,6 +2,7 @@
 
 import math
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
-from cs336sys.machine.diagnosis.software import Check, Verdict
+from cs336sys.machine.diagnosis.software import Check, faulty
 from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import source_file
@@ -18,9 +19,6 @@ from cs336sys.training import user_models
 from cs336sys.training.flop_counting import AttentionCalls, count_step
 from cs336sys.training.model import blocks_of, initializer_of
 from cs336sys.training.step import TrainStep
-
-_SEE_EXAMPLES = "compare it with the examples of the documentation, page your_model"
-_NEEDS_GPU = f"{_SEE_EXAMPLES}; if it needs a GPU, measure it by bench: it is tried on the CPU here"
 
 _CPU = torch.device("cpu")
 
@@ -38,9 +36,11 @@ def check_model(workload: Workload) -> list[Check]:
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
         name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
-        fix = _SEE_EXAMPLES if check is _imports else _NEEDS_GPU
-        return [*checks, Check(name, str(error), "missing", fix)]
+        return [*checks, _faulty(name, str(error), "imports fail" if check is _imports else "fails", "missing")]
     return [*checks, *_commands(checks)]
+
+
+_faulty = partial(faulty, package=__package__)
 
 
 def _imports(workload: Workload) -> list[Check]:
@@ -75,17 +75,12 @@ def _trains(workload: Workload) -> list[Check]:
     if all(map(math.isfinite, losses)):
         checks.append(Check("trains", losses_text))
     else:
-        fix = "doctor trains 3 steps on one batch from random weights: divide by no zero, mask no whole row"
-        checks.append(Check("trains", f"{losses_text}: a NaN or infinite loss trains nothing", "warn", fix))
+        checks.append(_faulty("trains", f"{losses_text}: a NaN or infinite loss trains nothing", "infinite loss"))
     hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
-    checks += [
-        Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")
-        for warning in hidden
-    ]
+    checks += [_faulty("parameters", warning.partition(": ")[2], "hidden parameters") for warning in hidden]
     if without_gradient:
         names = f"none for {', '.join(without_gradient[:3])}" + (" ..." if without_gradient[3:] else "")
-        fix = "remove parameters that the loss does not depend on: torch's DDP fails on them"
-        checks.append(Check("gradients", names, "warn", fix))
+        checks.append(_faulty("gradients", names, "no gradients"))
     return checks
 
 
@@ -134,8 +129,7 @@ def _blocks(workload: Workload) -> list[Check]:
     model = TrainStep(workload, _CPU).model
     blocks = blocks_of(workload, model)
     if not blocks:
-        fix = "name them by --blocks, as in 'encoder.layers.*'"
-        return [Check("blocks", "no list of modules of one class", "warn", fix)]
+        return [_faulty("blocks", "no list of modules of one class", "no blocks")]
     first, *_, last = [*blocks, *blocks]
     return [Check("blocks", f"{len(blocks)} of {type(next(iter(blocks.values()))).__name__}: {first} to {last}")]
 
@@ -148,12 +142,11 @@ def _attention(workload: Workload) -> list[Check]:
         step.compute_logits(attention.watching())
     calls = attention.calls
     if not calls:
-        fix = "call it, and --attention flash replaces it"
-        return [Check("attention", "torch's scaled_dot_product_attention is never called", "warn", fix)]
+        return [_faulty("attention", "torch's scaled_dot_product_attention is never called", "no attention")]
     counts = f"{calls.total()} calls of torch's scaled_dot_product_attention, {calls['']} of them"
     reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
-    verdict: Verdict = "warn" if reasons else "ok"
-    return [Check("attention", f"{counts} --attention flash can compute", verdict, reasons or None)]
+    summary = f"{counts} --attention flash can compute"
+    return [Check("attention", summary, "warn", reasons) if reasons else Check("attention", summary)]
 
 
 def _kernels(workload: Workload) -> list[Check]:
@@ -178,24 +171,23 @@ def _compiles(workload: Workload) -> list[Check]:
     try:
         explained = torch._dynamo.explain(user_models.call_model)(step.model, step.inputs)
     except Exception as error:
-        return [Check("compiles", f"{type(error).__name__}: {error!s:.120}", "warn", "choose --compile off")]
+        return [_faulty("compiles", f"{type(error).__name__}: {error!s:.120}", "compile off")]
     if explained.graph_break_count == 0:
         return [Check("compiles", "the whole model, in one graph")]
     if explained.graph_count == 0:
-        return [Check("compiles", "nothing: torch.compile leaves the model as it is", "warn", "choose --compile off")]
+        return [_faulty("compiles", "nothing: torch.compile leaves the model as it is", "compile off")]
     reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
     summary = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
-    return [Check("compiles", summary, "warn", "--compile block compiles the parts between graph breaks")]
+    return [_faulty("compiles", summary, "graph breaks")]
 
 
 def _waits(workload: Workload) -> list[Check]:
     """Count a step on the meta device, to find where it would wait for numbers from the GPU."""
     count = count_step(workload)
     if count.failure:
-        return [Check("counts", f"no FLOPs: {count.failure:.160}", "warn", "the model should run on the meta device")]
+        return [_faulty("counts", f"no FLOPs: {count.failure:.160}", "no flops")]
     if count.reads:
-        lines = ", ".join(count.reads)
-        return [Check("waits", f"a step reads numbers from tensors: {lines}", "warn", "no CUDA graph holds it")]
+        return [_faulty("waits", f"a step reads numbers from tensors: {', '.join(count.reads)}", "reads tensors")]
     return [Check("waits", "a step reads no number from a tensor, so a CUDA graph can hold it")]
 
 
@@ -205,11 +197,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
     checks = [Check("initial values", "layer by layer, from the meta device")]
     if initializer_of(workload) is None:
         reason = user_models.why_built_whole(str(workload.user.model), workload.size)
-        fix = (
-            "give each class with parameters a reset_parameters() that does all that its constructor does: each rank "
-            "of fsdp holds the model at first"
-        )
-        checks = [Check("initial values", f"of the whole model at once: {reason}", "warn", fix)]
+        checks = [_faulty("initial values", f"of the whole model at once: {reason}", "built whole")]
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
         checks.append(Check("batch norm", "over a rank's share of the batch: checks compare with that"))
     if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules()):

@@ -10,7 +10,8 @@ from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
-from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, say_memory, verdicts
+from cs336sys.commands.memprof.tables import say_memory
+from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, verdicts
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
 _MOST_REGIONS = 30

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.capture.range_names import STEP_PHASES
+from cs336sys.findings import Finding, sentence
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
@@ -95,15 +98,15 @@ def best_strategy(training: Workload) -> str:
     optimum = best_group_size(*settings)
     groups = "block" if optimum.best == 1 else f"every={optimum.best}"
     groups_gib, sublayers_gib = (predicted_peak(*settings, strategy).total_gib for strategy in (groups, "sublayer"))
-    return (
-        f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
-        f"without nesting {'sublayer' if sublayers_gib < groups_gib else groups} is predicted to hold the least. "
-        f"Checkpoints of K blocks hold about N s / K + K b bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = "
-        f"{size.num_layers} blocks, a block's input s = {format_quantity(optimum.block_input, 'bytes')} and its "
-        f"activations b = {format_quantity(optimum.block_activations, 'bytes')}. Groups of {optimum.best} peak at "
-        f"{format_quantity(groups_gib, 'gib')}, checkpoints around attention and feed-forward layers each at "
-        f"{format_quantity(sublayers_gib, 'gib')}"
-    )
+    best = "sublayer" if sublayers_gib < groups_gib else groups
+    facts = {"training": training, "optimum": optimum, "groups_gib": groups_gib, "sublayers_gib": sublayers_gib}
+    return say_memory("best strategy", best=best, **facts)
+
+
+def say_memory(name: str, finding: Finding | None = None, /, **facts: Any) -> str:
+    """Render a block of ``sentences.jinja``; for a finding ``why`` it is the cause, or its ``remedy``."""
+    size = partial(format_quantity, unit="bytes")
+    return sentence(__package__, name, finding, size=size, quantity=format_quantity, **facts)
 
 
 MEMORY_SETTINGS = titles.columns_of(MemoryWorkload)
@@ -155,12 +158,9 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     rows = list(map(_peak_row, cells))
     notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
-        later = "the prediction and the trace describe a later step"
-        notes.append(f"warm-up 0 measures the first step, in which the optimizer creates its state; {later}")
+        notes.append(say_memory("first step measured"))
     if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
-        notes.append(
-            "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
-        )
+        notes.append(say_memory("half precision on a cpu"))
     return Table("memprof", titles.title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
 
 
@@ -190,14 +190,9 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
         lost, phases = cell.derived["lost_events"], cell.derived["phases"]
         listed_bytes = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
         counter_bytes = max(phase["allocated"] for phase in phases)
-        prefix = f"warning: {_workload(cell).name}: "
-        if lost:
-            incomplete = "so its categories, allocations and pictures are incomplete; the peaks are not"
-            notes.append(f"{prefix}the history was full and lost its first {lost} events, {incomplete}")
-        elif abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
-            sum_gib, counter_gib = (format_quantity(size / GIB, "gib") for size in (listed_bytes, counter_bytes))
-            counted = f"the allocator counted {counter_gib}"
-            notes.append(f"{prefix}the recorded step's allocations add up to {sum_gib}, {counted}")
+        if lost or abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
+            facts = {"listed_gib": listed_bytes / GIB, "counter_gib": counter_bytes / GIB}
+            notes.append(say_memory("incomplete record", workload=_workload(cell).name, lost=lost, **facts))
     return notes
 
 
@@ -292,11 +287,8 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
             rows.append(tensor | share | cell.configuration)
-    note = (
-        "Every storage once; the block's parameters, and views of them, do not count. Listed are single tensors, where "
-        "account activations adds up all tensors of a kind."
-    )
-    return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=(note,))
+    notes = (say_memory("saved tensors"),)
+    return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=notes)
 
 
 def _workload(cell: Cell) -> MemoryWorkload:
@@ -334,9 +326,8 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         if cell.derived:
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
-    and_traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
     notes = [
-        f"Predicted by formulas{and_traced} for eager mode: the most memory in use at one moment.",
+        say_memory("predicted peaks", is_traced=any(cell.derived for cell in cells)),
         *titles.found_in_user_code(cells),
         *titles.failure_notes(cells),
         *titles.planned_package_notes(trainings),

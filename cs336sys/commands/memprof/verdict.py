@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cs336sys.allocations.causes import Moment
 from cs336sys.allocations.diagnosis import MemoryDiagnosis, longest_batch
-from cs336sys.commands.memprof.tables import identity_columns
-from cs336sys.findings import Finding, sentence
+from cs336sys.commands.memprof.tables import identity_columns, say_memory
+from cs336sys.findings import Finding
 from cs336sys.results.model import Cell
-from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import measured_cells
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
 from cs336sys.tables.titles import failure_notes
@@ -40,11 +38,6 @@ class Verdict:
             return f"{self.event} {self.advice}".rstrip()
         text = "; also, ".join(f"{say_memory('why', cause)}: {say_memory('remedy', cause)}" for cause in self.causes)
         return f"{self.event} {text[0].upper()}{text[1:]}."
-
-
-def say_memory(name: str, finding: Finding | None = None, /, **facts: Any) -> str:
-    """Render a block of ``sentences.jinja`` for a finding: ``why`` it is the cause, or its ``remedy``."""
-    return sentence(__package__, name, finding, size=lambda size: format_quantity(size, "bytes"), **facts)
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
@@ -104,7 +97,11 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
             row |= {"answer": say_memory("plan answer", **cell.derived), "command": cell.derived.get("command")}
         answers.append(row)
     columns = (*identity, *named_columns("answer", "command", "status"))
-    notes = [*_plan_notes(planned), *failure_notes(cells)]
+    facts = {"is_formula": all(cell.derived["by_formula"] for cell in planned)}
+    notes = [say_memory("plan origin", **facts), say_memory("plan order"), say_memory("no offloading")]
+    if any("model" in cell.configuration for cell in planned):
+        notes.append(say_memory("no fsdp"))
+    notes += failure_notes(cells)
     steps = [cell.configuration | step for cell in planned for step in cell.derived["plan"] or ()]
     changes = [cell.configuration | change for cell in planned for change in cell.derived["changes"]]
     option, common = Column("option", "change"), named_columns(peak_bytes="then holds", cost="cost")
@@ -117,16 +114,3 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
             Table("changes", "what each change alone would save", change_columns, changes),
         ),
     ]
-
-
-def _plan_notes(cells: Sequence[Cell]) -> list[str]:
-    by = "formulas" if all(cell.derived["by_formula"] for cell in cells) else "traces of fake tensors"
-    notes = [
-        f"Predicted by {by}: tensors alone. On a GPU leave some 2 GiB for the CUDA context, workspaces and rounding.",
-        "The cheapest plan: the same numbers before recomputation, that before other rounding, more GPUs last.",
-        "Not predicted: offloading optimizer state or activations to the CPU "
-        "(torch.distributed.fsdp.CPUOffloadPolicy).",
-    ]
-    if any("model" in cell.configuration for cell in cells):
-        notes.append("Not predicted for a model of yours: fsdp (shard --model measures it).")
-    return notes

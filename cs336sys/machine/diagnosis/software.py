@@ -38,9 +38,11 @@ class Check:
     fix: str | None = None
 
 
-def faulty(name: str, found: str, fix: str, verdict: Verdict = "warn", **facts: Any) -> Check:
-    """Return a check that is not ``ok``; ``fix`` is the block of ``sentences.jinja`` that says what to do, by facts."""
-    return Check(name, found, verdict, sentence(__package__, fix, **facts))
+def faulty(
+    name: str, found: str, fix: str, verdict: Verdict = "warn", *, package: str = __package__, **facts: Any
+) -> Check:
+    """Return a check that is not ``ok``; its fix is a block of the package's ``sentences.jinja``, filled by facts."""
+    return Check(name, found, verdict, sentence(package, fix, **facts))
 
 
 def faulty_if(is_met: bool, name: str, found: str, fix: str, **facts: Any) -> Check:
@@ -62,7 +64,7 @@ def check_python() -> Check:
 def check_torch() -> Check:
     """Check that torch is installed, can be imported, and has a supported version."""
     supported = required("torch", by="cs336sys")
-    missing = partial(faulty, "torch", verdict="missing", package="torch", versions=supported)
+    missing = partial(faulty, "torch", verdict="missing", library="torch", versions=supported)
     version = installed_version("torch")
     if version is None:
         return missing("not installed", "install")
@@ -82,7 +84,7 @@ def check_triton() -> Check:
     supported, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
         return faulty("Triton", f"not on {platform.system()}", "not linux")
-    missing = partial(faulty, "Triton", verdict="missing", package="triton", versions=pinned or supported)
+    missing = partial(faulty, "Triton", verdict="missing", library="triton", versions=pinned or supported)
     if version is None:
         return missing("not installed", "install")
     if (reason := why_no_triton()) is not None:
