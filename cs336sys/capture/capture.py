@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import UsageError
+from cs336sys.findings import sentence
 from cs336sys.results.foreign import printable
 
 SEND, RECEIVE, SEND_RECEIVE = "send", "recv", "send_recv"
@@ -45,6 +47,10 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "float16", "short"), 2),
     **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
 }
+
+
+# Renders a block of ``sentences.jinja``: what a capture lacks, or why a file cannot be read.
+say_capture = partial(sentence, __package__, number="{:,.0f}".format)
 
 
 def collective_kind(name: str) -> str:

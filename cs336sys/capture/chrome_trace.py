@@ -34,6 +34,7 @@ from cs336sys.capture.capture import (
     Texts,
     collective_bytes,
     collective_kind,
+    say_capture,
 )
 from cs336sys.capture.intervals import Nested, first_rows
 from cs336sys.errors import UsageError
@@ -118,10 +119,7 @@ def _check_expansion(path: Path) -> None:
         while is_compressed and (part := stream.read(_CHUNK_CHARACTERS)):
             expanded_bytes += len(part)
             if expanded_bytes > limit:
-                raise UsageError(
-                    f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,} MiB, which is the most "
-                    "that is read of such a file"
-                )
+                raise UsageError(say_capture("expanded too large", size_mib=size / MIB, limit_mib=limit // MIB))
 
 
 def _column_value(value: Any) -> int:
@@ -223,25 +221,16 @@ class _Loader:
 
     def _refuse_without_operations(self, calls: Calls, unreadable: int) -> None:
         """Refuse a trace that has neither GPU work nor operations that could replace it, saying why if it shows."""
-        lost = f"; {unreadable:,} of its events cannot be read" if unreadable else ""
-        refusals = (
-            (
-                self.foreign_accelerator,
-                f"holds work of an accelerator ('{self.foreign_accelerator}') whose kernels are not recorded as those "
-                "of CUDA and ROCm are, and cannot be read",
-            ),
-            (self.is_jax, "is a trace of JAX, and only those of torch.profiler are read: open it in xprof"),
-            (
-                self.has_counters,
-                "holds ranges of CUPTI's counters and no kernels with their times: profile again without "
-                "profiler_metrics",
-            ),
-            (len(calls), "holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine"),
-            (not len(self.operations), f"holds neither GPU kernels nor operations of the CPU{lost}"),
-        )
-        for is_so, refusal in refusals:
-            if is_so:
-                raise UsageError(refusal)
+        reasons = {
+            "foreign accelerator": self.foreign_accelerator,
+            "jax": self.is_jax,
+            "counters": self.has_counters,
+            "calls alone": len(calls),
+            "no operations": not len(self.operations),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UsageError(say_capture(reason, category=self.foreign_accelerator, unreadable=unreadable))
 
     def _name(self, event: Mapping[str, Any]) -> int:
         return self.texts[event["name"]]
@@ -331,10 +320,8 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
     pairs = np.unique(np.column_stack((launches.correlation, launches.process)), axis=0)
     repeated = np.flatnonzero(np.diff(pairs[:, 0]) == 0)
     if len(repeated):
-        raise UsageError(
-            f"was merged of {len(np.unique(calls.process))} processes, and launches of several of them have the number "
-            f"{pairs[repeated[0], 0]}, so that its kernels do not say whose they are: read each process's own trace"
-        )
+        launch_number, process_count = pairs[repeated[0], 0], len(np.unique(calls.process))
+        raise UsageError(say_capture("merged processes", processes=process_count, launch=launch_number))
     # Work whose launch is missing is given to the process with most launches.
     processes, counts = np.unique(launches.process, return_counts=True)
     busiest = processes[counts.argmax()] if len(processes) else _PROCESS

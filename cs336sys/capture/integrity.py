@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import Capture, Damage, DeviceWork
+from cs336sys.capture.capture import Capture, Damage, DeviceWork, say_capture
 from cs336sys.capture.intervals import Times, containing, group_numbers, is_within_another
 
 Flags = NDArray[np.bool_]
@@ -35,10 +35,9 @@ def check_capture(capture: Capture) -> Capture:
     """Return the capture with the launches of its work and its damage, without events that cannot be true."""
     sentences: list[str] = []
     if capture.is_cut:
-        sentences.append("The file ends within its events: what came later is missing.")
+        sentences.append(say_capture("cut"))
     if capture.unreadable:
-        events = "event" if capture.unreadable == 1 else "events"
-        sentences.append(f"{capture.unreadable:,} {events} left out: no JSON, or without a time that can be.")
+        sentences.append(say_capture("unreadable", count=capture.unreadable))
     capture = _leave_out_other_sessions(capture, sentences)
     if not capture.is_gpu:
         return replace(capture, launch=_match_launches(capture, sentences), damage=Damage(tuple(sentences)))
@@ -55,10 +54,10 @@ def check_capture(capture: Capture) -> Capture:
         is_impossible = test(capture)
         count, total = int(is_impossible.sum()), len(is_impossible)
         if count > _CLOCK_SHARE * total and count > 1:
-            sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: their times cannot be trusted.")
+            sentences.append(say_capture("wrong clock", count=count, total=total, fault=fault))
             hides_idle_time = True
         elif count:
-            sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: they are left out.")
+            sentences.append(say_capture("impossible", count=count, total=total, fault=fault))
             # By the time of the launch; where it is not known, by the work's own start.
             times = np.where(capture.launch >= 0, np.append(capture.calls.start, 0)[capture.launch], capture.work.start)
             lost_launches.append(np.column_stack((capture.work.process, times))[is_impossible])
@@ -79,9 +78,7 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
         remaining[name] = rows.select((rows.start >= first) & (rows.start <= last))
     if not left_out or not len(remaining["work"]):
         return capture
-    sentences.append(
-        f"{left_out:,} of {len(times):,} events are at times that are not of this capture: they are left out."
-    )
+    sentences.append(say_capture("other session", count=left_out, total=len(times)))
     return replace(capture, **remaining)
 
 
@@ -94,7 +91,7 @@ def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
     repeated = order[1:][is_same & (work.stop > work.start)[order[1:]]]
     if not len(repeated):
         return capture
-    sentences.append(f"{len(repeated):,} of {len(work):,} kernels and copies are recorded twice: they count once.")
+    sentences.append(say_capture("repeated", count=len(repeated), total=len(work)))
     return replace(capture, work=work.select(np.delete(np.arange(len(work)), repeated)))
 
 
@@ -147,9 +144,9 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     launch[is_contested] = -1
     ambiguous = int(is_ambiguous.sum() + is_contested.sum())
     if reused:
-        sentences.append(f"Launch numbers are not unique: {reused:,} stand for several launches, told apart by order.")
+        sentences.append(say_capture("reused numbers", count=reused))
     if ambiguous:
-        sentences.append(f"Launch numbers are not unique: the launch of {ambiguous:,} kernels and copies is unknown.")
+        sentences.append(say_capture("ambiguous numbers", count=ambiguous))
     return launch
 
 
@@ -233,7 +230,7 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     uncertain = np.unique(capture.work.correlation[capture.launch < 0])
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
     if (count := len(lost) - left_out) > 0:
-        sentences.append(f"{count:,} of {int(is_launch.sum()):,} launches have no kernel: the profiler lost them.")
+        sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum())))
     return np.column_stack((calls.process[lost], calls.start[lost]))
 
 
@@ -255,7 +252,5 @@ def _lost_work(capture: Capture, sentences: list[str]) -> Times:
         # Earlier work of the process has a launch.
         is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
     if is_lost.any():
-        sentences.append(
-            f"{int(is_lost.sum()):,} of {len(work):,} kernels and copies have no launch: the profiler lost them."
-        )
+        sentences.append(say_capture("lost launches", count=int(is_lost.sum()), total=len(work)))
     return np.column_stack((work.process, work.start))[is_lost]

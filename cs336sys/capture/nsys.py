@@ -13,7 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from cs336sys.capture.capture import EVENTS, LATEST_NS, READING_S, Calls, Capture, DeviceWork, Ranges, Texts
+from cs336sys.capture.capture import (
+    EVENTS,
+    LATEST_NS,
+    READING_S,
+    Calls,
+    Capture,
+    DeviceWork,
+    Ranges,
+    Texts,
+    say_capture,
+)
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.diagnosis.profilers import Profiler
@@ -66,10 +76,8 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
     options = ("--type=sqlite", "--force-overwrite=true", f"--output={database}")
     done = run_guarded_program([str(nsys.path), "export", *options, str(report.absolute())])
     if done.returncode != 0 or not database.exists():
-        raise UsageError(
-            f"nsys {nsys.version} cannot export {report}, which must be a report of this version or an older one: "
-            f"{_last_line(done)}"
-        )
+        reason = _last_line(done)
+        raise UsageError(say_capture("cannot export", version=nsys.version, report=report, reason=reason))
 
 
 def _last_line(program: subprocess.CompletedProcess[str]) -> str:
@@ -222,22 +230,17 @@ class _Export:
         if _STRINGS not in self._columns:
             raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
         if self._has_rows(_WHOLE_GRAPHS):
-            raise UsageError(
-                "holds CUDA graphs as wholes, without their kernels: profile again with --cuda-graph-trace=node"
-            )
+            raise UsageError(say_capture("whole graphs"))
         if not self._has_rows(_KERNELS):
-            raise UsageError(
-                "holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU"
-            )
+            raise UsageError(say_capture("no kernels"))
         if not self._has_rows(_CALLS):
-            raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
+            raise UsageError(say_capture("no calls"))
 
     def _require_columns(self, kind: str, *names: str) -> str:
         """Return the table's name, or raise a UsageError if it lacks one of these columns."""
         missing = [column for column in names if column not in self._columns[kind]]
         if missing:
-            reason = "it was exported by a version of nsys that this cs336sys does not know"
-            raise UsageError(f"has no column {', '.join(missing)} in its table {self._tables[kind]}: {reason}")
+            raise UsageError(say_capture("missing columns", missing=missing, table=self._tables[kind]))
         return self._tables[kind]
 
     def _column(self, kind: str, name: str, default: str) -> str:
@@ -254,9 +257,7 @@ class _Export:
                 self._tables[kind] = name
         for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
             if self._has_row(self._tables[kind], EVENTS):
-                raise UsageError(
-                    f"holds more than {EVENTS:,} rows in {kind}, the most that are read: profile fewer steps"
-                )
+                raise UsageError(say_capture("too many rows", most=EVENTS, kind=kind))
         info = "SELECT name FROM pragma_table_info(?)"
         return {kind: {row[0] for row in self._report.execute(info, (name,))} for kind, name in self._tables.items()}
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
-from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord
+from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord, say_capture
 from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
 from cs336sys.findings import Finding
@@ -113,7 +113,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     error_us = clocks.error_ns / 1e3
     why_no_waits = ""
     if error_us > spread_us:
-        why_no_waits = f"clocks are known to {error_us:.3g} us, and ranks come to collectives {spread_us:.3g} us apart"
+        why_no_waits = say_capture("unknown clocks", error_us=error_us, spread_us=spread_us)
         waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
     matching = RankMatching(
         matched=len(collectives),
@@ -183,8 +183,7 @@ def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...],
     are_counted = all(timeline.steps.are_counted for timeline in timelines)
     if are_counted or len({timeline.steps.count for timeline in timelines}) == 1:
         return tuple(timeline.steps.numbers for timeline in timelines), ()
-    note = "the ranks hold different numbers of steps that nobody counted, so that no step is matched"
-    return tuple((-1,) * len(timeline.steps.bounds) for timeline in timelines), (note,)
+    return tuple((-1,) * len(timeline.steps.bounds) for timeline in timelines), (say_capture("uncounted steps"),)
 
 
 def _match_collectives(
@@ -228,14 +227,11 @@ def _match_collectives(
     ]
     notes = []
     if unnumbered:
-        some = "some collectives have" if any(key[2] == "number" for key in places_of) else "collectives have"
-        notes.append(f"{some} no recorded sequence number, and were matched by their order in each step")
+        notes.append(say_capture("matched by order", some=any(key[2] == "number" for key in places_of)))
     if is_without_peers:
-        notes.append("sends and receives do not name their peers, and were not matched")
+        notes.append(say_capture("unnamed peers"))
     if uneven:
-        notes.append(
-            f"{len(uneven)} series of collectives of a step were left out: ranks have different numbers of them"
-        )
+        notes.append(say_capture("uneven series", count=len(uneven)))
     return matched, tuple(notes)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cs336sys.capture.analysis import Analysis, analyze
-from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture
+from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture, say_capture
 from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, load_trace
 from cs336sys.capture.integrity import check_capture
 from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
@@ -41,37 +41,28 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
     called = called or str(path)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UsageError(f"{called} is a pipe or a device, and a report is read more than once: give a file")
+            raise UsageError(f"{called} {say_capture('pipe')}")
         with path.open("rb") as stream:
             head = stream.read(4096)
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read {called}: {error.strerror or error}") from error
     if size > FILE_BYTES:
-        raise UsageError(
-            f"{called} holds more than {FILE_BYTES // MIB:,} MiB, which is the most that is read: profile fewer steps"
-        )
+        raise UsageError(f"{called} {say_capture('too large', mib=FILE_BYTES // MIB)}")
     is_database = head.startswith(b"SQLite format 3\x00")
     if path.suffix in REPORT_SUFFIXES and not is_database:
         nsys = find_nsys()
         if nsys is None:
-            raise CapabilityError(
-                f"{path} has to be exported by nsys, which is not installed here: where it is, run "
-                f"`nsys export --type sqlite {path.name}`, and read the .sqlite file"
-            )
+            raise CapabilityError(f"{path} {say_capture('no nsys', file=path.name)}")
         with OwnedFolder() as folder:
             database = folder / "report.sqlite"
             export(nsys, path, database)
             return open_capture(database, called)
     if path.suffix == ".qdstrm":
-        raise UsageError(
-            f"{called} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
-            "`cs336sys doctor` says about it and profile again"
-        )
+        raise UsageError(f"{called} {say_capture('failed importer')}")
     is_text = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
     if not is_database and not is_text and not head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
-        formats = "a .nsys-rep or .sqlite file of Nsight Systems, or a trace of torch.profiler (.json, .json.gz)"
-        raise UsageError(f"{called} is no report: it should be {formats}")
+        raise UsageError(f"{called} {say_capture('no report')}")
     try:
         return check_capture(load_export(path) if is_database else load_trace(path))
     except UsageError as error:
@@ -162,7 +153,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
     if len(gpus) > 1:
         ranks = match_ranks(gpu_timelines, _missing_ranks(gpus, rank_of_file, is_order=_RANKS_BY_ORDER in notes))
         if ranks is None:
-            notes += ("no collectives that join ranks are on more than one rank, so that nobody can say who waited",)
+            notes += (say_capture("no collectives"),)
     analyses = []
     for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of_file), strict=True)):
         if ranks is None:

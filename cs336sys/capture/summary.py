@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import Capture, Ranges, SavedRecord
+from cs336sys.capture.capture import Capture, Ranges, SavedRecord, say_capture
 from cs336sys.capture.intervals import Cover, Nested, Times, is_within_another
 from cs336sys.capture.range_names import ATTENTION_PARTS, STEP, STEP_PHASES, run_configuration
 from cs336sys.capture.timeline import PROFILER_STEP, LaunchedWork, Timeline, timelines
@@ -229,11 +229,8 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
     expected_ns = int(work.length[is_expected].sum())
     percent = 100 * int(work.length[is_expected & is_attributed].sum()) / expected_ns
     if percent < _LEAST_PERCENT:
-        raise UsageError(
-            f"only {percent:.1f} % of {expected_ns / 1e6:.3g} ms of work on the GPU could be given to phases, "
-            f"{_LEAST_PERCENT:g} % is the least: {work.length[~has_launch].sum() / 1e6:.3g} ms have no launch in "
-            "the capture, the rest was launched between phases"
-        )
+        facts = {"expected_ms": expected_ns / 1e6, "unlaunched_ms": work.length[~has_launch].sum() / 1e6}
+        raise UsageError(say_capture("no phase for most", percent=percent, least_percent=_LEAST_PERCENT, **facts))
     return percent
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import Calls, Capture, CollectiveRecord, Damage, DeviceWork, Ranges, collective_kind
+from cs336sys.capture.capture import (
+    Calls,
+    Capture,
+    CollectiveRecord,
+    Damage,
+    DeviceWork,
+    Ranges,
+    collective_kind,
+    say_capture,
+)
 from cs336sys.capture.intervals import Nested, Times, containing, first_rows, group_numbers
 from cs336sys.capture.range_names import STEP, STEP_PHASES, WARM_UP
 from cs336sys.capture.taxonomy import Category, category_of
@@ -308,17 +317,13 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     if not is_kept.any() or damage.hides_idle_time:
         return replace(steps, hides_idle_time=True)
     sentences = [
-        f"Step {steps.numbers[place]} takes {length[place] / 1e6:,.4g} ms, {length[place] / median:,.0f} times the "
-        "median, and is left out."
+        say_capture("long step", step=steps.numbers[place], ms=length[place] / 1e6, ratio=length[place] / median)
         for place in np.flatnonzero(is_long & ~is_left_out)[:3].tolist()
     ]
-    for chosen, reason in (
-        (is_left_out & ~is_empty, "for their idle time cannot be told"),
-        (is_left_out & is_empty, "for no work of theirs is recorded"),
-    ):
+    for name, chosen in (("unknown idle time", is_left_out & ~is_empty), ("empty steps", is_left_out & is_empty)):
         if chosen.any():
             listed = _step_list(list(itertools.compress(steps.numbers, chosen)))
-            sentences.append(f"{int(chosen.sum()):,} of {count:,} steps are left out, {reason}: {listed}.")
+            sentences.append(say_capture(name, count=int(chosen.sum()), total=count, steps=listed))
     numbers = tuple(itertools.compress(steps.numbers, is_kept))
     ranges = steps.ranges[is_kept] if len(steps.ranges) else steps.ranges
     return replace(steps, bounds=steps.bounds[is_kept], numbers=numbers, ranges=ranges, left_out=tuple(sentences))
