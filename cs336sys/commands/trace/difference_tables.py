@@ -58,14 +58,10 @@ def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
         Column("operator", "operator", value=lambda change: change.example.operator or None),
         Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.example.shape) or None),
     )
-    notes = [
-        "differs: by the rank test at 99 %, and by more than chance moves any of the "
-        f"{len(difference.changes)} rows in 9,999 of 10,000 comparisons; new, gone: in no step of the other capture, "
-        f"by no chance (99 %); same: the interval at 95 % is within {SAME_PERCENT:g} % of a step; undecided: more "
-        "steps would decide"
-    ]
-    if len(listed) < len(difference.changes):
-        notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
+    count = len(difference.changes)
+    notes = [say_trace("change verdicts", count=count, same_percent=SAME_PERCENT)]
+    if len(listed) < count:
+        notes.append(f"{len(listed)} of {count} shown: --top shows more")
     rows = [fill_row(columns, change) for change in listed]
     return Table("changes", "trace: what changed", columns, rows, notes=notes)
 

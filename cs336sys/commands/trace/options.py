@@ -15,6 +15,7 @@ from cs336sys.command_line.faults import say
 from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SaveOption
 from cs336sys.errors import OutputError, UsageError
+from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.recording import command_line, record
 
@@ -48,11 +49,8 @@ class ReadingOptions:
         """Raise a UsageError for a capture of another GPU than the one that ``--ceilings`` measured."""
         for analysis in analyses:
             if analysis.gpu_name != measured.gpu:
-                raise UsageError(
-                    f"--ceilings {self.ceilings}: are those of {measured.gpu}, and {analysis.file} is of "
-                    f"{analysis.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
-                    "choose --roofline, by its datasheet"
-                )
+                facts = {"path": self.ceilings, "measured_gpu": measured.gpu, "analysis": analysis}
+                raise UsageError(sentence(__package__, "other ceilings", **facts))
 
 
 def trace(
@@ -126,9 +124,7 @@ def _read_bandwidths(path: Path, analyses: Iterable["Analysis"]) -> "BusBandwidt
     cells = [cell for cell in results.cells if not gpu or results.runs[cell.run_id].machine.get("gpu") == gpu]
     bandwidths = BusBandwidths.of_cells(cells, "nccl" if gpu else "gloo")
     if not bandwidths.points:
-        backend = f"NCCL on {gpu}" if gpu else "Gloo, and the capture names no GPU"
-        advice = "measure some there with cs336sys allreduce --save FILE"
-        raise UsageError(f"--allreduce {path}: holds no collectives of {backend}: {advice}")
+        raise UsageError(sentence(__package__, "other collectives", path=path, gpu=gpu))
     return bandwidths
 
 

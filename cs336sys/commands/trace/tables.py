@@ -14,7 +14,7 @@ from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RankMatching, local_ms
 from cs336sys.commands.trace.kernel_tables import shown_names, unclassified_note
-from cs336sys.commands.trace.verdict import verdict
+from cs336sys.commands.trace.verdict import say_trace, verdict
 from cs336sys.results.model import Samples
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
@@ -281,13 +281,8 @@ def rank_table(analyses: Sequence[Analysis], ranks: RankMatching | None) -> Tabl
     )
     notes = []
     if ranks is not None:
-        notes.append(
-            f"{ranks.matched:,} collectives were found on several ranks; clocks are aligned by their ends, which are "
-            f"then at most {ranks.error_us:.3g} us from their mean in 95 of 100"
-        )
-        if ranks.why_no_waits:
-            notes.append(f"nobody can tell who waited: {ranks.why_no_waits}")
-        notes += ranks.notes
+        waits = [f"nobody can tell who waited: {ranks.why_no_waits}"] if ranks.why_no_waits else []
+        notes = [say_trace("aligned clocks", ranks=ranks), *waits, *ranks.notes]
     return Table("ranks", "trace: each rank", columns, [fill_row(columns, rank) for rank in analyses], notes=notes)
 
 

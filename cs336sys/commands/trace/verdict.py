@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.breakdown import StepPart
+from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.ranks import RankMatching, find_stragglers
 from cs336sys.capture.taxonomy import Category
@@ -49,8 +49,8 @@ def damage_sentences(analyses: Sequence[Analysis]) -> list[str]:
     ]
     unknown = [analysis.label for analysis in analyses if not analysis.is_idle_known]
     if unknown:
-        whose = "" if len(unknown) == count else f" of {_listed(unknown)}"
-        sentences.append(f"Idle time{whose} cannot be told, and how much of a step the GPU computes.")
+        whose = "" if len(unknown) == count else _listed(unknown)
+        sentences.append(say_trace("unknown idle time", labels=whose))
     return sentences
 
 
@@ -82,16 +82,8 @@ def _step_sentences(analysis: Analysis, most_parts: int, where: str = "") -> lis
 
 
 # Parts of a step that have a sentence; of equal ones the first is named first.
-_EXPLAINED_PARTS = (
-    StepPart.LAUNCHING,
-    StepPart.SYNCHRONIZING_CALL,
-    StepPart.LOADING,
-    StepPart.OTHER_STREAM,
-    StepPart.BETWEEN_KERNELS,
-    StepPart.COMMUNICATION,
-    StepPart.WAITING,
-    StepPart.COPIES,
-)
+_IDLE_PARTS = [part for part in IDLE_PARTS if part != StepPart.UNKNOWN]
+_EXPLAINED_PARTS = (*_IDLE_PARTS, StepPart.COMMUNICATION, StepPart.WAITING, StepPart.COPIES)
 
 
 def _facts(analysis: Analysis) -> dict[str, Any]:
