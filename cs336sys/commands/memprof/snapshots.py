@@ -33,22 +33,18 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
 
 def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
     columns = (
-        _SNAPSHOT,
-        *named_columns("cause", certainty="how sure", cause_bytes="holds", why="why", advice="what to do"),
+        Column("cause", "cause", value=lambda finding: finding.cause),
+        Column("certainty", "how sure", value=lambda finding: CERTAINTIES[finding.certainty]),
+        Column("cause_bytes", "holds", "bytes", lambda finding: finding.amount),
+        Column("why", "why", value=lambda finding: say_memory("why", finding)),
+        Column("advice", "what to do", value=lambda finding: say_memory("remedy", finding)),
     )
-    rows: list[dict[str, Any]] = [
-        {
-            "snapshot": verdict.diagnosis.name,
-            "cause": finding.cause,
-            "certainty": CERTAINTIES[finding.certainty],
-            "cause_bytes": finding.amount,
-            "why": say_memory("why", finding),
-            "advice": say_memory("remedy", finding),
-        }
+    rows = [
+        {"snapshot": verdict.diagnosis.name, **fill_row(columns, finding)}
         for verdict in sorted_verdicts
         for finding in verdict.causes
     ]
-    return Table("causes", "causes, and how sure they are", columns, rows)
+    return Table("causes", "causes, and how sure they are", (_SNAPSHOT, *columns), rows)
 
 
 def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.capture.range_names import STEP_PHASES
-from cs336sys.findings import Finding, sentence
+from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
@@ -103,10 +102,8 @@ def best_strategy(training: Workload) -> str:
     return say_memory("best strategy", best=best, **facts)
 
 
-def say_memory(name: str, finding: Finding | None = None, /, **facts: Any) -> str:
-    """Render a block of ``sentences.jinja``; for a finding ``why`` it is the cause, or its ``remedy``."""
-    size = partial(format_quantity, unit="bytes")
-    return sentence(__package__, name, finding, size=size, quantity=format_quantity, **facts)
+# Renders a block of ``sentences.jinja``; for a finding ``why`` it is the cause, or its ``remedy``.
+say_memory = partial(sentence, __package__, size=partial(format_quantity, unit="bytes"), quantity=format_quantity)
 
 
 MEMORY_SETTINGS = titles.columns_of(MemoryWorkload)

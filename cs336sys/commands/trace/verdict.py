@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from cs336sys.capture.analysis import Analysis
@@ -11,6 +12,9 @@ from cs336sys.capture.ranks import RankMatching, find_stragglers
 from cs336sys.capture.taxonomy import Category
 from cs336sys.findings import Finding, sentence
 from cs336sys.tables.numbers import format_quantity
+
+# Renders a block of ``sentences.jinja``.
+say_trace = partial(sentence, __package__, quantity=format_quantity)
 
 # The verdict names parts of a step from this share on, which are worth a change.
 _LEAST_SHARE = 0.03
@@ -131,8 +135,3 @@ def rank_sentence(count: int, findings: Sequence[Finding]) -> str:
     first = findings[0]
     name = first.certainty if first.certainty == "cannot tell" else first.cause
     return capital(say_trace(name, first, count=count, findings=findings))
-
-
-def say_trace(name: str, finding: Finding | None = None, /, **facts: Any) -> str:
-    """Render a block of ``sentences.jinja``."""
-    return sentence(__package__, name, finding, quantity=format_quantity, **facts)
