@@ -39,15 +39,15 @@ class Check:
 
 
 def faulty(
-    name: str, found: str, fix: str, verdict: Verdict = "warn", *, package: str = __package__, **facts: Any
+    name: str, state: str, fix: str, verdict: Verdict = "warn", *, package: str = __package__, **facts: Any
 ) -> Check:
     """Return a check that is not ``ok``; its fix is a block of the package's ``sentences.jinja``, filled by facts."""
-    return Check(name, found, verdict, sentence(package, fix, **facts))
+    return Check(name, state, verdict, sentence(package, fix, **facts))
 
 
-def faulty_if(is_met: bool, name: str, found: str, fix: str, **facts: Any) -> Check:
+def faulty_if(is_met: bool, name: str, state: str, fix: str, **facts: Any) -> Check:
     """Return a check that warns where a condition is met, and else is ``ok``."""
-    return faulty(name, found, fix, **facts) if is_met else Check(name, found)
+    return faulty(name, state, fix, **facts) if is_met else Check(name, state)
 
 
 # The probe takes 1.6 s in the interpreter, on two cores; on a GPU Triton first compiles its C launcher and the kernel.
