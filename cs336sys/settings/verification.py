@@ -9,29 +9,85 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import is_user_code
 
-# The cases in the order of the table: name, and what happens in it.
+
+@dataclass(frozen=True)
+class Program:
+    """Actions of a case: what is done to the model and in its steps, the same in one process and on ranks."""
+
+    steps: int = 3  # Each on a batch of its own.
+    micro_batches: int = 1  # Of a step.
+    no_sync: bool = False  # All but the last micro-batch of a step are run under ``no_sync``.
+    clips: bool = False  # Gradients are clipped to half of the first step's norm.
+    scales: bool = False  # The loss is scaled, and infinite on one rank in a step that all ranks have to skip.
+    uneven: bool = False  # The last rank has one sequence fewer.
+    unused: bool = False  # A layer's parameters are unused on the last rank.
+    # Changes of the model before it is wrapped.
+    frozen: bool = False
+    tied: bool = False
+    checkpoints: bool = False
+    compiles: bool = False
+    evaluates: bool = False  # After every step but the last.
+    late_rank: int | None = None  # It sleeps before each of its collectives.
+    other_starts: bool = False  # Ranks other than the first begin with other weights.
+    masks: bool = False  # Dropout masks are recorded, and nothing is trained.
+    # After two steps everything is saved and loaded into new objects: by their ``own`` state dicts, by ``dcp``
+    # (torch.distributed.checkpoint), or by another number of ``ranks``.
+    resume: str | None = None
+
+    @property
+    def in_one_process(self) -> "Program":
+        """Return the same training without changes that must not matter."""
+        kept = ("steps", "clips", "scales", "uneven", "unused", "frozen", "tied", "evaluates")
+        return Program(**{name: getattr(self, name) for name in kept})
+
+    def overflows(self, step: int) -> bool:
+        """Return whether the loss of one rank is infinite in a step, from 1: all ranks have to skip it."""
+        return self.scales and step == 2
+
+
+# Steps before everything is saved.
+SAVED_AFTER = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a wrap is put through."""
+
+    meaning: str  # What happens, in words.
+    program: Program
+
+
+# The cases in the order of the table.
 CASES = {
-    "step": "three steps, each on a batch of its own",
-    "accumulation": "two micro-batches a step, gradients synchronized after each",
-    "no-sync": "two micro-batches a step, the first under no_sync",
-    "clipping": "gradients clipped to half of their norm",
-    "scaling": "loss scaled, overflow on one rank in the second step",
-    "uneven": "the last rank has fewer sequences",
-    "unused": "a parameter is unused on one rank",
-    "frozen": "a parameter is frozen before the model is wrapped",
-    "tied": "two weights are one parameter",
-    "evaluation": "an evaluation between steps",
-    "checkpoint": "activation checkpoints around blocks",
-    "compile": "compiled blocks",
-    "late": "one rank is late by 100 ms before its collectives, then another",
-    "start": "the ranks start with different weights",
-    "dropout": "dropout masks of the ranks",
-    "groups": "the optimizer's groups, and the shapes that it sees",
-    "order": "every rank's collectives where one rank alone meets a condition",
-    "save": "state dicts saved and loaded after two steps",
-    "save-dcp": "torch.distributed.checkpoint, saved and loaded after two steps",
-    "save-ranks": "saved, and loaded by another number of ranks",
-    "run": "twenty steps",
+    "step": Case("three steps, each on a batch of its own", Program()),
+    "accumulation": Case("two micro-batches a step, gradients synchronized after each", Program(micro_batches=2)),
+    "no-sync": Case("two micro-batches a step, the first under no_sync", Program(micro_batches=2, no_sync=True)),
+    "clipping": Case("gradients clipped to half of their norm", Program(clips=True)),
+    "scaling": Case("loss scaled, overflow on one rank in the second step", Program(scales=True)),
+    "uneven": Case("the last rank has fewer sequences", Program(uneven=True)),
+    "unused": Case("a parameter is unused on one rank", Program(unused=True)),
+    "frozen": Case("a parameter is frozen before the model is wrapped", Program(frozen=True)),
+    "tied": Case("two weights are one parameter", Program(tied=True)),
+    "evaluation": Case("an evaluation between steps", Program(evaluates=True)),
+    "checkpoint": Case("activation checkpoints around blocks", Program(checkpoints=True)),
+    "compile": Case("compiled blocks", Program(compiles=True, steps=2)),
+    "late": Case("one rank is late by 100 ms before its collectives, then another", Program(late_rank=0, steps=2)),
+    "start": Case("the ranks start with different weights", Program(other_starts=True)),
+    "dropout": Case("dropout masks of the ranks", Program(masks=True)),
+    "groups": Case("the optimizer's groups, and the shapes that it sees", Program(steps=0)),
+    "order": Case("every rank's collectives where one rank alone meets a condition", Program(steps=2)),
+    "save": Case("state dicts saved and loaded after two steps", Program(resume="own")),
+    "save-dcp": Case("torch.distributed.checkpoint, saved and loaded after two steps", Program(resume="dcp")),
+    "save-ranks": Case("saved, and loaded by another number of ranks", Program(resume="ranks")),
+    "run": Case("twenty steps", Program(steps=20)),
+}
+
+# Programs of which one rank alone meets a condition, and what that is.
+CONDITIONS = {
+    "no condition": Program(steps=2),
+    "a parameter that one rank does not use": Program(steps=2, unused=True),
+    "an overflow on one rank": Program(steps=2, scales=True),
+    "fewer sequences on one rank": Program(steps=2, uneven=True),
 }
 
 # The model that is trained unless one is asked for, small enough that all cases take seconds on a CPU, and how many
@@ -125,6 +181,10 @@ class VerifiedWorkload(Configured):
                 f"--batch-size {batch_size}: must be a multiple of {2 * data_ranks}, so that {data_ranks} ranks have "
                 "equal micro-batches"
             )
+
+    @property
+    def program(self) -> Program:
+        return CASES[self.case].program
 
     @property
     def dimensions(self) -> dict[str, int]:

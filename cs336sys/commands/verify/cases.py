@@ -14,80 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import Program, VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of, build_model, make_batch
-
-
-@dataclass(frozen=True)
-class Program:
-    """Actions of a case."""
-
-    steps: int = 3  # Each on a batch of its own.
-    micro_batches: int = 1  # Of a step.
-    no_sync: bool = False  # All but the last micro-batch of a step are run under ``no_sync``.
-    clips: bool = False  # Gradients are clipped to half of the first step's norm.
-    scales: bool = False  # The loss is scaled, and infinite on one rank in a step that all ranks have to skip.
-    uneven: bool = False  # The last rank has one sequence fewer.
-    unused: bool = False  # A layer's parameters are unused on the last rank.
-    # Changes of the model before it is wrapped.
-    frozen: bool = False
-    tied: bool = False
-    checkpoints: bool = False
-    compiles: bool = False
-    evaluates: bool = False  # After every step but the last.
-    late_rank: int | None = None  # It sleeps before each of its collectives.
-    other_starts: bool = False  # Ranks other than the first begin with other weights.
-    masks: bool = False  # Dropout masks are recorded, and nothing is trained.
-    # After two steps everything is saved and loaded into new objects: by their ``own`` state dicts, by ``dcp``
-    # (torch.distributed.checkpoint), or by another number of ``ranks``.
-    resume: str | None = None
-
-    @property
-    def in_one_process(self) -> "Program":
-        """Return the same training without changes that must not matter."""
-        kept = ("steps", "clips", "scales", "uneven", "unused", "frozen", "tied", "evaluates")
-        return Program(**{name: getattr(self, name) for name in kept})
-
-    def overflows(self, step: int) -> bool:
-        """Return whether the loss of one rank is infinite in a step, from 1: all ranks have to skip it."""
-        return self.scales and step == 2
-
-
-PROGRAMS = {
-    "step": Program(),
-    "accumulation": Program(micro_batches=2),
-    "no-sync": Program(micro_batches=2, no_sync=True),
-    "clipping": Program(clips=True),
-    "scaling": Program(scales=True),
-    "uneven": Program(uneven=True),
-    "unused": Program(unused=True),
-    "frozen": Program(frozen=True),
-    "tied": Program(tied=True),
-    "evaluation": Program(evaluates=True),
-    "checkpoint": Program(checkpoints=True),
-    "compile": Program(compiles=True, steps=2),
-    "late": Program(late_rank=0, steps=2),
-    "start": Program(other_starts=True),
-    "dropout": Program(masks=True),
-    "groups": Program(steps=0),
-    "order": Program(steps=2),
-    "save": Program(resume="own"),
-    "save-dcp": Program(resume="dcp"),
-    "save-ranks": Program(resume="ranks"),
-    "run": Program(steps=20),
-}
-
-# Programs of which one rank alone meets a condition, and what that is.
-CONDITIONS = {
-    "no condition": Program(steps=2),
-    "a parameter that one rank does not use": Program(steps=2, unused=True),
-    "an overflow on one rank": Program(steps=2, scales=True),
-    "fewer sequences on one rank": Program(steps=2, uneven=True),
-}
-
-# Steps before everything is saved.
-SAVED_AFTER = 2
 
 
 @dataclass

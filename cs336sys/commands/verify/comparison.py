@@ -1,13 +1,15 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.cases import Program
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.record import RankReport, Record
 from cs336sys.commands.verify.reference import Reference
@@ -16,7 +18,7 @@ from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import Program, VerifiedWorkload
 
 _Tensors = dict[str, Tensor]
 
@@ -37,6 +39,15 @@ KINDS = {
     "evaluation": ("the loss of the evaluation", "evaluations"),
     "buffer": ("buffer {}", "buffers"),
 }
+
+
+# How causes are told: sentences by what was seen, with facts as fields.
+SENTENCES = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())
+
+
+def explain(cause: str, seen: str, /, **facts: Any) -> str:
+    """Fill a sentence of ``causes.toml``."""
+    return SENTENCES[cause][seen].format(**facts)
 
 
 @dataclass(frozen=True)
@@ -126,18 +137,25 @@ class ComparedCase:
         return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
 
     def conclude(
-        self, cause: str, meaning: str, sent: Sequence[CollectiveLaunch] | None = None, ratio: float | None = None
+        self,
+        cause: str,
+        seen: str,
+        launches: Sequence[CollectiveLaunch] | None = None,
+        ratio: float | None = None,
+        **facts: Any,
     ) -> Diagnosis:
-        """Blame the last of the collectives ``sent``, and its line; without any the wrap.
+        """Say what was ``seen`` by a sentence of its cause, and blame the last of the collectives, and its line.
 
-        None stands for those that send the gradient that is the first finding.
+        Without any launches the wrap is blamed; None stands for those that send the gradient that is the first finding.
         """
         first = self.findings[0]
-        if sent is None:
-            sent = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
-        collective, line = (sent[-1].description, sent[-1].line) if sent else ("", "")
+        if launches is None:
+            launches = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
+        collective, line = (launches[-1].description, launches[-1].line) if launches else ("", "")
+        facts = {"name": first.name, "step": first.step, "rank": first.rank, "ratio": ratio} | facts
         line = line or line_of_wrap(self.workload)
-        return Diagnosis(cause, meaning, ratio, collective, line, (first.kind, first.step, first.name))
+        moment = first.kind, first.step, first.name
+        return Diagnosis(cause, explain(cause, seen, **facts), ratio, collective, line, moment)
 
     def ignore_gradients(self) -> None:
         """Count gradients as not compared."""

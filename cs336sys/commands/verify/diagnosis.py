@@ -4,17 +4,26 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.cases import SAVED_AFTER, build_subject
-from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
+from cs336sys.commands.verify.cases import build_subject
+from cs336sys.commands.verify.comparison import (
+    EXPLAINED,
+    GRADIENT_PHASES,
+    SENTENCES,
+    ComparedCase,
+    Diagnosis,
+    Finding,
+    explain,
+)
 from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient, is_near, scale_factor
 from cs336sys.commands.verify.record import OptimizerSpec, RankReport
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.weights import norm
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 
 
 def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diagnosis:
@@ -30,31 +39,17 @@ def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diag
     return _attribute_to_case(case, _BY_KIND.get(first.kind, _diagnose_other)(case, first))
 
 
-# Cases that, where the plain step is right, are themselves what is wrong: the cause, and when it is right.
-_CAUSES_OF_CASES = {
-    "unused": ("unused", "while every rank uses every parameter"),
-    "frozen": ("frozen", "without a frozen parameter"),
-    "checkpoint": ("checkpoint", "without activation checkpoints"),
-    "compile": ("compile", "without compiled blocks"),
-    "evaluation": ("evaluation", "without an evaluation between steps"),
-    "scaling": ("scaling", "without a scaled loss; ranks must skip a step together"),
-    "uneven": ("uneven", "while all ranks have equally many sequences"),
-    "accumulation": ("accumulation", "with one micro-batch a step"),
-    "no-sync": ("accumulation", "with one micro-batch a step"),
-    "clipping": ("clipping", "without clipping"),
-    "tied": ("tied", "without tied weights"),
-}
-
-
 def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
     """Name what the case does as the cause, where the plain step is right."""
     if not case.is_new:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
         return replace(diagnosis, cause="resume", meaning=_explain_resume(case))
-    cause, when = _CAUSES_OF_CASES.get(case.workload.case, (diagnosis.cause, ""))
-    if diagnosis.cause != cause:
-        return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; it is right {when}")
+    name = case.workload.case
+    cause = {"no-sync": "accumulation"}.get(name, name)
+    if cause in SENTENCES["right where"] and diagnosis.cause != cause:
+        meaning = f"{diagnosis.meaning}; it is right {SENTENCES['right where'][cause]}"
+        return replace(diagnosis, cause=cause, meaning=meaning)
     names = {finding.name for finding in case.findings_of("gradient")}
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         meaning = f"only the weight that several layers share is off: {diagnosis.meaning}"
@@ -66,11 +61,7 @@ def _race(case: ComparedCase) -> Diagnosis | None:
     """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
     if case.workload.case == "late" and case.is_new:
-        meaning = (
-            f"right while ranks are equally fast, wrong when rank {case.program.late_rank} is late: something is read "
-            "before its collective is done"
-        )
-        return case.conclude("race", meaning, sent)
+        return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
     allowed = max(case.findings[0].allowed, 1e-12)
     if not math.isfinite(allowed):
         return None
@@ -80,24 +71,20 @@ def _race(case: ComparedCase) -> Diagnosis | None:
             for name, value in tensors.items() if kind == "gradient" else ():
                 other = rerun.record.at(kind, step).get(name, value)
                 if other.shape == value.shape and norm(other - value) > allowed * max(norm(value), 1e-300):
-                    return case.conclude("race", f"the gradient of {name} in step {step} changes from run to run", sent)
+                    return case.conclude("race", "changes", sent, name=name, step=step)
     return None
 
 
 def _diagnose_start(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain weights that are not those of one process before the first step."""
     if case.workload.case == "start":
-        meaning = (
-            f"rank {first.rank} starts with weights of its own: broadcast those of the first rank when the model is "
-            "wrapped, or build all ranks from one seed"
-        )
-        return case.conclude("not broadcast", meaning)
+        return case.conclude("not broadcast", "weights")
     if sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist()):
-        return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
+        return case.conclude("wrong slices", "order")
     if _holds_twice(first.actual):
-        return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
+        return case.conclude("wrong slices", "same")
     ratio = scale_factor(first.actual, first.expected, case.explained)
-    return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio=ratio)
+    return case.conclude("wrong slices", "changed", ratio=ratio)
 
 
 def _holds_twice(values: Tensor) -> bool:
@@ -110,23 +97,17 @@ def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain a loss that is off while the gradients and weights before it are right, or not compared."""
     if first.step > 1:
         if not all(record.at("weight", first.step - 1) for record in case.records):
-            meaning = f"the loss of step {first.step} is the first that is off; the weights before it are not compared"
-            return case.conclude("forward", meaning)
-        meaning = f"step {first.step} computes with other weights than the last step left: they are gathered too early"
+            return case.conclude("forward", "later")
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
-        return case.conclude("stale weights", meaning, gathers)
-    sent = case.launches(("forward",), 0)
-    if (output := _first_output_off(case)) is not None:
-        cause, meaning, ratio = output
-        return case.conclude(cause, f"the output of {meaning}", sent, ratio)
-    if case.program.uneven:
-        return case.conclude("uneven", "the loss counts ranks alike that have different numbers of sequences")
-    return case.conclude("forward", "the loss is not that of one process, with the same weights and sequences")
+        return case.conclude("stale weights", "gathered", gathers)
+    if (diagnosis := _diagnose_outputs(case)) is not None:
+        return diagnosis
+    return case.conclude("uneven", "loss") if case.program.uneven else case.conclude("forward", "loss")
 
 
-def _first_output_off(case: ComparedCase) -> tuple[str, str, float | None] | None:
-    """Return cause, meaning and ratio of the first module, in order of calls, whose output is off; None without any."""
-    all_expected, sizes = case.reference.record.outputs, case.workload.dimensions
+def _diagnose_outputs(case: ComparedCase) -> Diagnosis | None:
+    """Blame the first module, in the order of calls, whose output is off; None without any."""
+    all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
     context_ranks = sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1
     # The last layer whose ranks' outputs add up to what is expected: the module around it may do that.
@@ -155,10 +136,9 @@ def _first_output_off(case: ComparedCase) -> tuple[str, str, float | None] | Non
                 continue
             break
         if (ratio := scale_factor(output, expected)) is not None:
-            return "partial sum", f"{name} is {ratio:.3g} times what it should be", ratio
-        return "forward", f"{name} is the first that is off", None
-    meaning = f"{summand} is a part of the sum on each rank: its all-reduce over ranks is missing"
-    return ("partial sum", meaning, None) if summand else None
+            return case.conclude("partial sum", "output", sent, ratio, module=name)
+        return case.conclude("forward", "output", sent, module=name)
+    return case.conclude("partial sum", "summand", sent, module=summand) if summand else None
 
 
 def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
@@ -167,13 +147,10 @@ def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
     expected = first.expected.item()
     if len(set(norms)) > 1:
         add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected
-        fits = ", and their squares add up to its square" if add_up else ""
-        meaning = f"each rank clips by the norm of what it has ({', '.join(f'{norm:.3g}' for norm in norms)}){fits}"
-        return case.conclude("clipping", meaning)
-    meaning = (
-        f"the norm is {norms[0]:.4g}, and {expected:.4g} in one process: slices or replicas are counted twice or not"
-    )
-    return case.conclude("clipping", meaning, ratio=norms[0] / expected if expected else None)
+        listed = ", ".join(f"{norm:.3g}" for norm in norms)
+        return case.conclude("clipping", "squares" if add_up else "local", norms=listed)
+    ratio = norms[0] / expected if expected else None
+    return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
 
 def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
@@ -183,48 +160,42 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     start, sent = case.reference.record.at("start", 0)[name], case.launches(("optimizer",))
     ranks_off = sorted({finding.rank for finding in findings})
     ranks_off_first = sorted({finding.rank for finding in findings if finding.name == name})
-    names = ", ".join(list(dict.fromkeys(finding.name for finding in findings))[:3])
     if program.frozen and torch.equal(first.expected, start):
-        return case.conclude("frozen", f"{name} is frozen and was changed", sent)
+        return case.conclude("frozen", "changed", sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
-        return case.conclude("stale weights", f"{name} after step {step + 1} is what it should be after {step}", sent)
+        return case.conclude("stale weights", "late", sent, next_step=step + 1)
     if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         return _diagnose_unchanged(case, name, ranks_off_first)
     if program.scales:
-        meaning = "a step that overflowed on one rank is not skipped on every one"
-        if program.overflows(step) and len(ranks_off) == rank_count:
-            meaning = (
-                "no rank skips the step in which the gradients of one were infinite: they were changed before ranks "
-                "looked at them, or each looked before they were averaged"
-            )
-        return case.conclude("scaling", meaning)
+        return case.conclude("scaling", "none" if program.overflows(step) and len(ranks_off) == rank_count else "some")
     if (schedule := _diagnose_schedule(case, step)) is not None:
         return schedule
     before = _weight_before(case, first)
     ratio = scale_factor(first.actual - before, first.expected - before)
     if program.clips:
-        return case.conclude("clipping", "gradients are not clipped by the norm that was found", ratio=ratio)
+        return case.conclude("clipping", "unclipped", ratio=ratio)
     are_compared = "gradients" not in case.not_compared
     clause = "with the right gradients" if are_compared else "with gradients that could not be compared"
+    facts: dict[str, Any] = {
+        "clause": clause,
+        "names": ", ".join(list(dict.fromkeys(finding.name for finding in findings))[:3]),
+    }
     if len(ranks_off) < rank_count:
-        who = ", ".join(map(str, ranks_off))
-        return case.conclude("not sent", f"only rank {who} has wrong weights, {clause}: {names}", sent)
+        return case.conclude("not sent", "wrong", sent, ranks=", ".join(map(str, ranks_off)), **facts)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):
-        return case.conclude("not synchronized", "no collective follows the backward pass")
-    how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"
-    return case.conclude("optimizer", f"{how}, {clause}: {names}", sent, ratio)
+        return case.conclude("not synchronized", "unsent")
+    return case.conclude("optimizer", "other" if ratio is None else "ratio", sent, ratio, **facts)
 
 
 def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> Diagnosis:
     """Explain a weight that is on some ranks what it was at first."""
     sent = case.launches(("optimizer",))
     if not any(name in report.owned for report in case.reports):
-        return case.conclude("left out", f"no rank's optimizer has {name}")
+        return case.conclude("left out", "optimizer")
     if len(ranks) == len(case.reports):
-        return case.conclude("left out", f"{name} is never updated", sent)
-    meaning = f"rank {', '.join(map(str, ranks))} does not get the new values of {name}: send them after the step"
-    return case.conclude("not sent", meaning, sent)
+        return case.conclude("left out", "unchanged", sent)
+    return case.conclude("not sent", "unchanged", sent, ranks=", ".join(map(str, ranks)))
 
 
 def _weight_before(case: ComparedCase, first: Finding) -> Tensor:
@@ -244,23 +215,20 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Diagnosis | None:
         for rank, report in enumerate(case.reports):
             rates = report.record.rates.get(step)
             if step <= last_step and rates and expected and not is_near(max(rates), max(expected)):
-                meaning = (
-                    f"after step {step} the learning rate is {max(rates):.4g} on rank {rank}, and {max(expected):.4g} "
-                    "in one process: the schedule counts other steps, as where it steps once a rank"
-                )
-                return case.conclude("schedule", meaning, ratio=max(rates) / max(expected) if max(expected) else None)
+                ratio = max(rates) / max(expected) if max(expected) else None
+                facts: dict[str, Any] = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
+                return case.conclude("schedule", "rate", ratio=ratio, **facts)
     return None
 
 
 def _diagnose_other(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain an evaluation, a buffer or a state that is off."""
     if first.kind == "evaluation":
-        return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
+        return case.conclude("evaluation", "loss")
     if first.kind == "buffer":
-        cause = "not broadcast" if case.workload.case == "start" else "buffers"
-        return case.conclude(cause, f"rank {first.rank} has a buffer {first.name} of its own: broadcast it")
+        return case.conclude("not broadcast" if case.workload.case == "start" else "buffers", "buffer")
     ratio = scale_factor(first.actual, first.expected, case.explained)
-    return case.conclude("optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio)
+    return case.conclude("optimizer", "state", ratio=ratio)
 
 
 _BY_KIND = {
@@ -275,9 +243,9 @@ _BY_KIND = {
 def _explain_resume(case: ComparedCase) -> str:
     """Say what was not loaded as it was saved."""
     if case.findings_of("loss"):
-        return "the weights after loading are not those that were saved"
+        return explain("resume", "weights")
     states = [f" ({finding.name})" for finding in case.findings_of("state")]
-    return f"loaded weights are right, the optimizer's state is not{''.join(states[:1])}: save and load it"
+    return explain("resume", "state", states="".join(states[:1]))
 
 
 def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport], wrap_line: str) -> Diagnosis:
@@ -292,9 +260,7 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         reason, last = difference
     elif 2 * receives > len(messages):
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
-        reason = (
-            f"rank {rank} waits in the {last.description} of {last.phase} in step {last.step + 1}, which none sends"
-        )
+        reason = explain("hang", "receive", rank=rank, launch=last.description, phase=last.phase, step=last.step + 1)
     else:
         reason = f"{reason}, after {last.description}"
     return Diagnosis(cause, reason, collective=last.description, line=last.line or wrap_line)
@@ -311,12 +277,12 @@ def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) ->
         for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
         if mask is not None and other_mask is not None
     ]
-    meaning = ""
+    seen = ""
     if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
-        meaning = "ranks that share sequences drop different elements of them: seed them alike"
+        seen = "shared"
     elif any(not shares and torch.equal(mask, other) for shares, mask, other in pairs):
-        meaning = "every rank drops the same elements of its own sequences: seed each rank by its number"
-    return Diagnosis("dropout", meaning) if meaning else None
+        seen = "same"
+    return Diagnosis("dropout", explain("dropout", seen)) if seen else None
 
 
 def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
@@ -347,10 +313,9 @@ def diagnose_groups(
         expected_settings = {} if expected is None else expected.settings.get(name, (None, {}))[1]
         for key, value in settings.items():
             if expected_settings.get(key, value) != value:
-                meaning = (
-                    f"{name} has {key} {value} on ranks and {expected_settings[key]} in one process: the optimizer "
-                    f"sees {_shape(seen_shapes.get(name))} where the model has {_shape(shapes[name])}"
-                )
+                facts = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
+                seen, shape = _shape(seen_shapes.get(name)), _shape(shapes[name])
+                meaning = explain("groups", "settings", **facts, seen=seen, shape=shape)
                 return Diagnosis("groups", meaning), not_compared
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
@@ -359,12 +324,8 @@ def diagnose_groups(
         return None, not_compared
     name = flattened[0]
     group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if spec.settings[name][1].get(key) != value)
-    meaning = (
-        f"the optimizer's group of {group} is empty, and all {len(flattened)} matrices are in another, as it sees "
-        f"flattened slices: {name} of {_shape(shapes[name])} as {_shape(seen_shapes[name])}; group parameters before "
-        "they are cut"
-    )
-    return Diagnosis("groups", meaning), not_compared
+    facts = {"count": len(flattened), "seen": _shape(seen_shapes[name]), "shape": _shape(shapes[name])}
+    return Diagnosis("groups", explain("groups", "flattened", settings=group, name=name, **facts)), not_compared
 
 
 def _shape(shape: torch.Size | None) -> str:

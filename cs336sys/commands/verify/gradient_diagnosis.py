@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +33,10 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:
-        meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
-        return case.conclude("too early", meaning, early[:1])
+        return case.conclude("too early", "incomplete", early[:1], parameter=early[0].incomplete[0])
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
-        who = "on every rank" if on_all else f"on rank {first.rank}"
-        return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out")
+        return case.conclude("left out", "everywhere" if on_all else "somewhere")
     findings = case.findings_of("gradient", step)
     if (diagnosis := _diagnose_combination(case, step, findings)) is not None:
         return diagnosis
@@ -45,7 +44,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     for name, gradient in expected_gradients.items():
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and scale_factor(first.actual, gradient) is not None:
-            return case.conclude("mixed up", f"{first.name} has the gradient of {name}")
+            return case.conclude("mixed up", "other", other=name)
     names = list(dict.fromkeys(finding.name for finding in findings))
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     # The backward pass begins at the last one, and what follows it is off in no proportion.
@@ -58,8 +57,8 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
             return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
     correct = [name for name in expected_gradients if name not in names]
     near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
-    meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
-    return case.conclude("partial sum" if shares_layers else "forward", meaning)
+    cause = "partial sum" if shares_layers else "forward"
+    return case.conclude(cause, "gradients", count=len(names), last=names[-1], near=near)
 
 
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
@@ -67,18 +66,16 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
     # Gradients are averaged over these.
     ranks = sizes.get("data", 1) * sizes.get("context", 1)
-    scaled = f"gradients are {ratio:.4g} times what they should be"
-    likely_reason = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
     causes = (
-        (1, "scaled", scaled),
-        (ranks, "not averaged", f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed"),
-        (1 / ranks, "averaged twice", f"gradients are 1/{ranks} of what they should be: they are averaged twice"),
-        (all_ranks, "scaled", f"{scaled}: {likely_reason}"),
-        (1 / all_ranks, "scaled", f"{scaled}: {likely_reason}"),
+        (1, "scaled", "ratio"),
+        (ranks, "not averaged", "summed"),
+        (1 / ranks, "averaged twice", "share"),
+        (all_ranks, "scaled", "more"),
+        (1 / all_ranks, "scaled", "less"),
     )
-    matches = ((cause, meaning) for value, cause, meaning in causes if is_near(ratio, value))
-    cause, meaning = next(matches, ("scaled", scaled))
-    return case.conclude(cause, meaning, ratio=ratio)
+    matches = ((cause, sentence) for value, cause, sentence in causes if is_near(ratio, value))
+    cause, sentence = next(matches, ("scaled", "ratio"))
+    return case.conclude(cause, sentence, ratio=ratio, ranks=ranks)
 
 
 def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None:
@@ -88,9 +85,8 @@ def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None
     ratio = scale_factor(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
     if ratio is None:
         return None
-    over = "" if is_near(ratio, 1) else f" ({ratio:.3g} times it)"
-    meaning = f"each rank has a part of the gradient of {finding.name}, and they add up to it{over}: sum it over ranks"
-    return case.conclude("partial sum", meaning)
+    seen = "summands" if is_near(ratio, 1) else "multiple"
+    return case.conclude("partial sum", seen, parameter=finding.name, sum_ratio=ratio)
 
 
 # A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
@@ -137,16 +133,14 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     values = [count for key, count in first_counts.items() if key != _STEP_BEFORE]
     if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
         is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
-        origin = "is that of the step before" if is_alone else "has that of the step before in it"
-        meaning = f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
-        return case.conclude("stale gradient", meaning, ())
+        return case.conclude("stale gradient", "alone" if is_alone else "added", (), name=name)
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
     parts = itertools.product(range(data_ranks), range(micro_batches))
     counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
     used = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
     if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data_ranks:
-        return case.conclude("accumulation", _uneven_micro_batches(counts))
+        return _diagnose_micro_batches(case, counts)
     if len(used) == 1:
         (sender,) = used
         # Of each rank, the data rank of the micro-batch that counts most.
@@ -154,29 +148,26 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         if len(senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)
         if len(counts_of_ranks) == 1:
-            return case.conclude("one rank's", f"rank {rank} has the gradient of rank {sender} alone")
+            return case.conclude("one rank's", "one", rank=rank, sender=sender)
         described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
-        return case.conclude("one rank's", f"every rank has the gradient of {described} alone")
+        return case.conclude("one rank's", "all", sender=described)
     if len(used) < data_ranks:
         missing = ", ".join(str(data_rank) for data_rank in range(data_ranks) if data_rank not in used)
-        return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean")
+        return case.conclude("rank left out", "missing", missing=missing)
     if case.program.uneven:
-        return case.conclude("uneven", "ranks are averaged evenly that have different numbers of sequences")
+        return case.conclude("uneven", "gradients")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())
-    return case.conclude("scaled", f"the ranks' gradients count {sums} times what they should")
+    return case.conclude("scaled", "unequal", sums=sums)
 
 
-def _uneven_micro_batches(counts: Tensor) -> str:
+def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Diagnosis:
     """Say how micro-batches count, by how often each of (data ranks, micro-batches) is in a gradient."""
     means = counts.mean(0).tolist()
     if not all(is_near(mean, 1) for mean in means):
         times = ", ".join(f"{round(mean, 6) + 0.0:.3g}" for mean in means)
-        return f"of the micro-batches of a step, each counts {times} times: gradients that were averaged are again"
+        return case.conclude("accumulation", "counts", times=times)
     unsent = [number for number, (first, *_, last) in enumerate(counts.T.tolist(), 1) if not is_near(first, last)]
-    return (
-        f"micro-batch {', '.join(map(str, unsent))} of {len(means)} is each rank's own, and the others are the mean "
-        "over ranks: what is sent is the gradient of one backward pass"
-    )
+    return case.conclude("accumulation", "unsent", unsent=", ".join(map(str, unsent)), count=len(means))
 
 
 def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
@@ -186,11 +177,6 @@ def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
     fitting = [launch for launch in launches if "gather" not in launch.name]
     sent = sum(launch.elements for launch in fitting)
     if fitting and sent >= elements and not case.program.no_sync:
-        meaning = (
-            f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "
-            "not waited for, or not copied back, or it is that of another parameter"
-        )
-        return case.conclude("not waited for", meaning, fitting)
-    of_all = f"{sent:,} of {elements * case.program.micro_batches:,} elements are sent"
-    seen = of_all if fitting else "no collective follows the backward pass"
-    return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}", ())
+        return case.conclude("not waited for", "own", fitting, name=name)
+    facts: dict[str, Any] = {"name": name, "sent": sent, "elements": elements * case.program.micro_batches}
+    return case.conclude("not synchronized", "partly" if fitting else "own", (), **facts)

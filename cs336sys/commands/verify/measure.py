@@ -11,8 +11,8 @@ import torch
 
 from cs336sys.commands.verify import diagnosis as diagnoses
 from cs336sys.commands.verify import reference as references
-from cs336sys.commands.verify.cases import CONDITIONS, PROGRAMS, Program, build_subject
-from cs336sys.commands.verify.comparison import ComparedCase, Diagnosis
+from cs336sys.commands.verify.cases import build_subject
+from cs336sys.commands.verify.comparison import ComparedCase, Diagnosis, explain
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.rank import is_sound, train_on_rank
 from cs336sys.commands.verify.record import ADAMW_SETTINGS, RankReport, group_of_one
@@ -28,7 +28,7 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.training import UserCode
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import CONDITIONS, Program, VerifiedWorkload
 from cs336sys.training import user_models
 
 # Why no other case is run: of plain steps that say all of a wrap, and of models of users that fail in one process.
@@ -94,7 +94,7 @@ class _Case:
 
     def __init__(self, workload: VerifiedWorkload, folder: str, progress: Progress):
         self.workload, self.folder, self.progress = workload, folder, progress
-        self.program = PROGRAMS[workload.case]
+        self.program = workload.program
         self.device = _device_of(workload)
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -285,8 +285,8 @@ class _Case:
                 continue
             launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
             if (difference := first_disagreement(launches)) is not None:
-                meaning, last = difference
-                meaning = f"with {condition}, {meaning}; all must launch the same, even where nothing hangs"
+                differing, last = difference
+                meaning = explain("order", "condition", condition=condition, difference=differing)
                 return self._agreed(Diagnosis("order", meaning, collective=last.description, line=last.line))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
@@ -319,7 +319,8 @@ class _Case:
         watched_run = RanksRun()
         if is_loaded_by_others:
             # Others than these have trained what was loaded: they show their precision in the plain step.
-            watched_run = _Case(self.plain_step, self.folder, self.progress).run_on_ranks(PROGRAMS["step"], watch=True)
+            plain_step = _Case(self.plain_step, self.folder, self.progress)
+            watched_run = plain_step.run_on_ranks(plain_step.program, watch=True)
         elif plain_diagnosis is None or workload.case == "late":
             watched_run = self.run_on_ranks(program, watch=True)
         watched = () if watched_run.lost_because else watched_run.reports

@@ -25,7 +25,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
 from cs336sys.settings.user_code import is_user_code, source_file
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import SAVED_AFTER, Program, VerifiedWorkload
 from cs336sys.training import user_models
 
 # So many elements, over all steps, are compared after every step; of more, after the first and the last.
@@ -75,7 +75,7 @@ class ProgramRun:
     """
 
     training: Training
-    program: cases.Program
+    program: Program
     on_ranks: bool = False  # Wrap the model, and train on this rank's shares of each batch.
     watch: bool = False  # Record collectives and the outputs of modules.
     folder: str = ""  # Where to save.
@@ -226,7 +226,7 @@ class ProgramRun:
         if self.program.masks:
             self._record_masks()
         else:
-            self._train(cases.SAVED_AFTER if self.saved_ranks else 0)
+            self._train(SAVED_AFTER if self.saved_ranks else 0)
 
     def _train(self, first: int) -> None:
         """Run the steps from ``first`` on, and record."""
@@ -244,7 +244,7 @@ class ProgramRun:
             if self.keeps_tensors and step in compared:
                 record.moments["weight", step] = self.weights()
                 record.moments["state", step] = self._states()
-            if program.resume is not None and not self.saved_ranks and step == cases.SAVED_AFTER:
+            if program.resume is not None and not self.saved_ranks and step == SAVED_AFTER:
                 state = self._save(program.resume)
                 if program.resume == "ranks":
                     return

@@ -14,7 +14,7 @@ from cs336sys.commands.verify.program import ProgramRun, Training
 from cs336sys.commands.verify.record import Record
 from cs336sys.errors import UserCodeError
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
-from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.settings.verification import CASES, Program, VerifiedWorkload
 from cs336sys.training import user_models
 
 
@@ -41,14 +41,14 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
     if key not in _dtype_and_rate_of:
         training = Training(workload, device, torch.float64)
         try:
-            train_in_one_process(training, cases.Program(steps=1))
+            train_in_one_process(training, Program(steps=1))
         except UserCodeError:
             raise
         except (RuntimeError, TypeError, NotImplementedError):
             training = replace(training, dtype=torch.float32)
         for rate in LEARNING_RATES:
             record = train_in_one_process(
-                replace(training, learning_rate=rate), cases.PROGRAMS["run"], keeps_tensors=False
+                replace(training, learning_rate=rate), CASES["run"].program, keeps_tensors=False
             )
             if stay_near(record.numbers("loss")):
                 break
@@ -59,13 +59,13 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
 
 def with_max_norm(training: Training) -> Training:
     """Return the training with ``max_norm`` at half the norm of the first step's gradients."""
-    record = train_in_one_process(replace(training, learning_rate=0.0), cases.Program(steps=1, clips=True))
+    record = train_in_one_process(replace(training, learning_rate=0.0), Program(steps=1, clips=True))
     return replace(training, max_norm=0.5 * record.numbers("norm")[0])
 
 
 def train_in_one_process(
     training: Training,
-    program: cases.Program,
+    program: Program,
     shares: Sequence[cases.Share] = (),
     *,
     outputs: bool = False,
@@ -96,7 +96,7 @@ def train_in_one_process(
 
 
 def gradients_of_shares(
-    training: Training, program: cases.Program, step: int, weights: Mapping[str, Tensor]
+    training: Training, program: Program, step: int, weights: Mapping[str, Tensor]
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
     """Return what each micro-batch of each data rank adds to the gradients of a step, which begins with ``weights``."""
     run, gradients = ProgramRun(replace(training, optimizer=None), program.in_one_process), {}
@@ -112,7 +112,7 @@ def gradients_of_shares(
     return gradients
 
 
-def train_reference(training: Training, program: cases.Program) -> Reference:
+def train_reference(training: Training, program: Program) -> Reference:
     """Train the program in one process in several orders; kept for other cases of the same training."""
     program, workload = program.in_one_process, training.workload
     spec = training.optimizer
@@ -140,7 +140,7 @@ def train_reference(training: Training, program: cases.Program) -> Reference:
 
 
 def with_lower_precision(
-    training: Training, program: cases.Program, reference: Reference, lower_dtype: torch.dtype
+    training: Training, program: Program, reference: Reference, lower_dtype: torch.dtype
 ) -> Reference:
     """Add runs in ``lower_dtype`` to a reference, so that what is allowed covers what ranks lose in that dtype."""
     program = program.in_one_process

@@ -53,7 +53,7 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         *found_in_user_code(cells),
     ]
     named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
-    meanings = [f"{case}: {CASES[case]}" for case in named if case in CASES]
+    meanings = [f"{case}: {CASES[case].meaning}" for case in named if case in CASES]
     heading = title("verify", cells, run, settings, shown, counts)
     tables = (
         Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
