@@ -136,6 +136,16 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A part of a batch: a micro-batch of one of the ranks that share the batch."""
+
+    data_rank: int
+    micro_batch: int
+    weight: float  # Its sequences over all of the batch.
+    sequences: slice  # Of the batch.
+
+
+@dataclass(frozen=True)
 class VerifiedWorkload(Configured):
     """A way of wrapping a model for ranks, and one case in which its training is compared with one process.
 
@@ -202,3 +212,26 @@ class VerifiedWorkload(Configured):
                 return rank % size
             rank //= size
         return 0
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Return ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
+        groups, step = [], 1
+        for size in reversed(self.dimensions.values()):
+            firsts = [rank for rank in range(self.world_size) if rank // step % size == 0 and size > 1]
+            groups += [list(range(first, first + step * size, step)) for first in firsts]
+            step *= size
+        return [*groups, list(range(self.world_size))]
+
+    def shares(self, program: Program, micro_batches: int, *, whole: bool = False) -> list[Share]:
+        """Cut a batch into micro-batches of data ranks, in the order of the ranks; or leave it ``whole``."""
+        batch_size = self.training.size.batch_size
+        share_size = batch_size if whole else batch_size // self.data_ranks // micro_batches
+        # Of uneven shares, the last is one sequence shorter.
+        total = batch_size - 1 if program.uneven else batch_size
+        shares = []
+        for first in range(0, batch_size, share_size):
+            data_rank, micro_batch = divmod(first // share_size, micro_batches)
+            last = min(first + share_size, total)
+            shares.append(Share(data_rank, micro_batch, weight=(last - first) / total, sequences=slice(first, last)))
+        return shares

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
+from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.settings.verification import Program, VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of, build_model, make_batch
@@ -123,35 +124,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
 
 def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype, step: int) -> tuple[Any, Any]:
     """Return inputs and targets of all ranks in a step, floating point tensors in ``dtype``."""
-    batch = make_batch(workload.training, device, step)
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
-
-
-@dataclass(frozen=True)
-class Share:
-    """A part of a batch: a micro-batch of one of the ranks that share the batch."""
-
-    data_rank: int
-    micro_batch: int
-    weight: float  # Its sequences over all of the batch.
-    sequences: slice  # Of the batch.
-
-    def of(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, lambda tensor: tensor[self.sequences], batch)
-
-
-def cut_batch(workload: VerifiedWorkload, program: Program, micro_batches: int, whole: bool = False) -> list[Share]:
-    """Cut a batch into micro-batches of data ranks, in the order of the ranks; or leave it ``whole``."""
-    batch_size = workload.training.size.batch_size
-    share_size = batch_size if whole else batch_size // workload.data_ranks // micro_batches
-    # Of uneven shares, the last is one sequence shorter.
-    total = batch_size - 1 if program.uneven else batch_size
-    shares = []
-    for first in range(0, batch_size, share_size):
-        data_rank, micro_batch = divmod(first // share_size, micro_batches)
-        last = min(first + share_size, total)
-        shares.append(Share(data_rank, micro_batch, weight=(last - first) / total, sequences=slice(first, last)))
-    return shares
+    return cast_floating(make_batch(workload.training, device, step), dtype)
 
 
 def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:

@@ -18,7 +18,7 @@ from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
-from cs336sys.settings.verification import Program, VerifiedWorkload
+from cs336sys.settings.verification import Program
 
 _Tensors = dict[str, Tensor]
 
@@ -27,19 +27,6 @@ EXPLAINED = 1e-3
 
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
-
-# What is compared, in sentences about a tensor and about all of them.
-KINDS = {
-    "start": ("{}, as it is wrapped,", "weights as they are wrapped"),
-    "gradient": ("gradient of {}", "gradients"),
-    "loss": ("the loss", "losses"),
-    "weight": ("weight of {}", "weights"),
-    "state": ("optimizer state of {}", "optimizer state"),
-    "norm": ("the norm of all gradients", "norms"),
-    "evaluation": ("the loss of the evaluation", "evaluations"),
-    "buffer": ("buffer {}", "buffers"),
-}
-
 
 # How causes are told: sentences by what was seen, with facts as fields.
 SENTENCES = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())
@@ -66,7 +53,7 @@ class Diagnosis:
 class Finding:
     """A tensor that is off."""
 
-    kind: str  # Of a moment, see :data:`KINDS`.
+    kind: str  # Of a moment: a name under ``compared`` in ``causes.toml``.
     step: int  # Counted from 1; of weights and states, after which.
     name: str  # Of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
     rank: int  # The first on which it is off.
@@ -78,19 +65,11 @@ class Finding:
 
     @property
     def message(self) -> str:
-        subject, _ = KINDS[self.kind]
+        subject, _ = SENTENCES["compared"][self.kind]
         by = f"off by {100 * self.relative:.3g} %" if math.isfinite(self.relative) else "off by more than its size"
         by = "missing" if self.is_missing else by
         when = "before the first step" if self.step == 0 else f"step {self.step}"
         return f"{when}, rank {self.rank}: {subject.format(self.name)} is {by}"
-
-
-def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
-    """Return ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
-    sizes = list(workload.dimensions.values())
-    ranks = torch.arange(workload.world_size).view(sizes)
-    lines = [ranks.movedim(number, -1).reshape(-1, size).tolist() for number, size in enumerate(sizes) if size > 1]
-    return [line for lines_of_dimension in lines[::-1] for line in lines_of_dimension] + [ranks.flatten().tolist()]
 
 
 class ComparedCase:
@@ -111,7 +90,7 @@ class ComparedCase:
     def __init__(self, training: Training, program: Program, reference: Reference, reports: Sequence[RankReport]):
         self.training, self.program, self.reference, self.reports = training, program, reference, reports
         self.workload = training.workload
-        self.groups = rank_groups(self.workload)
+        self.groups = self.workload.groups
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
         self.rounding = rounding_in(training.dtype, reference.lower_dtype)
         self.findings: list[Finding] = []
@@ -167,7 +146,7 @@ class ComparedCase:
         """Return what the case could not look at, in words."""
         recorded = {kind for (kind, _), tensors in self.reference.record.moments.items() if tensors}
         uncompared = recorded - self._compared_kinds - {"start"}
-        unseen = [label for kind, (_, label) in KINDS.items() if kind in uncompared]
+        unseen = [label for kind, (_, label) in SENTENCES["compared"].items() if kind in uncompared]
         unknown = sorted(self.unknown)
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return unseen + slices

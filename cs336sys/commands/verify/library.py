@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from cs336sys.commands.verify.measure import measure_case
 from cs336sys.errors import SENTENCES, require_known
@@ -93,12 +92,17 @@ def verify(
     """
     for name in cases or ():
         require_known("case", name, CASES)
+    cases = CASES if cases is None else cases
     user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
-    settings: dict[str, Any] = {"world_size": world_size, "mesh": mesh, "gradients": gradients, "finish": finish}
     verifications = {}
     try:
-        for name in CASES if cases is None else cases:
-            workload = small_workload(wrap, name, user, device=device, seed=seed, timeout_s=timeout_s, **settings)
+        size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
+        training = Workload(size, device=device, seed=seed, user=user)
+        mesh = mesh or WRAPS.get(wrap, "data")
+        for name in cases:
+            workload = VerifiedWorkload(
+                *(training, wrap, world_size, name, mesh), gradients=gradients, finish=finish, timeout_s=timeout_s
+            )
             outcome = measure_case(workload.configuration(), lambda stage: None)
             columns = {key: str(outcome.derived.get(key) or "") for key in ("cause", "line", "not_compared")}
             verdict = str(outcome.derived.get("verdict") or outcome.status)
@@ -109,24 +113,3 @@ def verify(
     finally:
         launch.end_kept()
     return Verification(verifications)
-
-
-def small_workload(
-    wrap: str,
-    case: str,
-    user: UserCode,
-    *,
-    world_size: int = 2,
-    mesh: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    **settings: Any,
-) -> VerifiedWorkload:
-    """Build the workload of a case as :func:`verify` runs it; ``settings`` are its other fields.
-
-    Raises:
-        UsageError: settings do not go together.
-    """
-    size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
-    training = Workload(size, device=device, seed=seed, user=user)
-    return VerifiedWorkload(training, wrap, world_size, case, mesh or WRAPS.get(wrap, "data"), **settings)

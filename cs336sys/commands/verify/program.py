@@ -22,10 +22,11 @@ from cs336sys.commands.verify import cases
 from cs336sys.commands.verify import record as recording
 from cs336sys.commands.verify.wraps import Wrapped, innermost, is_ours, wrap
 from cs336sys.errors import CapabilityError
+from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
 from cs336sys.settings.user_code import is_user_code, source_file
-from cs336sys.settings.verification import SAVED_AFTER, Program, VerifiedWorkload
+from cs336sys.settings.verification import SAVED_AFTER, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models
 
 # So many elements, over all steps, are compared after every step; of more, after the first and the last.
@@ -50,7 +51,7 @@ class Training:
     device: torch.device
     dtype: torch.dtype
     learning_rate: float = 0.0  # Of the default optimizer, where ``optimizer`` is None.
-    max_norm: float | None = None  # Of gradients, where a program clips.
+    max_norm: float = math.inf  # Of gradients, where a program clips.
     optimizer: recording.OptimizerSpec | None = None  # The wrap's, to be built in one process.
 
     def columns(self) -> dict[str, object]:
@@ -80,7 +81,7 @@ class ProgramRun:
     watch: bool = False  # Record collectives and the outputs of modules.
     folder: str = ""  # Where to save.
     saved_ranks: int = 0  # How many others have saved there what these ranks load; 0: train from the start.
-    step_shares: Sequence[cases.Share] = ()  # That a step trains on, one after another; without any, this rank's.
+    step_shares: Sequence[Share] = ()  # That a step trains on, one after another; without any, this rank's.
     keeps_tensors: bool = True  # Record tensors, not losses alone.
     copies_dtype: torch.dtype | None = None  # Call the model with copies of weights and inputs in this dtype.
 
@@ -103,9 +104,9 @@ class ProgramRun:
         self.user_files = [source_file(self.workload.wrap)] if is_user_code(self.workload.wrap) else []
         self.watcher = CollectiveWatcher(self.user_files, is_late=self.program.late_rank == self.rank)
 
-    def shares(self, micro_batches: int) -> list[cases.Share]:
+    def shares(self, micro_batches: int) -> list[Share]:
         """Return the micro-batches of a batch that this rank trains on; in one process those of all ranks."""
-        shares = cases.cut_batch(self.workload, self.program, micro_batches)
+        shares = self.workload.shares(self.program, micro_batches)
         return [share for share in shares if not self.on_ranks or share.data_rank == self.data_rank]
 
     def prepare(self, seed_shift: int = 0) -> None:
@@ -311,18 +312,19 @@ class ProgramRun:
                 if parameter.grad is not None
             }
 
-    def _switch_layer(self, share: cases.Share) -> None:
+    def _switch_layer(self, share: Share) -> None:
         """Turn the layer that the last rank does not use off or on."""
         self.subject.is_off = self.program.unused and share.data_rank == self.workload.data_ranks - 1
 
-    def _part_of(self, share: cases.Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _part_of(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return this rank's part of a share: all of it, or a slice of each sequence."""
         ranks = self.workload.dimensions.get("context", 1) if self.on_ranks else 1
 
-        def slice_of(tensor: Tensor) -> Tensor:
-            return tensor.chunk(ranks, 1)[self.context_rank] if ranks > 1 and tensor.dim() > 1 else tensor
+        def part_of(tensor: Tensor) -> Tensor:
+            part = tensor[share.sequences]
+            return part.chunk(ranks, 1)[self.context_rank] if ranks > 1 and part.dim() > 1 else part
 
-        return tree_map_only(Tensor, slice_of, share.of(batch))
+        return tree_map_only(Tensor, part_of, batch)
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         output = self._call(inputs)
@@ -332,16 +334,12 @@ class ProgramRun:
 
     def _call(self, inputs: Any) -> Any:
         """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set."""
-        if (dtype := self.copies_dtype) is None:
-            return user_models.call_model(self.wrapped.module, inputs)
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
+        model, dtype = self.wrapped.module, self.copies_dtype
+        if dtype is None:
+            return user_models.call_model(model, inputs)
         # As fully sharded models in half precision.
-        model = self.wrapped.module
-        copies = tree_map_only(Tensor, cast, dict(model.named_parameters(remove_duplicate=False)))
-        inputs = tree_map_only(Tensor, cast, inputs)
+        copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
+        inputs = cast_floating(inputs, dtype)
         arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
         return functional_call(model, copies, arguments, named, tie_weights=False)
 
@@ -356,7 +354,7 @@ class ProgramRun:
 
     def _clip(self) -> float:
         """Clip gradients, and return their norm before."""
-        max_norm = math.inf if self.training.max_norm is None else self.training.max_norm
+        max_norm = self.training.max_norm
         if self.on_ranks:
             return self.wrapped.clip(self.optimizer, max_norm)
         return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify import cases
 from cs336sys.commands.verify.program import ProgramRun, Training
 from cs336sys.commands.verify.record import Record
 from cs336sys.errors import UserCodeError
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
-from cs336sys.settings.verification import CASES, Program, VerifiedWorkload
+from cs336sys.settings.verification import CASES, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models
 
 
@@ -66,7 +65,7 @@ def with_max_norm(training: Training) -> Training:
 def train_in_one_process(
     training: Training,
     program: Program,
-    shares: Sequence[cases.Share] = (),
+    shares: Sequence[Share] = (),
     *,
     outputs: bool = False,
     keeps_tensors: bool = True,
@@ -85,7 +84,7 @@ def train_in_one_process(
         training,
         program,
         watch=outputs,
-        step_shares=shares or cases.cut_batch(training.workload, program, micro_batches=1, whole=True),
+        step_shares=shares or training.workload.shares(program, 1, whole=True),
         keeps_tensors=keeps_tensors,
         copies_dtype=half if casts_weights else None,
     )
@@ -102,7 +101,7 @@ def gradients_of_shares(
     run, gradients = ProgramRun(replace(training, optimizer=None), program.in_one_process), {}
     with user_models.nothing_dropped():
         run.prepare()
-        for share in cases.cut_batch(training.workload, program, program.micro_batches):
+        for share in training.workload.shares(program, program.micro_batches):
             with torch.no_grad():
                 for name, value in weights.items():
                     run.parameters[name].copy_(value)
@@ -124,9 +123,9 @@ def train_reference(training: Training, program: Program) -> Reference:
         return _references[key]
     if len(_references) > 8:
         _references.clear()
-    by_rank, in_micro_batches = (cases.cut_batch(workload, program, micro_batches) for micro_batches in (1, 2))
+    by_rank, in_micro_batches = (workload.shares(program, micro_batches) for micro_batches in (1, 2))
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
-    whole = by_rank if program.unused else cases.cut_batch(workload, program, micro_batches=1, whole=True)
+    whole = by_rank if program.unused else workload.shares(program, 1, whole=True)
     orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
     records = [train_in_one_process(training, program, order, outputs=order in (whole, by_rank)) for order in orders]
     whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])
@@ -144,7 +143,7 @@ def with_lower_precision(
 ) -> Reference:
     """Add runs in ``lower_dtype`` to a reference, so that what is allowed covers what ranks lose in that dtype."""
     program = program.in_one_process
-    shares = cases.cut_batch(training.workload, program, micro_batches=1)
+    shares = training.workload.shares(program, micro_batches=1)
     # In float32, because autocast does not cast float64.
     train = partial(train_in_one_process, replace(training, dtype=torch.float32), program, shares)
     half = None if lower_dtype == torch.float32 else lower_dtype

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from cs336sys.commands.verify import measure
-from cs336sys.commands.verify.library import small_workload, verify
+from cs336sys.commands.verify.library import verify
 from cs336sys.commands.verify.measure import measure_case
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.collectives import CollectiveWatcher
-from cs336sys.settings.training import UserCode
-from cs336sys.settings.verification import CASES, WRAPS
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.settings.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 from cs336sys.training.user_models import innermost_line
 
 sys.path.insert(0, str(__file__).rpartition("/")[0])
@@ -30,8 +31,10 @@ def kept_ranks(one_thread_a_rank):
     launch.end_kept()
 
 
-def outcome_of(wrap, case, model=None, **settings):
-    workload = small_workload(wrap, case, UserCode(model=model), device="cpu", **settings)
+def outcome_of(wrap, case, *, world_size=2, mesh="data", seed=0, model=None, loss=None, batch=None, **settings):
+    size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
+    training = Workload(size, device="cpu", seed=seed, user=UserCode(model=model, loss=loss, batch=batch))
+    workload = VerifiedWorkload(training, wrap, world_size, case, mesh, **settings)
     return measure_case(workload.configuration(), lambda stage: None)
 
 
@@ -138,9 +141,8 @@ def test_line_of_a_collective_is_the_users_where_packages_lie_below_their_file()
 
 
 def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
-    user = UserCode(f"{MODELS}:Classifier", batch=f"{MODELS}:images", loss=f"{MODELS}:classes")
-    workload = small_workload(f"{AUDIT}:louder_head", "step", user, device="cpu")
-    outcome = measure_case(workload.configuration(), lambda stage: None)
+    user = {"model": f"{MODELS}:Classifier", "batch": f"{MODELS}:images", "loss": f"{MODELS}:classes"}
+    outcome = outcome_of(f"{AUDIT}:louder_head", "step", **user)
     assert "the output of head is 1.5 times what it should be" in outcome.reason
 
 
