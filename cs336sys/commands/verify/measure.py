@@ -15,7 +15,7 @@ from cs336sys.commands.verify.cases import build_subject
 from cs336sys.commands.verify.comparison import ComparedCase, Diagnosis, explain
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.rank import is_sound, train_on_rank
-from cs336sys.commands.verify.record import ADAMW_SETTINGS, RankReport, group_of_one
+from cs336sys.commands.verify.record import ADAMW_SETTINGS, RankReport, group_of_one, refusing_optimizer
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.machine.device import choose_device
@@ -221,24 +221,16 @@ class _Case:
         """Train in one process, by the optimizer of the wrap, which becomes that of ``training``."""
         optimizer = diagnoses.merged_spec(reports)
         self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
-        try:
+        optimizer_class = optimizer and optimizer.optimizer_class
+        with refusing_optimizer(optimizer_class, "fails") if optimizer_class else contextlib.nullcontext():
             return references.train_reference(self.training, program)
-        except (CapabilityError, UserCodeError):
-            raise
-        except Exception as error:
-            if optimizer is None:
-                raise
-            raise CapabilityError(
-                f"{optimizer.optimizer_class.__name__} fails in one process, so nothing is compared: "
-                f"{type(error).__name__}: {error!s:.160}"
-            ) from error
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
         """Return what a wrap's errors mean: the plain step is wrong, other cases are refused; None without any."""
         failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
         if not failed:
             return None
-        rank, first = next(((rank, report) for rank, report in failed if not report.is_timeout), failed[0])
+        rank, first = min(failed, key=lambda failure: failure[1].is_timeout)
         if not first.applies:
             return _refused(first.failure, "does not apply")
         reason = first.failure if len(failed) == len(reports) else f"{first.failure} (on rank {rank})"
@@ -252,15 +244,11 @@ class _Case:
         if reports[0].hides_optimizer:
             settings = {"lr": self.training.learning_rate, **ADAMW_SETTINGS}
             described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-            notes.append(
-                f"{wrap}: its optimizer cannot be built in one process, so its steps are compared with those of AdamW "
-                f"({described}); return one torch.optim.Optimizer, or an object that has it as optimizer"
-            )
+            notes.append(explain("notes", "optimizer", wrap=wrap, settings=described))
         if lower:
             lowest = _least_precise(lower)
             uses = " and ".join(sorted(use for use, dtype in lower if dtype == lowest))
-            dtype = str(lowest).removeprefix("torch.")
-            notes.append(f"{wrap}: ranks {uses} in {dtype}, so they may be as far off as one process in it")
+            notes.append(explain("notes", "precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch.")))
         return notes
 
     def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.processes import started_outside
 
@@ -31,11 +31,11 @@ def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Opti
     return torch.optim.AdamW(parameters, lr=learning_rate, **ADAMW_SETTINGS)
 
 
+@dataclass
 class Together:
     """Several optimizers that step one after another, each with parameters of its own."""
 
-    def __init__(self, optimizers: Iterable[Any]):
-        self.optimizers = list(optimizers)
+    optimizers: list[Any]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -52,6 +52,20 @@ class Together:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+@contextlib.contextmanager
+def refusing_optimizer(optimizer_class: type, failure: str) -> Iterator[None]:
+    """Turn what an optimizer raises in one process within this into a CapabilityError that names the ``failure``."""
+    try:
+        yield
+    except (CapabilityError, UserCodeError):
+        raise
+    except Exception as error:
+        raise CapabilityError(
+            f"{optimizer_class.__name__} {failure} in one process, so nothing is compared: "
+            f"{type(error).__name__}: {error!s:.160}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -87,18 +101,13 @@ def _build(optimizer_class: Any, groups: list[dict[str, Any]]) -> Any:
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     of_ranks = {name: value for name, value in _OF_RANKS.items() if name in parameters}
     of_ranks |= {name: dist.group.WORLD for name in GROUP_NAMES if name in parameters and dist.is_initialized()}
-    try:
-        if len(groups) == 1:
-            # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
-            (group,) = groups
-            settings = {name: value for name, value in group["settings"].items() if takes_all or name in parameters}
-            return optimizer_class(group["params"], **settings | of_ranks)
-        return optimizer_class([{"params": group["params"], **group["settings"]} for group in groups], **of_ranks)
-    except Exception as error:
-        raise CapabilityError(
-            f"{optimizer_class.__name__} cannot be built in one process, so nothing is compared: "
-            f"{type(error).__name__}: {error!s:.160}"
-        ) from error
+    with refusing_optimizer(optimizer_class, "cannot be built"):
+        if len(groups) > 1:
+            return optimizer_class([{"params": group["params"], **group["settings"]} for group in groups], **of_ranks)
+        # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
+        (group,) = groups
+        settings = {name: value for name, value in group["settings"].items() if takes_all or name in parameters}
+        return optimizer_class(group["params"], **settings | of_ranks)
 
 
 def added_to_environment(variables: dict[str, str]) -> Any:

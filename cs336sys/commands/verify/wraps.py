@@ -160,7 +160,7 @@ def innermost(optimizer: Any) -> Any:
         return optimizer
     lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
     several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
-    return recording.Together(map(innermost, several)) if len(several) > 1 else optimizer
+    return recording.Together(list(map(innermost, several))) if len(several) > 1 else optimizer
 
 
 @dataclass(frozen=True)
