@@ -35,7 +35,7 @@ def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diag
         return race
     is_loaded = case.program.resume is not None and first.step > SAVED_AFTER
     if is_loaded and first.kind in ("loss", "weight", "state"):
-        return case.conclude("resume", _explain_resume(case))
+        return _diagnose_resume(case)
     return _attribute_to_case(case, _BY_KIND.get(first.kind, _diagnose_other)(case, first))
 
 
@@ -44,7 +44,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
     if not case.is_new:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
-        return replace(diagnosis, cause="resume", meaning=_explain_resume(case))
+        return replace(diagnosis, cause="resume", meaning=_diagnose_resume(case).meaning)
     name = case.workload.case
     cause = {"no-sync": "accumulation"}.get(name, name)
     if cause in SENTENCES["right where"] and diagnosis.cause != cause:
@@ -240,12 +240,12 @@ _BY_KIND = {
 }
 
 
-def _explain_resume(case: ComparedCase) -> str:
+def _diagnose_resume(case: ComparedCase) -> Diagnosis:
     """Say what was not loaded as it was saved."""
     if case.findings_of("loss"):
-        return explain("resume", "weights")
+        return case.conclude("resume", "weights")
     states = [f" ({finding.name})" for finding in case.findings_of("state")]
-    return explain("resume", "state", states="".join(states[:1]))
+    return case.conclude("resume", "state", states="".join(states[:1]))
 
 
 def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport], wrap_line: str) -> Diagnosis:
