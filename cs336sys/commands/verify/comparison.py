@@ -13,7 +13,6 @@ from torch import Tensor
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.record import RankReport, Record
 from cs336sys.commands.verify.reference import Reference
-from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
@@ -45,7 +44,7 @@ class Diagnosis:
     meaning: str  # A sentence for people.
     ratio: float | None = None  # Of what is wrong to what is right, where they are in proportion.
     collective: str = ""  # The one that is missing, early, or that others do not launch.
-    line: str = ""  # Of the user's code: of the collective, else of the wrap.
+    line: str = ""  # Of the user's code, where the collective was launched; empty: where the wrap begins.
     first: tuple[str, int, str] = ("", 0, "")  # Kind, step and name of the first finding.
 
 
@@ -132,7 +131,6 @@ class ComparedCase:
             launches = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
         collective, line = (launches[-1].description, launches[-1].line) if launches else ("", "")
         facts = {"name": first.name, "step": first.step, "rank": first.rank, "ratio": ratio} | facts
-        line = line or line_of_wrap(self.workload)
         moment = first.kind, first.step, first.name
         return Diagnosis(cause, explain(cause, seen, **facts), ratio, collective, line, moment)
 

@@ -248,11 +248,11 @@ def _diagnose_resume(case: ComparedCase) -> Diagnosis:
     return case.conclude("resume", "state", states="".join(states[:1]))
 
 
-def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport], wrap_line: str) -> Diagnosis:
+def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport]) -> Diagnosis:
     """Say why ranks wait for each other or died, by the collectives that they launched."""
     cause, launches = "hang" if is_hang else "died", [report.launches for report in reports]
     if not any(launches):
-        return Diagnosis(cause, reason, line=wrap_line)
+        return Diagnosis(cause, reason)
     last = max(launches, key=len)[-1]
     messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
     receives = sum(launch.name.startswith("recv") for launch in messages)
@@ -263,7 +263,7 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         reason = explain("hang", "receive", rank=rank, launch=last.description, phase=last.phase, step=last.step + 1)
     else:
         reason = f"{reason}, after {last.description}"
-    return Diagnosis(cause, reason, collective=last.description, line=last.line or wrap_line)
+    return Diagnosis(cause, reason, collective=last.description, line=last.line)
 
 
 # Cases that compare ranks with each other, or with a rank alone, rather than numbers with those of one process.

@@ -253,9 +253,7 @@ class _Case:
 
     def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
         """Return what comparing ranks with each other has shown."""
-        if diagnosis is not None:
-            return _diagnosed(replace(diagnosis, line=diagnosis.line or line_of_wrap(self.workload)))
-        return _ok("; ".join(not_compared))
+        return _ok("; ".join(not_compared)) if diagnosis is None else self._diagnosed(diagnosis)
 
     def _compare_collectives(self) -> Outcome:
         """Compare all ranks' collectives where one rank alone meets a condition, for each condition."""
@@ -325,7 +323,7 @@ class _Case:
             diagnosis = replace(diagnosis, meaning=f"{diagnosis.meaning}; {notes[0].partition(': ')[2]}")
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
-        return _diagnosed(diagnosis, compared, notes)
+        return self._diagnosed(diagnosis, compared, notes)
 
     def _lost_outcome(self, program: Program, run: RanksRun) -> Outcome:
         """Diagnose why ranks hang or died, by the collectives that they launched."""
@@ -334,8 +332,26 @@ class _Case:
         if run.is_hang and not any(report.launches for report in reports):
             # That they hang is known; what they compile is in its caches by now.
             reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
-        diagnosis = diagnoses.diagnose_lost_ranks(run.lost_because, run.is_hang, reports, line_of_wrap(self.workload))
-        return _diagnosed(diagnosis)
+        return self._diagnosed(diagnoses.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
+
+    def _diagnosed(self, diagnosis: Diagnosis, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
+        """Return the outcome of a fault, with the first finding of ``case`` where something was compared."""
+        columns = {name: getattr(diagnosis, name) for name in ("cause", "meaning", "ratio", "collective")}
+        line = diagnosis.line or line_of_wrap(self.workload)
+        derived: dict[str, Any] = {"verdict": "wrong", **columns, "line": line, "notes": list(notes)}
+        reason = diagnosis.meaning
+        if case is not None:
+            first = case.findings[0]
+            reason = f"{first.message}; {reason}"
+            derived |= {
+                "relative_difference": min(first.relative, 1e300),
+                "allowed_difference": min(first.allowed, 1e300),
+                "farthest": f"{first.kind} {first.name}".strip(),
+                "at_step": first.step,
+                "off": len({(finding.kind, finding.name) for finding in case.findings}),
+                **case.training.columns(),
+            }
+        return Outcome("wrong", derived=derived, reason=reason)
 
 
 def _leaves_unused_gradients(compared: ComparedCase) -> bool:
@@ -369,22 +385,3 @@ def _ok(not_compared: str, notes: Sequence[str] = (), compared: ComparedCase | N
         derived |= {"relative_difference": compared.largest, "farthest": compared.largest_of}
         derived |= compared.training.columns()
     return Outcome("ok", derived=derived)
-
-
-def _diagnosed(diagnosis: Diagnosis, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
-    """Return the outcome of a fault, with the first finding of ``case`` where something was compared."""
-    columns = {name: getattr(diagnosis, name) for name in ("cause", "meaning", "ratio", "collective", "line")}
-    derived: dict[str, Any] = {"verdict": "wrong", **columns, "notes": list(notes)}
-    reason = diagnosis.meaning
-    if case is not None:
-        first = case.findings[0]
-        reason = f"{first.message}; {reason}"
-        derived |= {
-            "relative_difference": min(first.relative, 1e300),
-            "allowed_difference": min(first.allowed, 1e300),
-            "farthest": f"{first.kind} {first.name}".strip(),
-            "at_step": first.step,
-            "off": len({(finding.kind, finding.name) for finding in case.findings}),
-            **case.training.columns(),
-        }
-    return Outcome("wrong", derived=derived, reason=reason)
