@@ -1,10 +1,8 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.record import RankReport, Record
 from cs336sys.commands.verify.reference import Reference
+from cs336sys.findings import sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
@@ -27,13 +26,21 @@ EXPLAINED = 1e-3
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
 
-# How causes are told: sentences by what was seen, with facts as fields.
-SENTENCES = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())
+# What is compared, of which a case may have nothing.
+_LABELS = {
+    "gradient": "gradients",
+    "loss": "losses",
+    "weight": "weights",
+    "state": "optimizer state",
+    "norm": "norms",
+    "evaluation": "evaluations",
+    "buffer": "buffers",
+}
 
 
-def explain(cause: str, seen: str, /, **facts: Any) -> str:
-    """Fill a sentence of ``causes.toml``."""
-    return SENTENCES[cause][seen].format(**facts)
+def explain(cause: str, seen: str = "", /, **facts: Any) -> str:
+    """Say what a cause means by the block of ``sentences.jinja`` of its name and what was ``seen``, if anything."""
+    return sentence(__package__, f"{cause} {seen}".strip().replace("'", ""), **facts)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Diagnosis:
 class Finding:
     """A tensor that is off."""
 
-    kind: str  # Of a moment: a name under ``compared`` in ``causes.toml``.
+    kind: str  # Of a moment.
     step: int  # Counted from 1; of weights and states, after which.
     name: str  # Of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
     rank: int  # The first on which it is off.
@@ -64,11 +71,7 @@ class Finding:
 
     @property
     def message(self) -> str:
-        subject, _ = SENTENCES["compared"][self.kind]
-        by = f"off by {100 * self.relative:.3g} %" if math.isfinite(self.relative) else "off by more than its size"
-        by = "missing" if self.is_missing else by
-        when = "before the first step" if self.step == 0 else f"step {self.step}"
-        return f"{when}, rank {self.rank}: {subject.format(self.name)} is {by}"
+        return sentence(__package__, "difference", **vars(self), infinity=math.inf)
 
 
 class ComparedCase:
@@ -117,12 +120,12 @@ class ComparedCase:
     def conclude(
         self,
         cause: str,
-        seen: str,
+        seen: str = "",
         launches: Sequence[CollectiveLaunch] | None = None,
         ratio: float | None = None,
         **facts: Any,
     ) -> Diagnosis:
-        """Say what was ``seen`` by a sentence of its cause, and blame the last of the collectives, and its line.
+        """Explain a cause by what was ``seen``, and blame the last of the collectives, and its line.
 
         Without any launches the wrap is blamed; None stands for those that send the gradient that is the first finding.
         """
@@ -143,8 +146,8 @@ class ComparedCase:
     def not_compared(self) -> list[str]:
         """Return what the case could not look at, in words."""
         recorded = {kind for (kind, _), tensors in self.reference.record.moments.items() if tensors}
-        uncompared = recorded - self._compared_kinds - {"start"}
-        unseen = [label for kind, (_, label) in SENTENCES["compared"].items() if kind in uncompared]
+        uncompared = recorded - self._compared_kinds
+        unseen = [label for kind, label in _LABELS.items() if kind in uncompared]
         unknown = sorted(self.unknown)
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return unseen + slices

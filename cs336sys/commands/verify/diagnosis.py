@@ -13,7 +13,6 @@ from cs336sys.commands.verify.cases import build_subject
 from cs336sys.commands.verify.comparison import (
     EXPLAINED,
     GRADIENT_PHASES,
-    SENTENCES,
     ComparedCase,
     Diagnosis,
     Finding,
@@ -47,9 +46,8 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
         return replace(diagnosis, cause="resume", meaning=_diagnose_resume(case).meaning)
     name = case.workload.case
     cause = {"no-sync": "accumulation"}.get(name, name)
-    if cause in SENTENCES["right where"] and diagnosis.cause != cause:
-        meaning = f"{diagnosis.meaning}; it is right {SENTENCES['right where'][cause]}"
-        return replace(diagnosis, cause=cause, meaning=meaning)
+    if diagnosis.cause != cause and (when := explain("right where", cause=cause)):
+        return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; it is right {when}")
     names = {finding.name for finding in case.findings_of("gradient")}
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         meaning = f"only the weight that several layers share is off: {diagnosis.meaning}"
@@ -71,20 +69,20 @@ def _race(case: ComparedCase) -> Diagnosis | None:
             for name, value in tensors.items() if kind == "gradient" else ():
                 other = rerun.record.at(kind, step).get(name, value)
                 if other.shape == value.shape and norm(other - value) > allowed * max(norm(value), 1e-300):
-                    return case.conclude("race", "changes", sent, name=name, step=step)
+                    return case.conclude("race", launches=sent, name=name, step=step)
     return None
 
 
 def _diagnose_start(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain weights that are not those of one process before the first step."""
     if case.workload.case == "start":
-        return case.conclude("not broadcast", "weights")
+        return case.conclude("not broadcast")
     if sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist()):
         return case.conclude("wrong slices", "order")
     if _holds_twice(first.actual):
-        return case.conclude("wrong slices", "same")
+        return case.conclude("wrong slices", "twice")
     ratio = scale_factor(first.actual, first.expected, case.explained)
-    return case.conclude("wrong slices", "changed", ratio=ratio)
+    return case.conclude("wrong slices", ratio=ratio)
 
 
 def _holds_twice(values: Tensor) -> bool:
@@ -99,10 +97,10 @@ def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
         if not all(record.at("weight", first.step - 1) for record in case.records):
             return case.conclude("forward", "later")
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
-        return case.conclude("stale weights", "gathered", gathers)
+        return case.conclude("stale weights", launches=gathers)
     if (diagnosis := _diagnose_outputs(case)) is not None:
         return diagnosis
-    return case.conclude("uneven", "loss") if case.program.uneven else case.conclude("forward", "loss")
+    return case.conclude("uneven" if case.program.uneven else "forward", "loss")
 
 
 def _diagnose_outputs(case: ComparedCase) -> Diagnosis | None:
@@ -136,9 +134,9 @@ def _diagnose_outputs(case: ComparedCase) -> Diagnosis | None:
                 continue
             break
         if (ratio := scale_factor(output, expected)) is not None:
-            return case.conclude("partial sum", "output", sent, ratio, module=name)
+            return case.conclude("partial sum", "scaled", sent, ratio, module=name)
         return case.conclude("forward", "output", sent, module=name)
-    return case.conclude("partial sum", "summand", sent, module=summand) if summand else None
+    return case.conclude("partial sum", "output", sent, module=summand) if summand else None
 
 
 def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
@@ -148,7 +146,7 @@ def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
     if len(set(norms)) > 1:
         add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected
         listed = ", ".join(f"{norm:.3g}" for norm in norms)
-        return case.conclude("clipping", "squares" if add_up else "local", norms=listed)
+        return case.conclude("clipping", "locally", norms=listed, add_up=add_up)
     ratio = norms[0] / expected if expected else None
     return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
@@ -161,41 +159,39 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     ranks_off = sorted({finding.rank for finding in findings})
     ranks_off_first = sorted({finding.rank for finding in findings if finding.name == name})
     if program.frozen and torch.equal(first.expected, start):
-        return case.conclude("frozen", "changed", sent)
+        return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
-        return case.conclude("stale weights", "late", sent, next_step=step + 1)
+        return case.conclude("stale weights", "late", sent)
     if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         return _diagnose_unchanged(case, name, ranks_off_first)
     if program.scales:
-        return case.conclude("scaling", "none" if program.overflows(step) and len(ranks_off) == rank_count else "some")
+        return case.conclude("scaling", is_on_all=program.overflows(step) and len(ranks_off) == rank_count)
     if (schedule := _diagnose_schedule(case, step)) is not None:
         return schedule
     before = _weight_before(case, first)
     ratio = scale_factor(first.actual - before, first.expected - before)
     if program.clips:
-        return case.conclude("clipping", "unclipped", ratio=ratio)
-    are_compared = "gradients" not in case.not_compared
-    clause = "with the right gradients" if are_compared else "with gradients that could not be compared"
+        return case.conclude("clipping", ratio=ratio)
     facts: dict[str, Any] = {
-        "clause": clause,
-        "names": ", ".join(list(dict.fromkeys(finding.name for finding in findings))[:3]),
+        "are_compared": "gradients" not in case.not_compared,
+        "names": list(dict.fromkeys(finding.name for finding in findings)),
     }
     if len(ranks_off) < rank_count:
-        return case.conclude("not sent", "wrong", sent, ranks=", ".join(map(str, ranks_off)), **facts)
+        return case.conclude("not sent", "", sent, **facts, ranks=ranks_off)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):
-        return case.conclude("not synchronized", "unsent")
-    return case.conclude("optimizer", "other" if ratio is None else "ratio", sent, ratio, **facts)
+        return case.conclude("not synchronized")
+    return case.conclude("optimizer", "", sent, ratio, **facts)
 
 
 def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> Diagnosis:
     """Explain a weight that is on some ranks what it was at first."""
     sent = case.launches(("optimizer",))
     if not any(name in report.owned for report in case.reports):
-        return case.conclude("left out", "optimizer")
+        return case.conclude("left out", "of optimizer")
     if len(ranks) == len(case.reports):
         return case.conclude("left out", "unchanged", sent)
-    return case.conclude("not sent", "unchanged", sent, ranks=", ".join(map(str, ranks)))
+    return case.conclude("not sent", "unchanged", sent, ranks=ranks)
 
 
 def _weight_before(case: ComparedCase, first: Finding) -> Tensor:
@@ -216,17 +212,18 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Diagnosis | None:
             rates = report.record.rates.get(step)
             if step <= last_step and rates and expected and not is_near(max(rates), max(expected)):
                 ratio = max(rates) / max(expected) if max(expected) else None
-                facts: dict[str, Any] = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
-                return case.conclude("schedule", "rate", ratio=ratio, **facts)
+                compared = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
+                return case.conclude("schedule", "", None, ratio, **compared)
     return None
 
 
 def _diagnose_other(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain an evaluation, a buffer or a state that is off."""
     if first.kind == "evaluation":
-        return case.conclude("evaluation", "loss")
+        return case.conclude("evaluation")
     if first.kind == "buffer":
-        return case.conclude("not broadcast" if case.workload.case == "start" else "buffers", "buffer")
+        is_start = case.workload.case == "start"
+        return case.conclude("not broadcast", "buffer") if is_start else case.conclude("buffers")
     ratio = scale_factor(first.actual, first.expected, case.explained)
     return case.conclude("optimizer", "state", ratio=ratio)
 
@@ -242,10 +239,8 @@ _BY_KIND = {
 
 def _diagnose_resume(case: ComparedCase) -> Diagnosis:
     """Say what was not loaded as it was saved."""
-    if case.findings_of("loss"):
-        return case.conclude("resume", "weights")
-    states = [f" ({finding.name})" for finding in case.findings_of("state")]
-    return case.conclude("resume", "state", states="".join(states[:1]))
+    states = [finding.name for finding in case.findings_of("state")]
+    return case.conclude("resume", is_loss=bool(case.findings_of("loss")), states=states)
 
 
 def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport]) -> Diagnosis:
@@ -260,7 +255,7 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         reason, last = difference
     elif 2 * receives > len(messages):
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
-        reason = explain("hang", "receive", rank=rank, launch=last.description, phase=last.phase, step=last.step + 1)
+        reason = explain("hang", "receive", rank=rank, launch=last)
     else:
         reason = f"{reason}, after {last.description}"
     return Diagnosis(cause, reason, collective=last.description, line=last.line)
@@ -277,12 +272,11 @@ def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) ->
         for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
         if mask is not None and other_mask is not None
     ]
-    seen = ""
     if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
-        seen = "shared"
-    elif any(not shares and torch.equal(mask, other) for shares, mask, other in pairs):
-        seen = "same"
-    return Diagnosis("dropout", explain("dropout", seen)) if seen else None
+        return Diagnosis("dropout", explain("dropout", "shared"))
+    if any(not shares and torch.equal(mask, other) for shares, mask, other in pairs):
+        return Diagnosis("dropout", explain("dropout"))
+    return None
 
 
 def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
@@ -305,17 +299,14 @@ def diagnose_groups(
     seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
     sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
     not_compared = [
-        f"whether groups are chosen by shapes: the optimizer sees slices, {name} with {len(seen_shapes[name])} "
-        f"dimension(s) instead of {len(shapes[name])}"
-        for name in sliced[:1]
+        explain("groups", "of slices", name=name, sees=seen_shapes[name], shape=shapes[name]) for name in sliced[:1]
     ]
     for name, (_, settings) in spec.settings.items():
         expected_settings = {} if expected is None else expected.settings.get(name, (None, {}))[1]
         for key, value in settings.items():
             if expected_settings.get(key, value) != value:
                 facts = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
-                seen, shape = _shape(seen_shapes.get(name)), _shape(shapes[name])
-                meaning = explain("groups", "settings", **facts, seen=seen, shape=shape)
+                meaning = explain("groups", **facts, sees=seen_shapes.get(name), shape=shapes[name])
                 return Diagnosis("groups", meaning), not_compared
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
@@ -324,9 +315,5 @@ def diagnose_groups(
         return None, not_compared
     name = flattened[0]
     group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if spec.settings[name][1].get(key) != value)
-    facts = {"count": len(flattened), "seen": _shape(seen_shapes[name]), "shape": _shape(shapes[name])}
-    return Diagnosis("groups", explain("groups", "flattened", settings=group, name=name, **facts)), not_compared
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "no such parameter" if shape is None else f"({', '.join(map(str, shape))})"
+    facts = {"settings": group, "count": len(flattened), "name": name, "sees": seen_shapes[name], "shape": shapes[name]}
+    return Diagnosis("groups", explain("groups", "flattened", **facts)), not_compared

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +32,10 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:
-        return case.conclude("too early", "incomplete", early[:1], parameter=early[0].incomplete[0])
+        return case.conclude("too early", launches=early[:1], parameter=early[0].incomplete[0])
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
-        return case.conclude("left out", "everywhere" if on_all else "somewhere")
+        return case.conclude("left out", is_on_all=on_all)
     findings = case.findings_of("gradient", step)
     if (diagnosis := _diagnose_combination(case, step, findings)) is not None:
         return diagnosis
@@ -44,7 +43,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     for name, gradient in expected_gradients.items():
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and scale_factor(first.actual, gradient) is not None:
-            return case.conclude("mixed up", "other", other=name)
+            return case.conclude("mixed up", other=name)
     names = list(dict.fromkeys(finding.name for finding in findings))
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     # The backward pass begins at the last one, and what follows it is off in no proportion.
@@ -56,9 +55,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
             meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
             return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
     correct = [name for name in expected_gradients if name not in names]
-    near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
-    cause = "partial sum" if shares_layers else "forward"
-    return case.conclude(cause, "gradients", count=len(names), last=names[-1], near=near)
+    return case.conclude("partial sum" if shares_layers else "forward", names=names, correct=correct)
 
 
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
@@ -67,15 +64,15 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
     # Gradients are averaged over these.
     ranks = sizes.get("data", 1) * sizes.get("context", 1)
     causes = (
-        (1, "scaled", "ratio"),
-        (ranks, "not averaged", "summed"),
-        (1 / ranks, "averaged twice", "share"),
-        (all_ranks, "scaled", "more"),
-        (1 / all_ranks, "scaled", "less"),
+        (1, "scaled", ""),
+        (ranks, "not averaged", ""),
+        (1 / ranks, "averaged twice", ""),
+        (all_ranks, "scaled", "by ranks"),
+        (1 / all_ranks, "scaled", "by ranks"),
     )
-    matches = ((cause, sentence) for value, cause, sentence in causes if is_near(ratio, value))
-    cause, sentence = next(matches, ("scaled", "ratio"))
-    return case.conclude(cause, sentence, ratio=ratio, ranks=ranks)
+    matches = ((cause, seen) for value, cause, seen in causes if is_near(ratio, value))
+    cause, seen = next(matches, ("scaled", ""))
+    return case.conclude(cause, seen, ratio=ratio, ranks=ranks)
 
 
 def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None:
@@ -85,8 +82,8 @@ def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None
     ratio = scale_factor(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
     if ratio is None:
         return None
-    seen = "summands" if is_near(ratio, 1) else "multiple"
-    return case.conclude("partial sum", seen, parameter=finding.name, sum_ratio=ratio)
+    times = None if is_near(ratio, 1) else ratio
+    return case.conclude("partial sum", "of ranks", parameter=finding.name, times=times)
 
 
 # A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
@@ -133,7 +130,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     values = [count for key, count in first_counts.items() if key != _STEP_BEFORE]
     if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
         is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
-        return case.conclude("stale gradient", "alone" if is_alone else "added", (), name=name)
+        return case.conclude("stale gradient", launches=(), name=name, is_alone=is_alone)
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
     parts = itertools.product(range(data_ranks), range(micro_batches))
@@ -148,16 +145,16 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         if len(senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)
         if len(counts_of_ranks) == 1:
-            return case.conclude("one rank's", "one", rank=rank, sender=sender)
+            return case.conclude("one rank's", rank=rank, sender=f"rank {sender}", is_alone=True)
         described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
-        return case.conclude("one rank's", "all", sender=described)
+        return case.conclude("one rank's", sender=described, is_alone=False)
     if len(used) < data_ranks:
-        missing = ", ".join(str(data_rank) for data_rank in range(data_ranks) if data_rank not in used)
-        return case.conclude("rank left out", "missing", missing=missing)
+        missing = [data_rank for data_rank in range(data_ranks) if data_rank not in used]
+        return case.conclude("rank left out", missing=missing)
     if case.program.uneven:
-        return case.conclude("uneven", "gradients")
+        return case.conclude("uneven")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())
-    return case.conclude("scaled", "unequal", sums=sums)
+    return case.conclude("scaled", "unequally", sums=sums)
 
 
 def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Diagnosis:
@@ -165,9 +162,9 @@ def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Diagnosis:
     means = counts.mean(0).tolist()
     if not all(is_near(mean, 1) for mean in means):
         times = ", ".join(f"{round(mean, 6) + 0.0:.3g}" for mean in means)
-        return case.conclude("accumulation", "counts", times=times)
+        return case.conclude("accumulation", times=times)
     unsent = [number for number, (first, *_, last) in enumerate(counts.T.tolist(), 1) if not is_near(first, last)]
-    return case.conclude("accumulation", "unsent", unsent=", ".join(map(str, unsent)), count=len(means))
+    return case.conclude("accumulation", "unsent", unsent=unsent, count=len(means))
 
 
 def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
@@ -177,6 +174,6 @@ def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
     fitting = [launch for launch in launches if "gather" not in launch.name]
     sent = sum(launch.elements for launch in fitting)
     if fitting and sent >= elements and not case.program.no_sync:
-        return case.conclude("not waited for", "own", fitting, name=name)
-    facts: dict[str, Any] = {"name": name, "sent": sent, "elements": elements * case.program.micro_batches}
-    return case.conclude("not synchronized", "partly" if fitting else "own", (), **facts)
+        return case.conclude("not waited for", launches=fitting, name=name)
+    facts = {"sent": sent if fitting else None, "elements": elements * case.program.micro_batches}
+    return case.conclude("not synchronized", "gradient", (), name=name, **facts)

@@ -163,9 +163,8 @@ class _Case:
         seen = {name for (kind, _), tensors in moments if kind in ("start", "weight") for name in tensors}
         missing = sorted(compared.shapes.keys() - seen)
         if missing and not set(missing) <= compared.unknown:
-            unmatched = sorted({name for report in compared.reports for name in report.unmatched})
-            reason = f"the wrapped module has no parameter that is the model's {missing[0]}"
-            return _refused("; ".join([reason, *(f"{name} is none of the model's" for name in unmatched[:1])]))
+            unmatched = [name for report in compared.reports for name in report.unmatched]
+            return _refused(explain("unnamed parameter", missing=missing[0], unmatched=min(unmatched, default="")))
         if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         return _ok(", ".join(compared.not_compared), self._notes(compared.reports, ()), compared)
@@ -244,11 +243,11 @@ class _Case:
         if reports[0].hides_optimizer:
             settings = {"lr": self.training.learning_rate, **ADAMW_SETTINGS}
             described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-            notes.append(explain("notes", "optimizer", wrap=wrap, settings=described))
+            notes.append(explain("note", "optimizer", wrap=wrap, settings=described))
         if lower:
             lowest = _least_precise(lower)
-            uses = " and ".join(sorted(use for use, dtype in lower if dtype == lowest))
-            notes.append(explain("notes", "precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch.")))
+            uses = sorted(use for use, dtype in lower if dtype == lowest)
+            notes.append(explain("note", "precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch.")))
         return notes
 
     def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
@@ -272,7 +271,7 @@ class _Case:
             launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
             if (difference := first_disagreement(launches)) is not None:
                 differing, last = difference
-                meaning = explain("order", "condition", condition=condition, difference=differing)
+                meaning = explain("order", condition=condition, difference=differing)
                 return self._agreed(Diagnosis("order", meaning, collective=last.description, line=last.line))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))

@@ -137,8 +137,8 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 class Record:
     """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model."""
 
-    # By kind (``compared`` in ``causes.toml`` has them) and step from 1, in the order of time. Of the optimizer's state
-    # names are ``layers.0.weight exp_avg``, and of numbers empty.
+    # By kind (start, gradient, loss, weight, state, norm, evaluation, buffer) and step from 1, in the order of time. Of
+    # the optimizer's state names are ``layers.0.weight exp_avg``, and of numbers empty.
     moments: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # Of modules, in the first forward pass, where watched.
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)  # Learning rates of groups after each step.
