@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,21 +23,19 @@ def is_sound(expected: int) -> bool:
     return bool((numbers == expected * (expected - 1) / 2).all())
 
 
-def train_on_rank(
-    training: Training, program: Program, *, watch: bool = False, folder: str = "", saved_ranks: int = 0
-) -> RankReport:
+def train_on_rank(training: Training, program: Program, **settings: Any) -> RankReport:
     """Run the program on this rank, on its device. Whatever is raised comes back as a failure.
 
-    Keyword arguments are those of :class:`ProgramRun`.
+    ``settings`` are other fields of :class:`ProgramRun`.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     training = replace(training, device=device)
-    run = ProgramRun(training, program, on_ranks=True, watch=watch, folder=folder, saved_ranks=saved_ranks)
+    run = ProgramRun(training, program, on_ranks=True, **settings)
     report = run.report
     try:
         with (
             nullcontext() if program.masks else user_models.nothing_dropped(),
-            run.watcher if watch or program.late_rank is not None else nullcontext(),
+            run.watcher if run.watch or program.late_rank is not None else nullcontext(),
         ):
             run.all_steps()
     except CapabilityError as error:

@@ -62,34 +62,14 @@ def with_max_norm(training: Training) -> Training:
     return replace(training, max_norm=0.5 * record.numbers("norm")[0])
 
 
-def train_in_one_process(
-    training: Training,
-    program: Program,
-    shares: Sequence[Share] = (),
-    *,
-    outputs: bool = False,
-    keeps_tensors: bool = True,
-    half: torch.dtype | None = None,
-    casts_weights: bool = False,
-) -> Record:
-    """Train in this process, the shares of each batch one after another.
+def train_in_one_process(training: Training, program: Program, shares: Sequence[Share] = (), **settings: Any) -> Record:
+    """Train in this process, the ``shares`` of each batch one after another; without any, the whole batch at once.
 
-    Args:
-        shares: of each batch; without any, the whole batch at once.
-        outputs: record those of modules in the first forward pass.
-        keeps_tensors: record tensors, not losses alone.
-        half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the weights.
+    ``settings`` are other fields of :class:`ProgramRun`.
     """
-    run = ProgramRun(
-        training,
-        program,
-        watch=outputs,
-        step_shares=shares or training.workload.shares(program, 1, whole=True),
-        keeps_tensors=keeps_tensors,
-        copies_dtype=half if casts_weights else None,
-    )
-    casts = torch.autocast(training.device.type, half) if half and not casts_weights else contextlib.nullcontext()
-    with user_models.nothing_dropped(), casts:
+    shares = shares or training.workload.shares(program, 1, whole=True)
+    run = ProgramRun(training, program, step_shares=shares, **settings)
+    with user_models.nothing_dropped():
         run.all_steps()
     return run.record
 
@@ -127,7 +107,7 @@ def train_reference(training: Training, program: Program) -> Reference:
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else workload.shares(program, 1, whole=True)
     orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
-    records = [train_in_one_process(training, program, order, outputs=order in (whole, by_rank)) for order in orders]
+    records = [train_in_one_process(training, program, order, watch=order in (whole, by_rank)) for order in orders]
     whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])
     if abs(whole_loss - mean_loss) <= MEAN_LOSS[training.dtype] * abs(whole_loss):
         reference = Reference(records[0], records[1:], is_whole=True)
@@ -147,9 +127,10 @@ def with_lower_precision(
     # In float32, because autocast does not cast float64.
     train = partial(train_in_one_process, replace(training, dtype=torch.float32), program, shares)
     half = None if lower_dtype == torch.float32 else lower_dtype
-    runs = [*reference.rounding_runs, train(half=half)]
+    with torch.autocast(training.device.type, half) if half else contextlib.nullcontext():
+        runs = [*reference.rounding_runs, train()]
     if half is not None:
         # The model or the device may lack operations in half precision.
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            runs.append(train(half=half, casts_weights=True))
+            runs.append(train(copies_dtype=half))
     return replace(reference, rounding_runs=runs, lower_dtype=lower_dtype)
