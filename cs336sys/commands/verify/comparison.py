@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.record import RankReport, Record
 from cs336sys.commands.verify.reference import Reference
-from cs336sys.findings import sentence
+from cs336sys.findings import Finding, sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
@@ -38,25 +38,18 @@ _LABELS = {
 }
 
 
-def explain(cause: str, seen: str = "", /, **facts: Any) -> str:
-    """Say what a cause means by the block of ``sentences.jinja`` of its name and what was ``seen``, if anything."""
-    return sentence(__package__, f"{cause} {seen}".strip().replace("'", ""), **facts)
+def fault(cause: str, seen: str = "", where: str = "", **facts: Any) -> Finding:
+    """Build the finding of a fault, told by the block of ``sentences.jinja`` of its cause and what was ``seen``."""
+    return Finding(cause, where, facts={"block": f"{cause} {seen}".strip().replace("'", "").replace(" ", "_"), **facts})
+
+
+def with_facts(finding: Finding, cause: str = "", **facts: Any) -> Finding:
+    """Return a fault with further facts, of another ``cause`` if one is given."""
+    return replace(finding, cause=cause or finding.cause, facts={**finding.facts, **facts})
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Diagnosis of a fault."""
-
-    cause: str  # One word or two for programs, as in ``docs/verify.md``.
-    meaning: str  # A sentence for people.
-    ratio: float | None = None  # Of what is wrong to what is right, where they are in proportion.
-    collective: str = ""  # The one that is missing, early, or that others do not launch.
-    line: str = ""  # Of the user's code, where the collective was launched; empty: where the wrap begins.
-    first: tuple[str, int, str] = ("", 0, "")  # Kind, step and name of the first finding.
-
-
-@dataclass(frozen=True)
-class Finding:
+class Difference:
     """A tensor that is off."""
 
     kind: str  # Of a moment.
@@ -78,7 +71,7 @@ class ComparedCase:
     """A case's ranks, compared with one process.
 
     Attributes:
-        findings: all that is off, in the order of time.
+        differences: all that is off, in the order of time.
         records: of each rank, with whole tensors.
         largest: of all that agrees, the largest relative difference, and ``largest_of`` what.
         unknown: parameters of which the ranks' slices do not make a whole.
@@ -95,7 +88,7 @@ class ComparedCase:
         self.groups = self.workload.groups
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
         self.rounding = rounding_in(training.dtype, reference.lower_dtype)
-        self.findings: list[Finding] = []
+        self.differences: list[Difference] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
         self._compared_kinds: set[str] = set()
@@ -108,9 +101,11 @@ class ComparedCase:
         """Return how much of a gradient may be left, relatively, where others explain it."""
         return EXPLAINED if self.reference.lower_dtype is None else 8 * torch.finfo(self.reference.lower_dtype).eps
 
-    def findings_of(self, kind: str, step: int | None = None) -> list[Finding]:
+    def differences_of(self, kind: str, step: int | None = None) -> list[Difference]:
         """Return what is off of a kind, in one step or in all."""
-        return [finding for finding in self.findings if finding.kind == kind and step in (None, finding.step)]
+        return [
+            difference for difference in self.differences if difference.kind == kind and step in (None, difference.step)
+        ]
 
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
         """Return collectives of the first rank in these phases, in one step, from 0, or in all."""
@@ -124,22 +119,27 @@ class ComparedCase:
         launches: Sequence[CollectiveLaunch] | None = None,
         ratio: float | None = None,
         **facts: Any,
-    ) -> Diagnosis:
+    ) -> Finding:
         """Explain a cause by what was ``seen``, and blame the last of the collectives, and its line.
 
-        Without any launches the wrap is blamed; None stands for those that send the gradient that is the first finding.
+        Without any launches the wrap is blamed; None stands for those that send the first difference, if a gradient.
         """
-        first = self.findings[0]
+        first = self.differences[0]
         if launches is None:
             launches = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
         collective, line = (launches[-1].description, launches[-1].line) if launches else ("", "")
-        facts = {"name": first.name, "step": first.step, "rank": first.rank, "ratio": ratio} | facts
-        moment = first.kind, first.step, first.name
-        return Diagnosis(cause, explain(cause, seen, **facts), ratio, collective, line, moment)
+        facts = {
+            "name": first.name,
+            "step": first.step,
+            "rank": first.rank,
+            "ratio": ratio,
+            "collective": collective,
+        } | facts
+        return fault(cause, seen, line, moment=(first.kind, first.step, first.name), **facts)
 
     def ignore_gradients(self) -> None:
         """Count gradients as not compared."""
-        self.findings = [finding for finding in self.findings if finding.kind != "gradient"]
+        self.differences = [difference for difference in self.differences if difference.kind != "gradient"]
         self._compared_kinds.discard("gradient")
 
     @property
@@ -233,7 +233,9 @@ class ComparedCase:
         relative = relative_difference(off, size)
         if not off <= rounding:
             allowed = rounding / size if size else 0.0
-            finding = Finding(kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None)
-            self.findings.append(finding)
+            difference = Difference(
+                kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None
+            )
+            self.differences.append(difference)
         elif relative > self.largest and size:
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()

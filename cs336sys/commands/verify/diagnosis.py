@@ -10,26 +10,20 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.cases import build_subject
-from cs336sys.commands.verify.comparison import (
-    EXPLAINED,
-    GRADIENT_PHASES,
-    ComparedCase,
-    Diagnosis,
-    Finding,
-    explain,
-)
+from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Difference, fault, with_facts
 from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient, is_near, scale_factor
 from cs336sys.commands.verify.record import OptimizerSpec, RankReport
+from cs336sys.findings import Finding, sentence
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.weights import norm
 from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 
 
-def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diagnosis:
+def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
     """Say what a case's findings mean, compared with the fault of the plain step, None if none is known."""
-    first = case.findings[0]
-    if plain_diagnosis is not None and plain_diagnosis.first == (first.kind, first.step, first.name):
-        return replace(plain_diagnosis, meaning=f"as in the plain step: {plain_diagnosis.meaning}")
+    first = case.differences[0]
+    if plain_fault is not None and plain_fault.facts["moment"] == (first.kind, first.step, first.name):
+        return with_facts(plain_fault, is_of_plain_step=True)
     if (race := _race(case)) is not None:
         return race
     is_loaded = case.program.resume is not None and first.step > SAVED_AFTER
@@ -38,29 +32,29 @@ def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diag
     return _attribute_to_case(case, _BY_KIND.get(first.kind, _diagnose_other)(case, first))
 
 
-def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
+def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
     """Name what the case does as the cause, where the plain step is right."""
     if not case.is_new:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
-        return replace(diagnosis, cause="resume", meaning=_diagnose_resume(case).meaning)
+        moment = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
+        return replace(with_facts(_diagnose_resume(case), **moment), where=diagnosis.where)
     name = case.workload.case
     cause = {"no-sync": "accumulation"}.get(name, name)
-    if diagnosis.cause != cause and (when := explain("right where", cause=cause)):
-        return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; it is right {when}")
-    names = {finding.name for finding in case.findings_of("gradient")}
+    if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
+        return with_facts(diagnosis, cause, right_where=when)
+    names = {difference.name for difference in case.differences_of("gradient")}
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
-        meaning = f"only the weight that several layers share is off: {diagnosis.meaning}"
-        return replace(diagnosis, cause="tied", meaning=meaning)
+        return with_facts(diagnosis, "tied", is_tied_alone=True)
     return diagnosis
 
 
-def _race(case: ComparedCase) -> Diagnosis | None:
+def _race(case: ComparedCase) -> Finding | None:
     """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
     if case.workload.case == "late" and case.is_new:
         return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
-    allowed = max(case.findings[0].allowed, 1e-12)
+    allowed = max(case.differences[0].allowed, 1e-12)
     if not math.isfinite(allowed):
         return None
     # The case was run twice where its collectives were watched.
@@ -73,7 +67,7 @@ def _race(case: ComparedCase) -> Diagnosis | None:
     return None
 
 
-def _diagnose_start(case: ComparedCase, first: Finding) -> Diagnosis:
+def _diagnose_start(case: ComparedCase, first: Difference) -> Finding:
     """Explain weights that are not those of one process before the first step."""
     if case.workload.case == "start":
         return case.conclude("not broadcast")
@@ -91,7 +85,7 @@ def _holds_twice(values: Tensor) -> bool:
     return len(torch.unique(rows, dim=0)) < len(rows)
 
 
-def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
+def _diagnose_loss(case: ComparedCase, first: Difference) -> Finding:
     """Explain a loss that is off while the gradients and weights before it are right, or not compared."""
     if first.step > 1:
         if not all(record.at("weight", first.step - 1) for record in case.records):
@@ -103,7 +97,7 @@ def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
     return case.conclude("uneven" if case.program.uneven else "forward", "loss")
 
 
-def _diagnose_outputs(case: ComparedCase) -> Diagnosis | None:
+def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     """Blame the first module, in the order of calls, whose output is off; None without any."""
     all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
     context_ranks = sizes.get("context", 1)
@@ -139,7 +133,7 @@ def _diagnose_outputs(case: ComparedCase) -> Diagnosis | None:
     return case.conclude("partial sum", "output", sent, module=summand) if summand else None
 
 
-def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
+def _diagnose_norm(case: ComparedCase, first: Difference) -> Finding:
     """Explain a wrong norm of right gradients."""
     norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]
     expected = first.expected.item()
@@ -151,13 +145,13 @@ def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
     return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
 
-def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
+def _diagnose_weight(case: ComparedCase, first: Difference) -> Finding:
     """Explain weights that are off after a step whose gradients are right, or not compared."""
     program, step, name, rank_count = case.program, first.step, first.name, len(case.reports)
-    findings = case.findings_of("weight", step)
+    differences = case.differences_of("weight", step)
     start, sent = case.reference.record.at("start", 0)[name], case.launches(("optimizer",))
-    ranks_off = sorted({finding.rank for finding in findings})
-    ranks_off_first = sorted({finding.rank for finding in findings if finding.name == name})
+    ranks_off = sorted({difference.rank for difference in differences})
+    ranks_off_first = sorted({difference.rank for difference in differences if difference.name == name})
     if program.frozen and torch.equal(first.expected, start):
         return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
@@ -174,7 +168,7 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
         return case.conclude("clipping", ratio=ratio)
     facts: dict[str, Any] = {
         "are_compared": "gradients" not in case.not_compared,
-        "names": list(dict.fromkeys(finding.name for finding in findings)),
+        "names": list(dict.fromkeys(difference.name for difference in differences)),
     }
     if len(ranks_off) < rank_count:
         return case.conclude("not sent", "", sent, **facts, ranks=ranks_off)
@@ -184,7 +178,7 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     return case.conclude("optimizer", "", sent, ratio, **facts)
 
 
-def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> Diagnosis:
+def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> Finding:
     """Explain a weight that is on some ranks what it was at first."""
     sent = case.launches(("optimizer",))
     if not any(name in report.owned for report in case.reports):
@@ -194,18 +188,18 @@ def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> 
     return case.conclude("not sent", "unchanged", sent, ranks=ranks)
 
 
-def _weight_before(case: ComparedCase, first: Finding) -> Tensor:
+def _weight_before(case: ComparedCase, first: Difference) -> Tensor:
     record = case.reference.record
     return (record.weights_after(first.step - 1) or record.at("start", 0))[first.name]
 
 
-def _comes_a_step_late(case: ComparedCase, first: Finding) -> bool:
+def _comes_a_step_late(case: ComparedCase, first: Difference) -> bool:
     """Return whether a rank's weights after the next step are those that one process has now."""
     later, moved = case.records[first.rank].at("weight", first.step + 1), first.expected - _weight_before(case, first)
     return first.name in later and norm(later[first.name] - first.expected) <= case.explained * norm(moved)
 
 
-def _diagnose_schedule(case: ComparedCase, last_step: int) -> Diagnosis | None:
+def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
     """Diagnose learning rates that are not those of one process, after any step up to ``last_step``."""
     for step, expected in case.reference.record.rates.items():
         for rank, report in enumerate(case.reports):
@@ -217,7 +211,7 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Diagnosis | None:
     return None
 
 
-def _diagnose_other(case: ComparedCase, first: Finding) -> Diagnosis:
+def _diagnose_other(case: ComparedCase, first: Difference) -> Finding:
     """Explain an evaluation, a buffer or a state that is off."""
     if first.kind == "evaluation":
         return case.conclude("evaluation")
@@ -237,17 +231,17 @@ _BY_KIND = {
 }
 
 
-def _diagnose_resume(case: ComparedCase) -> Diagnosis:
+def _diagnose_resume(case: ComparedCase) -> Finding:
     """Say what was not loaded as it was saved."""
-    states = [finding.name for finding in case.findings_of("state")]
-    return case.conclude("resume", is_loss=bool(case.findings_of("loss")), states=states)
+    states = [difference.name for difference in case.differences_of("state")]
+    return case.conclude("resume", is_loss=bool(case.differences_of("loss")), states=states)
 
 
-def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport]) -> Diagnosis:
+def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport]) -> Finding:
     """Say why ranks wait for each other or died, by the collectives that they launched."""
     cause, launches = "hang" if is_hang else "died", [report.launches for report in reports]
     if not any(launches):
-        return Diagnosis(cause, reason)
+        return Finding(cause, facts={"block": "lost_ranks", "reason": reason})
     last = max(launches, key=len)[-1]
     messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
     receives = sum(launch.name.startswith("recv") for launch in messages)
@@ -255,16 +249,17 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         reason, last = difference
     elif 2 * receives > len(messages):
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
-        reason = explain("hang", "receive", rank=rank, launch=last)
+        reason = sentence(__package__, "hang receive", rank=rank, launch=last)
     else:
         reason = f"{reason}, after {last.description}"
-    return Diagnosis(cause, reason, collective=last.description, line=last.line)
+    facts = {"block": "lost_ranks", "reason": reason, "collective": last.description}
+    return Finding(cause, last.line, facts=facts)
 
 
 # Cases that compare ranks with each other, or with a rank alone, rather than numbers with those of one process.
 
 
-def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Diagnosis | None:
+def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Finding | None:
     """Say which ranks' dropout masks should be alike, or should not be."""
     masks = [(workload.data_place(rank), report.masks) for rank, report in enumerate(reports)]
     pairs = [
@@ -273,9 +268,9 @@ def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) ->
         if mask is not None and other_mask is not None
     ]
     if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
-        return Diagnosis("dropout", explain("dropout", "shared"))
+        return fault("dropout", "shared")
     if any(not shares and torch.equal(mask, other) for shares, mask, other in pairs):
-        return Diagnosis("dropout", explain("dropout"))
+        return fault("dropout")
     return None
 
 
@@ -288,7 +283,7 @@ def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
 
 def diagnose_groups(
     reports: Sequence[RankReport], in_one_process: RankReport, shapes: Mapping[str, torch.Size]
-) -> tuple[Diagnosis | None, list[str]]:
+) -> tuple[Finding | None, list[str]]:
     """Say which parameter has other settings of the optimizer than the same wrap gives it on one rank.
 
     Returns:
@@ -299,15 +294,16 @@ def diagnose_groups(
     seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
     sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
     not_compared = [
-        explain("groups", "of slices", name=name, sees=seen_shapes[name], shape=shapes[name]) for name in sliced[:1]
+        sentence(__package__, "groups of slices", name=name, sees=seen_shapes[name], shape=shapes[name])
+        for name in sliced[:1]
     ]
     for name, (_, settings) in spec.settings.items():
         expected_settings = {} if expected is None else expected.settings.get(name, (None, {}))[1]
         for key, value in settings.items():
             if expected_settings.get(key, value) != value:
-                facts = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
-                meaning = explain("groups", **facts, sees=seen_shapes.get(name), shape=shapes[name])
-                return Diagnosis("groups", meaning), not_compared
+                facts: dict[str, Any] = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
+                facts |= {"sees": seen_shapes.get(name), "shape": shapes[name]}
+                return fault("groups", **facts), not_compared
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
     unused = [settings for settings in reports[0].empty_groups if settings not in used]
@@ -316,4 +312,4 @@ def diagnose_groups(
     name = flattened[0]
     group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if spec.settings[name][1].get(key) != value)
     facts = {"settings": group, "count": len(flattened), "name": name, "sees": seen_shapes[name], "shape": shapes[name]}
-    return Diagnosis("groups", explain("groups", "flattened", **facts)), not_compared
+    return fault("groups", "flattened", **facts), not_compared

@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
+from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Difference, with_facts
 from cs336sys.commands.verify.reference import gradients_of_shares
+from cs336sys.findings import Finding
 from cs336sys.parity.weights import norm
 
 RELATIVE_TOLERANCE = 2e-2  # So near, coefficients are equal.
@@ -27,7 +27,7 @@ def is_near(value: float, other: float) -> bool:
     return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)
 
 
-def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
+def diagnose_gradient(case: ComparedCase, first: Difference) -> Finding:
     """Explain the first gradient that is off."""
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
@@ -36,29 +36,28 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
         return case.conclude("left out", is_on_all=on_all)
-    findings = case.findings_of("gradient", step)
-    if (diagnosis := _diagnose_combination(case, step, findings)) is not None:
+    differences = case.differences_of("gradient", step)
+    if (diagnosis := _diagnose_combination(case, step, differences)) is not None:
         return diagnosis
     expected_gradients = case.reference.record.at("gradient", step)
     for name, gradient in expected_gradients.items():
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and scale_factor(first.actual, gradient) is not None:
             return case.conclude("mixed up", other=name)
-    names = list(dict.fromkeys(finding.name for finding in findings))
+    names = list(dict.fromkeys(difference.name for difference in differences))
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     # The backward pass begins at the last one, and what follows it is off in no proportion.
-    last = next(finding for finding in findings if finding.name == names[-1])
-    for finding in (first, last) if shares_layers else (first,):
-        ratio = scale_factor(finding.actual, finding.expected, case.explained)
-        diagnosis = _diagnose_summands(case, finding) if ratio is None else diagnose_ratio(case, ratio)
+    last = next(difference for difference in differences if difference.name == names[-1])
+    for difference in (first, last) if shares_layers else (first,):
+        ratio = scale_factor(difference.actual, difference.expected, case.explained)
+        diagnosis = _diagnose_summands(case, difference) if ratio is None else diagnose_ratio(case, ratio)
         if diagnosis is not None:
-            meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
-            return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
+            return diagnosis if difference is first else with_facts(diagnosis, first_in_pass=difference.name)
     correct = [name for name in expected_gradients if name not in names]
     return case.conclude("partial sum" if shares_layers else "forward", names=names, correct=correct)
 
 
-def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
+def diagnose_ratio(case: ComparedCase, ratio: float) -> Finding:
     """Name the cause of gradients that are all ``ratio`` times what they should be, by numbers of ranks that it is."""
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
     # Gradients are averaged over these.
@@ -75,15 +74,15 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
     return case.conclude(cause, seen, ratio=ratio, ranks=ranks)
 
 
-def _diagnose_summands(case: ComparedCase, finding: Finding) -> Diagnosis | None:
+def _diagnose_summands(case: ComparedCase, difference: Difference) -> Finding | None:
     """Say that each rank has a part of a gradient's sum; None where their sum is not in proportion to the gradient."""
-    parts = [record.at("gradient", finding.step).get(finding.name) for record in case.records]
-    present = [part for part in parts if part is not None and part.shape == finding.expected.shape]
-    ratio = scale_factor(torch.stack(present).sum(0), finding.expected) if len(present) == len(parts) else None
+    parts = [record.at("gradient", difference.step).get(difference.name) for record in case.records]
+    present = [part for part in parts if part is not None and part.shape == difference.expected.shape]
+    ratio = scale_factor(torch.stack(present).sum(0), difference.expected) if len(present) == len(parts) else None
     if ratio is None:
         return None
     times = None if is_near(ratio, 1) else ratio
-    return case.conclude("partial sum", "of ranks", parameter=finding.name, times=times)
+    return case.conclude("partial sum", "of ranks", parameter=difference.name, times=times)
 
 
 # A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
@@ -92,19 +91,19 @@ _Counts = Mapping[tuple[int, int], float]
 _STEP_BEFORE = (-1, -1)
 
 
-def _diagnose_combination(case: ComparedCase, step: int, findings: Sequence[Finding]) -> Diagnosis | None:
+def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[Difference]) -> Finding | None:
     """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
         return None
     by_part = gradients_of_shares(case.training, case.program, step, weights)
     by_part[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
-    name = findings[0].name
+    name = differences[0].name
     columns = {part: gradients[name].flatten().double() for part, gradients in by_part.items() if name in gradients}
     counts_of_ranks = {
-        finding.rank: _solve_counts(columns, finding.actual.flatten().double(), case.explained)
-        for finding in findings
-        if finding.name == name and not finding.is_missing
+        difference.rank: _solve_counts(columns, difference.actual.flatten().double(), case.explained)
+        for difference in differences
+        if difference.name == name and not difference.is_missing
     }
     solved_counts = {rank: counts for rank, counts in counts_of_ranks.items() if counts is not None}
     # A rank that is no such combination refutes the explanation for all.
@@ -123,7 +122,7 @@ def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, t
     return {_STEP_BEFORE: 0.0} | dict(zip(columns, solution.tolist(), strict=True))
 
 
-def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int, _Counts]) -> Diagnosis | None:
+def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int, _Counts]) -> Finding | None:
     """Say which micro-batches count too often, too rarely or not at all in a gradient; None where all count once."""
     data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
     rank, first_counts = next(iter(counts_of_ranks.items()))
@@ -157,7 +156,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     return case.conclude("scaled", "unequally", sums=sums)
 
 
-def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Diagnosis:
+def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Finding:
     """Say how micro-batches count, by how often each of (data ranks, micro-batches) is in a gradient."""
     means = counts.mean(0).tolist()
     if not all(is_near(mean, 1) for mean in means):
@@ -167,10 +166,10 @@ def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Diagnosis:
     return case.conclude("accumulation", "unsent", unsent=unsent, count=len(means))
 
 
-def _diagnose_own_gradient(case: ComparedCase, name: str) -> Diagnosis:
+def _diagnose_own_gradient(case: ComparedCase, name: str) -> Finding:
     """Say why each rank has its own gradient: nothing or too little was sent, or what was received is not used."""
     elements = sum(value.numel() for value in case.reference.record.at("gradient", 1).values())
-    launches = case.launches(GRADIENT_PHASES, case.findings[0].step - 1)
+    launches = case.launches(GRADIENT_PHASES, case.differences[0].step - 1)
     fitting = [launch for launch in launches if "gather" not in launch.name]
     sent = sum(launch.elements for launch in fitting)
     if fitting and sent >= elements and not case.program.no_sync:

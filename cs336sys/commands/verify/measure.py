@@ -12,12 +12,13 @@ import torch
 from cs336sys.commands.verify import diagnosis as diagnoses
 from cs336sys.commands.verify import reference as references
 from cs336sys.commands.verify.cases import build_subject
-from cs336sys.commands.verify.comparison import ComparedCase, Diagnosis, explain
+from cs336sys.commands.verify.comparison import ComparedCase, fault, with_facts
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.rank import is_sound, train_on_rank
 from cs336sys.commands.verify.record import ADAMW_SETTINGS, RankReport, group_of_one, refusing_optimizer
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
+from cs336sys.findings import Finding, sentence
 from cs336sys.machine.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
@@ -38,7 +39,7 @@ _not_run_because: dict[VerifiedWorkload | tuple[UserCode, ModelSize], str] = {}
 _float32_only: set[VerifiedWorkload] = set()
 
 # What was wrong with the plain step: other cases that are wrong alike are not run again.
-_plain_step_diagnoses: dict[VerifiedWorkload, Diagnosis | None] = {}
+_plain_step_diagnoses: dict[VerifiedWorkload, Finding | None] = {}
 
 # Causes of the plain step's fault after which no other case is run.
 _UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
@@ -148,10 +149,10 @@ class _Case:
         # It also gives this process the optimizer of the wrap, and the ranks that loaded what others saved.
         reference = self._train_reference(program, run.reports)
         compared = ComparedCase(self.training, program, reference, run.reports)
-        has_gradients = any(finding.kind == "gradient" for finding in compared.findings)
+        has_gradients = any(difference.kind == "gradient" for difference in compared.differences)
         if run.reports[0].runs_steps and has_gradients and _leaves_unused_gradients(compared):
             compared.ignore_gradients()
-        if not compared.findings:
+        if not compared.differences:
             return self._nothing_found(compared)
         if program.other_starts and any(report.is_sliced for report in run.reports):
             return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
@@ -164,7 +165,9 @@ class _Case:
         missing = sorted(compared.shapes.keys() - seen)
         if missing and not set(missing) <= compared.unknown:
             unmatched = [name for report in compared.reports for name in report.unmatched]
-            return _refused(explain("unnamed parameter", missing=missing[0], unmatched=min(unmatched, default="")))
+            return _refused(
+                sentence(__package__, "unnamed parameter", missing=missing[0], unmatched=min(unmatched, default=""))
+            )
         if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         return _ok(", ".join(compared.not_compared), self._notes(compared.reports, ()), compared)
@@ -243,14 +246,16 @@ class _Case:
         if reports[0].hides_optimizer:
             settings = {"lr": self.training.learning_rate, **ADAMW_SETTINGS}
             described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-            notes.append(explain("note", "optimizer", wrap=wrap, settings=described))
+            notes.append(sentence(__package__, "note optimizer", wrap=wrap, settings=described))
         if lower:
             lowest = _least_precise(lower)
             uses = sorted(use for use, dtype in lower if dtype == lowest)
-            notes.append(explain("note", "precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch.")))
+            notes.append(
+                sentence(__package__, "note precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch."))
+            )
         return notes
 
-    def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
+    def _agreed(self, diagnosis: Finding | None, not_compared: Sequence[str] = ()) -> Outcome:
         """Return what comparing ranks with each other has shown."""
         return _ok("; ".join(not_compared)) if diagnosis is None else self._diagnosed(diagnosis)
 
@@ -271,8 +276,8 @@ class _Case:
             launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
             if (difference := first_disagreement(launches)) is not None:
                 differing, last = difference
-                meaning = explain("order", condition=condition, difference=differing)
-                return self._agreed(Diagnosis("order", meaning, collective=last.description, line=last.line))
+                facts = {"condition": condition, "difference": differing, "collective": last.description}
+                return self._agreed(fault("order", "", last.line, **facts))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
         return self._agreed(None, not_compared)
@@ -300,26 +305,26 @@ class _Case:
         if self.plain_step not in _plain_step_diagnoses:
             # Only then it is known what the case alone does.
             _Case(self.plain_step, self.folder, self.progress).outcome()
-        plain_diagnosis = _plain_step_diagnoses[self.plain_step]
+        plain_fault = _plain_step_diagnoses[self.plain_step]
         watched_run = RanksRun()
         if is_loaded_by_others:
             # Others than these have trained what was loaded: they show their precision in the plain step.
             plain_step = _Case(self.plain_step, self.folder, self.progress)
             watched_run = plain_step.run_on_ranks(plain_step.program, watch=True)
-        elif plain_diagnosis is None or workload.case == "late":
+        elif plain_fault is None or workload.case == "late":
             watched_run = self.run_on_ranks(program, watch=True)
         watched = () if watched_run.lost_because else watched_run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.lower_dtype is None:
             reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
-            if not compared.findings:
+            if not compared.differences:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)
-        compared.watched, compared.is_new = () if is_loaded_by_others else watched, plain_diagnosis is None
-        diagnosis = diagnoses.diagnose_case(compared, plain_diagnosis)
+        compared.watched, compared.is_new = () if is_loaded_by_others else watched, plain_fault is None
+        diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = replace(diagnosis, meaning=f"{diagnosis.meaning}; {notes[0].partition(': ')[2]}")
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)
@@ -333,21 +338,21 @@ class _Case:
             reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
         return self._diagnosed(diagnoses.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
 
-    def _diagnosed(self, diagnosis: Diagnosis, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
-        """Return the outcome of a fault, with the first finding of ``case`` where something was compared."""
-        columns = {name: getattr(diagnosis, name) for name in ("cause", "meaning", "ratio", "collective")}
-        line = diagnosis.line or line_of_wrap(self.workload)
-        derived: dict[str, Any] = {"verdict": "wrong", **columns, "line": line, "notes": list(notes)}
-        reason = diagnosis.meaning
+    def _diagnosed(self, diagnosis: Finding, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
+        """Return the outcome of a fault, with the first difference of ``case`` where something was compared."""
+        reason, line = sentence(__package__, "meaning", diagnosis), diagnosis.where or line_of_wrap(self.workload)
+        derived: dict[str, Any] = {"verdict": "wrong", "cause": diagnosis.cause, "meaning": reason}
+        derived |= {name: diagnosis.facts.get(name, default) for name, default in (("ratio", None), ("collective", ""))}
+        derived |= {"line": line, "notes": list(notes)}
         if case is not None:
-            first = case.findings[0]
+            first = case.differences[0]
             reason = f"{first.message}; {reason}"
             derived |= {
                 "relative_difference": min(first.relative, 1e300),
                 "allowed_difference": min(first.allowed, 1e300),
                 "farthest": f"{first.kind} {first.name}".strip(),
                 "at_step": first.step,
-                "off": len({(finding.kind, finding.name) for finding in case.findings}),
+                "off": len({(difference.kind, difference.name) for difference in case.differences}),
                 **case.training.columns(),
             }
         return Outcome("wrong", derived=derived, reason=reason)
@@ -358,7 +363,7 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
 
     They are each rank's own then, and the weights of all ranks are the same.
     """
-    if not any(finding.kind == "weight" for finding in compared.findings):
+    if not any(difference.kind == "weight" for difference in compared.differences):
         return True
     weights, gradients = ([record.at(kind, 1) for record in compared.records] for kind in ("weight", "gradient"))
     return _are_alike(weights) and not _are_alike(gradients)

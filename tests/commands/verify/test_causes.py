@@ -7,7 +7,8 @@ import jinja2
 import pytest
 
 from cs336sys.commands import verify
-from cs336sys.commands.verify.comparison import explain
+from cs336sys.commands.verify.comparison import fault, with_facts
+from cs336sys.findings import sentence
 
 FOLDER = resources.files(verify)
 
@@ -20,12 +21,12 @@ def test_sentences_that_are_named_exist_and_all_others_are_named_too():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.add(node.value.replace("'", ""))
             name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-            if name in ("conclude", "explain") and all(isinstance(part, ast.Constant) for part in node.args[:2]):
+            if name in ("conclude", "fault") and all(isinstance(part, ast.Constant) for part in node.args[:2]):
                 named.add("_".join(" ".join(part.value for part in node.args[:2]).replace("'", "").split()))
     assert len(named) > 30
     assert named - template.blocks.keys() == set()
     said = {f"{cause} {seen}".strip().replace(" ", "_") for cause in texts for seen in ("", *texts) if len(cause) < 30}
-    within_others = {"with_gradients", "shape_that_it_sees"}
+    within_others = {"with_gradients", "shape_that_it_sees", "lost_ranks"}
     assert template.blocks.keys() - said - within_others == set()
 
 
@@ -93,9 +94,18 @@ def test_sentences_that_are_named_exist_and_all_others_are_named_too():
             "after step 1 the learning rate is 0.125 on rank 0, and 0.25 in one process: the schedule counts other "
             "steps, as where it steps once a rank",
         ),
-        (["right where"], {"cause": "uneven"}, "while all ranks have equally many sequences"),
-        (["right where"], {"cause": "step"}, ""),
+        (["right where"], {"case": "uneven"}, "while all ranks have equally many sequences"),
+        (["right where"], {"case": "step"}, ""),
     ],
 )
 def test_facts_fill_a_sentence(block, facts, text):
-    assert explain(*block, **facts) == text
+    assert sentence(verify.__name__, "meaning", fault(*block, **facts)) == text
+
+
+def test_what_is_known_besides_stands_around_the_sentence():
+    frozen = with_facts(fault("frozen", name="w"), "tied", is_tied_alone=True, first_in_pass="w", note="see w")
+    assert frozen.cause == "tied"
+    assert sentence(verify.__name__, "meaning", with_facts(frozen, is_of_plain_step=True, right_where="here")) == (
+        "as in the plain step: only the weight that several layers share is off: w, the first in the backward pass: "
+        "w is frozen and was changed; it is right here; see w"
+    )
