@@ -85,7 +85,6 @@ class ComparedCase:
     def __init__(self, training: Training, program: Program, reference: Reference, reports: Sequence[RankReport]):
         self.training, self.program, self.reference, self.reports = training, program, reference, reports
         self.workload = training.workload
-        self.groups = self.workload.groups
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
         self.rounding = rounding_in(training.dtype, reference.lower_dtype)
         self.differences: list[Difference] = []
@@ -128,14 +127,9 @@ class ComparedCase:
         if launches is None:
             launches = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
         collective, line = (launches[-1].description, launches[-1].line) if launches else ("", "")
-        facts = {
-            "name": first.name,
-            "step": first.step,
-            "rank": first.rank,
-            "ratio": ratio,
-            "collective": collective,
-        } | facts
-        return fault(cause, seen, line, moment=(first.kind, first.step, first.name), **facts)
+        moment = first.kind, first.step, first.name
+        facts = {"name": first.name, "step": first.step, "rank": first.rank} | facts
+        return fault(cause, seen, line, moment=moment, ratio=ratio, collective=collective, **facts)
 
     def ignore_gradients(self) -> None:
         """Count gradients as not compared."""
@@ -176,7 +170,7 @@ class ComparedCase:
                 {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}
                 for rank in ranks
             ]
-        whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.groups)
+        whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.workload.groups)
         for record, tensors in zip(self.records, whole, strict=False):
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):

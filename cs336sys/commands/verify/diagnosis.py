@@ -39,8 +39,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
         moment = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
         return replace(with_facts(_diagnose_resume(case), **moment), where=diagnosis.where)
-    name = case.workload.case
-    cause = {"no-sync": "accumulation"}.get(name, name)
+    cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
     names = {difference.name for difference in case.differences_of("gradient")}
