@@ -40,7 +40,10 @@ def build_subject(
     training = replace(workload.training, seed=workload.training.seed + seed_shift)
     model = build_model(training, device).to(dtype).train()
     if not program.masks:
-        _switch_dropout_off(model)
+        for module in model.modules():
+            for name in ("p", "dropout", "dropout_p"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
     tied = _shared_name(model)
     subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
     if program.frozen:
@@ -57,13 +60,6 @@ def build_subject(
             # The wrap is what is asked about, not the code that a compiler writes.
             block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
     return subject
-
-
-def _switch_dropout_off(model: nn.Module) -> None:
-    for module in model.modules():
-        for name in ("p", "dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
 
 
 def _shared_name(model: nn.Module) -> str | None:

@@ -14,28 +14,18 @@ from cs336sys.commands.verify.reference import Reference
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
-from cs336sys.parity.rounding import rounding_in
+from cs336sys.parity.rounding import EXPLAINED, rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.settings.verification import Program
 
 _Tensors = dict[str, Tensor]
 
-# Parts explain a gradient whose rest is smaller than this, relatively.
-EXPLAINED = 1e-3
-
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
 
-# What is compared, of which a case may have nothing.
-_LABELS = {
-    "gradient": "gradients",
-    "loss": "losses",
-    "weight": "weights",
-    "state": "optimizer state",
-    "norm": "norms",
-    "evaluation": "evaluations",
-    "buffer": "buffers",
-}
+# Kinds of what is compared, of which a case may have nothing, and their plurals that are irregular.
+_KINDS = ("gradient", "loss", "weight", "state", "norm", "evaluation", "buffer")
+_PLURALS = {"loss": "losses", "state": "optimizer state"}
 
 
 def fault(cause: str, seen: str = "", where: str = "", **facts: Any) -> Finding:
@@ -102,9 +92,7 @@ class ComparedCase:
 
     def differences_of(self, kind: str, step: int | None = None) -> list[Difference]:
         """Return what is off of a kind, in one step or in all."""
-        return [
-            difference for difference in self.differences if difference.kind == kind and step in (None, difference.step)
-        ]
+        return [off for off in self.differences if off.kind == kind and step in (None, off.step)]
 
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
         """Return collectives of the first rank in these phases, in one step, from 0, or in all."""
@@ -141,7 +129,7 @@ class ComparedCase:
         """Return what the case could not look at, in words."""
         recorded = {kind for (kind, _), tensors in self.reference.record.moments.items() if tensors}
         uncompared = recorded - self._compared_kinds
-        unseen = [label for kind, label in _LABELS.items() if kind in uncompared]
+        unseen = [_PLURALS.get(kind, f"{kind}s") for kind in _KINDS if kind in uncompared]
         unknown = sorted(self.unknown)
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return unseen + slices

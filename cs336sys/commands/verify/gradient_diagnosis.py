@@ -6,25 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Difference, with_facts
+from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, Difference, with_facts
 from cs336sys.commands.verify.reference import gradients_of_shares
 from cs336sys.findings import Finding
-from cs336sys.parity.weights import norm
-
-RELATIVE_TOLERANCE = 2e-2  # So near, coefficients are equal.
-
-
-def scale_factor(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -> float | None:
-    """Return the factor from ``expected``; None if they are not in proportion but for a relative ``tolerance``."""
-    size = norm(expected)
-    if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
-        return None
-    ratio = float((actual.double() * expected.double()).sum()) / size**2
-    return ratio if norm(actual.double() - ratio * expected.double()) <= tolerance * size and ratio else None
-
-
-def is_near(value: float, other: float) -> bool:
-    return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)
+from cs336sys.parity.rounding import RELATIVE_TOLERANCE, is_near
+from cs336sys.parity.weights import norm, scale_factor
 
 
 def diagnose_gradient(case: ComparedCase, first: Difference) -> Finding:

@@ -149,8 +149,8 @@ class _Case:
         # It also gives this process the optimizer of the wrap, and the ranks that loaded what others saved.
         reference = self._train_reference(program, run.reports)
         compared = ComparedCase(self.training, program, reference, run.reports)
-        has_gradients = any(difference.kind == "gradient" for difference in compared.differences)
-        if run.reports[0].runs_steps and has_gradients and _leaves_unused_gradients(compared):
+        leaves_gradients = run.reports[0].runs_steps and compared.differences_of("gradient")
+        if leaves_gradients and _leaves_unused_gradients(compared):
             compared.ignore_gradients()
         if not compared.differences:
             return self._nothing_found(compared)
@@ -363,7 +363,7 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
 
     They are each rank's own then, and the weights of all ranks are the same.
     """
-    if not any(difference.kind == "weight" for difference in compared.differences):
+    if not compared.differences_of("weight"):
         return True
     weights, gradients = ([record.at(kind, 1) for record in compared.records] for kind in ("weight", "gradient"))
     return _are_alike(weights) and not _are_alike(gradients)

@@ -155,8 +155,8 @@ class ProgramRun:
         updated = [parameter for group in groups for parameter in group["params"]]
         # The optimizer may update a copy of the weights.
         self.watcher.dtypes |= {("update weights", values.dtype) for values in updated if values.is_floating_point()}
-        owned = (self.parameter_names.get(id(parameter)) for parameter in updated)
-        report.owned = tuple(name for name in owned if name is not None)
+        names = self.parameter_names
+        report.owned = tuple(names[id(parameter)] for parameter in updated if id(parameter) in names)
         is_cut = any(parameter.shape != shapes[name] for name, parameter in self.parameters.items())
         report.is_sliced = is_cut or self.has_dtensors
         report.runs_steps = wrapped.step is not None

@@ -46,9 +46,8 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
         except (RuntimeError, TypeError, NotImplementedError):
             training = replace(training, dtype=torch.float32)
         for rate in LEARNING_RATES:
-            record = train_in_one_process(
-                replace(training, learning_rate=rate), CASES["run"].program, keeps_tensors=False
-            )
+            trial = replace(training, learning_rate=rate)
+            record = train_in_one_process(trial, CASES["run"].program, keeps_tensors=False)
             if stay_near(record.numbers("loss")):
                 break
         _dtype_and_rate_of[key] = training.dtype, rate
