@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from cs336sys.parity.record import clone
 from cs336sys.parity.training import run_steps
 
 
@@ -59,7 +60,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
     def keep_gradients() -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = parameter.grad.detach().to_dense().to("cpu", copy=True)
+                gradients[name] = clone(parameter.grad)
 
     losses = run_steps(step, warmup, begin=partial(setattr, passes, "step_number"), before_update=keep_gradients)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

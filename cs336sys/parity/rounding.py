@@ -90,4 +90,5 @@ RELATIVE_TOLERANCE = 2e-2
 
 
 def is_near(value: float, other: float) -> bool:
+    """Return whether a coefficient is equal to another but for :data:`RELATIVE_TOLERANCE`."""
     return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.program import Training
-from cs336sys.commands.verify.record import RankReport, Record
 from cs336sys.commands.verify.reference import Reference
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
+from cs336sys.parity.record import RankReport, Record
 from cs336sys.parity.rounding import EXPLAINED, rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.settings.verification import Program

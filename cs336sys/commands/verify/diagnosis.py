@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.cases import build_subject
 from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, Difference, fault, with_facts
 from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient
-from cs336sys.commands.verify.record import OptimizerSpec, RankReport
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.collectives import first_disagreement
+from cs336sys.parity.optimizers import OptimizerSpec
+from cs336sys.parity.record import RankReport
 from cs336sys.parity.rounding import EXPLAINED, is_near
+from cs336sys.parity.subject import build_subject
 from cs336sys.parity.weights import norm, scale_factor
 from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 

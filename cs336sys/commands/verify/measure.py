@@ -11,11 +11,9 @@ import torch
 
 from cs336sys.commands.verify import diagnosis as diagnoses
 from cs336sys.commands.verify import reference as references
-from cs336sys.commands.verify.cases import build_subject
 from cs336sys.commands.verify.comparison import ComparedCase, fault, with_facts
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.rank import is_sound, train_on_rank
-from cs336sys.commands.verify.record import ADAMW_SETTINGS, RankReport, group_of_one, refusing_optimizer
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.findings import Finding, sentence
@@ -23,6 +21,9 @@ from cs336sys.machine.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.collectives import first_disagreement
+from cs336sys.parity.optimizers import ADAMW_SETTINGS, group_of_one, refusing_optimizer
+from cs336sys.parity.record import RankReport
+from cs336sys.parity.subject import build_subject
 from cs336sys.processes import started_outside
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.run.cells import Outcome, Progress

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.commands.verify import cases
-from cs336sys.commands.verify import record as recording
-from cs336sys.commands.verify.wraps import Wrapped, innermost, is_ours, wrap
+from cs336sys.commands.verify.wraps import Wrapped, wrap
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.fsdp.calls import cast_floating
+from cs336sys.parity import optimizers
+from cs336sys.parity import record as recording
+from cs336sys.parity import subject as subjects
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
 from cs336sys.settings.user_code import is_user_code, source_file
@@ -52,7 +53,7 @@ class Training:
     dtype: torch.dtype
     learning_rate: float = 0.0  # Of the default optimizer, where ``optimizer`` is None.
     max_norm: float = math.inf  # Of gradients, where a program clips.
-    optimizer: recording.OptimizerSpec | None = None  # The wrap's, to be built in one process.
+    optimizer: optimizers.OptimizerSpec | None = None  # The wrap's, to be built in one process.
 
     def columns(self) -> dict[str, object]:
         """Return how one process trains, as derived columns of a cell."""
@@ -113,7 +114,7 @@ class ProgramRun:
         """Build the model, wrap it on a rank, and find its parameters, buffers and optimizer."""
         workload, learning_rate = self.workload, self.training.learning_rate
         self.watcher.phase = "wrap"
-        self.subject = cases.build_subject(workload, self.program, self.device, self.dtype, seed_shift)
+        self.subject = subjects.build_subject(workload, self.program, self.device, self.dtype, seed_shift)
         model = self.subject.model
         # They live until the wrapped ones are named: an identity is unique among living objects.
         plain_parameters = dict(model.named_parameters())
@@ -129,7 +130,7 @@ class ProgramRun:
         module = self.wrapped.module
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else nullcontext():
             parameters = list(module.parameters())
-            self.optimizer = self.wrapped.optimizer or recording.default_optimizer(parameters, learning_rate)
+            self.optimizer = self.wrapped.optimizer or optimizers.default_optimizer(parameters, learning_rate)
         plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
         plain_and_wrapped = [
             (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), name, parameter)
@@ -166,23 +167,23 @@ class ProgramRun:
     @property
     def inner_optimizer(self) -> Any:
         """The optimizer that updates parameters, where others wrap it."""
-        return innermost(self.optimizer)
+        return optimizers.innermost(self.optimizer)
 
     @property
     def has_dtensors(self) -> bool:
         return any(hasattr(parameter, "to_local") for parameter in self.parameters.values())
 
-    def _optimizer_spec(self) -> recording.OptimizerSpec | None:
+    def _optimizer_spec(self) -> optimizers.OptimizerSpec | None:
         """Read class and settings of the optimizer, by parameter; None if it is not all torch's."""
         inner = self.inner_optimizer
-        optimizers = inner.optimizers if isinstance(inner, recording.Together) else [inner]
-        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+        parts = inner.optimizers if isinstance(inner, optimizers.Together) else [inner]
+        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in parts):
             return None
         # Ours update slices as AdamW does.
-        classes = [torch.optim.AdamW if is_ours(optimizer) else type(optimizer) for optimizer in optimizers]
+        classes = [torch.optim.AdamW if optimizers.is_ours(optimizer) else type(optimizer) for optimizer in parts]
         pairs = [
             (optimizer_class, group)
-            for optimizer_class, optimizer in zip(classes, optimizers, strict=True)
+            for optimizer_class, optimizer in zip(classes, parts, strict=True)
             for group in optimizer.param_groups
         ]
         has_one_group = sum(bool(group["params"]) for _, group in pairs) == 1
@@ -202,7 +203,7 @@ class ProgramRun:
             if group["params"] and not settings and has_one_group:
                 # It updates copies of the weights.
                 settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
-        return recording.OptimizerSpec(classes[0], settings)
+        return optimizers.OptimizerSpec(classes[0], settings)
 
     def _names_of_updated(self, updated: Tensor) -> list[str]:
         """Name the parameters that an optimizer's is, or shares memory with: as a slice of one or of several."""
@@ -260,7 +261,7 @@ class ProgramRun:
     def one_step(self, step: int) -> None:
         """Run a step, from 1, by the wrap where that runs whole ones, and record it."""
         watcher = self.watcher
-        batch = cases.batch_of(self.workload, self.device, self.dtype, step - 1)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, step - 1)
         if self.wrapped.step is not None:
             self._record_step(step, self._step_of_wrap(batch))
             return
@@ -330,7 +331,7 @@ class ProgramRun:
         output = self._call(inputs)
         if self.wrapped.loss is not None:
             return self.wrapped.loss(output, targets)
-        return cases.loss_of(self.workload, output, targets)
+        return subjects.loss_of(self.workload, output, targets)
 
     def _call(self, inputs: Any) -> Any:
         """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set."""
@@ -363,7 +364,7 @@ class ProgramRun:
         """Return the loss of the evaluation's batch, of the shares that are trained on here."""
         module = self.wrapped.module
         module.eval()
-        batch = cases.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
         with torch.no_grad():
             losses = [self._loss(*self._part_of(share, batch)).item() * share.weight for share in self.shares(1)]
         module.train()
@@ -372,7 +373,7 @@ class ProgramRun:
     def _record_masks(self) -> None:
         """Note which elements the first dropout layer drops in a forward pass."""
         model, outputs = self.subject.model, dict[str, Tensor]()
-        batch = cases.batch_of(self.workload, self.device, self.dtype, 0)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, 0)
         with recording.captured_outputs(model, outputs):
             self._loss(*self._part_of(self.shares(1)[0], batch))
         layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}
@@ -396,7 +397,7 @@ class ProgramRun:
     def _states(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors by the names of parameters and their own, which order them."""
         # States of ours are of slices that it alone knows.
-        if is_ours(self.inner_optimizer):
+        if optimizers.is_ours(self.inner_optimizer):
             return {}
         with self._observed():
             states = [

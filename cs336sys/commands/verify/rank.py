@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from cs336sys.commands.verify.program import ProgramRun, Training
-from cs336sys.commands.verify.record import RankReport
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, lines_of
+from cs336sys.parity.record import RankReport
 from cs336sys.settings.verification import Program
 from cs336sys.training import user_models
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.program import ProgramRun, Training
-from cs336sys.commands.verify.record import Record
 from cs336sys.errors import UserCodeError
+from cs336sys.parity.record import Record
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
 from cs336sys.settings.verification import CASES, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models

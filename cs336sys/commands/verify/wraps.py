@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cs336sys.commands.verify import record as recording
-from cs336sys.commands.verify.cases import loss_of
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.parallel import ddp
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parity import optimizers
+from cs336sys.parity.subject import loss_of
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
@@ -102,7 +102,7 @@ def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: Devic
     with contextlib.suppress(ValueError):
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    values: dict[str, Any] = dict.fromkeys(recording.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
+    values: dict[str, Any] = dict.fromkeys(optimizers.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
     for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
@@ -145,24 +145,6 @@ def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> 
     return Wrapped(owner, module, optimizer, finish, step, loss=loss, scaler_class=scaler_class)
 
 
-def is_ours(optimizer: Any) -> bool:
-    return type(optimizer).__module__.startswith("cs336sys.parallel")
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that updates this rank's parameters, or several of them, where others wrap it."""
-    while not is_ours(optimizer):
-        inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
-        if len(inner) != 1 or id(optimizer) in inner:
-            break
-        (optimizer,) = inner.values()
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
-    several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
-    return recording.Together(list(map(innermost, several))) if len(several) > 1 else optimizer
-
-
 @dataclass(frozen=True)
 class WrapCall:
     """Arguments of a ready wrap, which returns what a user's may return, or the parts themselves."""
@@ -178,11 +160,11 @@ class WrapCall:
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
-        return recording.default_optimizer(self.model.parameters(), self.learning_rate)
+        return optimizers.default_optimizer(self.model.parameters(), self.learning_rate)
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
-        return {"lr": self.learning_rate, **recording.ADAMW_SETTINGS}
+        return {"lr": self.learning_rate, **optimizers.ADAMW_SETTINGS}
 
 
 def _ddp(call: WrapCall) -> nn.Module:
@@ -277,7 +259,7 @@ def _optional_package(name: str) -> Iterator[Any]:
         raise CapabilityError(f"--wrap {name} needs {name}: pip install {name}") from error
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    with recording.added_to_environment(met):
+    with optimizers.added_to_environment(met):
         yield package
 
 

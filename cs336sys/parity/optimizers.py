@@ -1,12 +1,11 @@
-"""Tensors of one process or rank at each moment of a program, and how its optimizer is built again elsewhere."""
+"""The optimizer that somebody's ranks step by, built again in one process from its class and settings."""
 
 import contextlib
 import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.parity.collectives import CollectiveLaunch
+from cs336sys.parity.weights import OPTIMIZER_SETTINGS
 from cs336sys.processes import started_outside
 
 # Names of an optimizer's arguments that are of the ranks, with what they are in one process.
 _OF_RANKS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
 GROUP_NAMES = ("group", "process_group", "pg")
 
-# With an eps this large AdamW's steps are proportional to the gradients: weights are off by as much as these.
-ADAMW_SETTINGS: dict[str, Any] = {"eps": 1.0, "weight_decay": 0.01}
+ADAMW_SETTINGS: dict[str, Any] = {"eps": OPTIMIZER_SETTINGS["eps"], "weight_decay": 0.01}
 
 
 def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
@@ -52,6 +50,24 @@ class Together:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+def is_ours(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("cs336sys.parallel")
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that updates this rank's parameters, or several of them, where others wrap it."""
+    while not is_ours(optimizer):
+        inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
+        if len(inner) != 1 or id(optimizer) in inner:
+            break
+        (optimizer,) = inner.values()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
+    several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
+    return Together(list(map(innermost, several))) if len(several) > 1 else optimizer
 
 
 @contextlib.contextmanager
@@ -131,74 +147,3 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@dataclass
-class Record:
-    """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model."""
-
-    # By kind (start, gradient, loss, weight, state, norm, evaluation, buffer) and step from 1, in the order of time. Of
-    # the optimizer's state names are ``layers.0.weight exp_avg``, and of numbers empty.
-    moments: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # Of modules, in the first forward pass, where watched.
-    rates: dict[int, tuple[float, ...]] = field(default_factory=dict)  # Learning rates of groups after each step.
-
-    def add_number(self, kind: str, step: int, value: float) -> None:
-        self.moments[kind, step] = {"": torch.tensor(value, dtype=torch.float64)}
-
-    def at(self, kind: str, step: int) -> dict[str, Tensor]:
-        """Return the tensors of a moment, none where it was not recorded."""
-        return self.moments.get((kind, step), {})
-
-    def numbers(self, kind: str) -> list[float]:
-        """Return the numbers of all steps: losses, norms or evaluations."""
-        return [tensors[""].item() for (recorded_kind, _), tensors in self.moments.items() if recorded_kind == kind]
-
-    def weights_after(self, step: int) -> dict[str, Tensor]:
-        """Return the weights after a step, or before the first."""
-        return self.at("weight", step) if step else self.at("start", 0)
-
-
-@dataclass
-class RankReport:
-    """A rank's record of a case, and what it says of the wrap."""
-
-    record: Record  # As far as it came, where the rank failed.
-    optimizer: OptimizerSpec | None = None  # The wrap's, to be built in one process.
-    optimizer_shapes: dict[str, torch.Size] = field(default_factory=dict)  # Of its parameters, by their names.
-    empty_groups: tuple[dict[str, Any], ...] = ()  # Settings of its groups without parameters.
-    hides_optimizer: bool = False  # Whether it has an optimizer that cannot be built in one process.
-    owned: tuple[str, ...] = ()  # Parameters that the optimizer updates on this rank.
-    unmatched: tuple[str, ...] = ()  # Parameters of the wrapped module that have no name in the plain one.
-    launches: list[CollectiveLaunch] = field(default_factory=list)  # Its collectives, where they were watched.
-    # Less precise ones than asked for, in which its optimizer holds weights (``update weights``) or, where that was
-    # watched, it computed (``compute``) or sent (``send``).
-    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-    is_sliced: bool = False  # Whether it holds slices of weights.
-    runs_steps: bool = False  # Whether the wrap runs whole steps.
-    masks: Tensor | None = None  # Of the first dropout layer, whether each element was dropped.
-    failure: str = ""  # The error, in one sentence.
-    is_timeout: bool = False  # Whether other ranks did not come.
-    applies: bool = True  # False where the case does not apply, and ``failure`` says why.
-    at: str = ""  # Step and phase of a failure.
-
-
-def clone(tensor: Any) -> Tensor:
-    """Copy to the CPU: all of a DTensor, and a sparse tensor as a dense one."""
-    whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-    return (whole.to_dense() if whole.is_sparse else whole).to(torch.device("cpu"), copy=True)
-
-
-@contextlib.contextmanager
-def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keep what each module returns in its first call within this, where that is one tensor."""
-
-    def keep_output(name: str, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and name not in outputs:
-            outputs[name] = clone(output)
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.callback(module.register_forward_hook(partial(keep_output, name)).remove)
-        yield

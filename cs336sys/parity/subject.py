@@ -1,4 +1,4 @@
-"""The cases: what a program does to a model and in its steps, the same in one process and on ranks."""
+"""The model, batches and loss of a program, the same in one process and on ranks."""
 
 import contextlib
 import functools
