@@ -82,13 +82,3 @@ def rounding_in(dtype: torch.dtype, half: torch.dtype | None) -> Rounding:
         # One process in it is itself as far off as ranks may be.
         return Rounding(torch.finfo(half).eps, REPEATED)
     return Rounding(_UNITS * torch.finfo(dtype).eps, _REPEATED_IN_EQUAL_DTYPES)
-
-
-# Parts explain a gradient whose rest is smaller than this, relatively; coefficients as near as the other are equal.
-EXPLAINED = 1e-3
-RELATIVE_TOLERANCE = 2e-2
-
-
-def is_near(value: float, other: float) -> bool:
-    """Return whether a coefficient is equal to another but for :data:`RELATIVE_TOLERANCE`."""
-    return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)

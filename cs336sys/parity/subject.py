@@ -47,7 +47,10 @@ def build_subject(
     tied = _shared_name(model)
     subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
     if program.frozen:
-        _freeze_a_matrix(model)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+        if len(matrices) < 3:
+            raise CapabilityError("the model has fewer than three matrices, so none is frozen")
+        matrices[len(matrices) // 2].requires_grad_(False)
     if program.unused:
         _make_switchable(workload, subject, dtype)
     blocks = blocks_of(training, model) if program.checkpoints or program.compiles else {}
@@ -79,13 +82,6 @@ def _tie(model: nn.Module) -> str:
             model.get_submodule(other).weight = matrices[embedding]
             return f"{embedding}.weight"
     raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
-
-
-def _freeze_a_matrix(model: nn.Module) -> None:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    if len(matrices) < 3:
-        raise CapabilityError("the model has fewer than three matrices, so none is frozen")
-    matrices[len(matrices) // 2].requires_grad_(False)
 
 
 def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.dtype) -> None:

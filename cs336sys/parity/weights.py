@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336sys.parity.rounding import EXPLAINED, REPEATED, Rounding
+from cs336sys.parity.rounding import REPEATED, Rounding
 
 STEPS = 5
 
@@ -59,15 +59,6 @@ def norm(values: Tensor) -> float:
     """Return the Euclidean norm, in float64: the squares of a gradient of 1e-25 are zero in float32."""
     values = values if values.is_floating_point() else values.double()
     return torch.linalg.vector_norm(values, dtype=torch.float64).item()
-
-
-def scale_factor(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -> float | None:
-    """Return the factor from ``expected``; None if they are not in proportion but for a relative ``tolerance``."""
-    size = norm(expected)
-    if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
-        return None
-    ratio = float((actual.double() * expected.double()).sum()) / size**2
-    return ratio if norm(actual.double() - ratio * expected.double()) <= tolerance * size and ratio else None
 
 
 class TensorComparison:

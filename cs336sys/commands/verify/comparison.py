@@ -13,12 +13,11 @@ from cs336sys.commands.verify.reference import Reference
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
+from cs336sys.parity.proportion import EXPLAINED
 from cs336sys.parity.record import RankReport, Record
-from cs336sys.parity.rounding import EXPLAINED, rounding_in
+from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.settings.verification import Program
-
-_Tensors = dict[str, Tensor]
 
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
@@ -39,7 +38,7 @@ def with_facts(finding: Finding, cause: str = "", **facts: Any) -> Finding:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that is off."""
 
     kind: str  # Of a moment.
@@ -77,7 +76,7 @@ class ComparedCase:
         self.workload = training.workload
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
         self.rounding = rounding_in(training.dtype, reference.lower_dtype)
-        self.differences: list[Difference] = []
+        self.differences: list[TensorDifference] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
         self._compared_kinds: set[str] = set()
@@ -90,7 +89,7 @@ class ComparedCase:
         """Return how much of a gradient may be left, relatively, where others explain it."""
         return EXPLAINED if self.reference.lower_dtype is None else 8 * torch.finfo(self.reference.lower_dtype).eps
 
-    def differences_of(self, kind: str, step: int | None = None) -> list[Difference]:
+    def differences_of(self, kind: str, step: int | None = None) -> list[TensorDifference]:
         """Return what is off of a kind, in one step or in all."""
         return [off for off in self.differences if off.kind == kind and step in (None, off.step)]
 
@@ -134,7 +133,7 @@ class ComparedCase:
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return unseen + slices
 
-    def _compare_moment(self, kind: str, step: int, expected: _Tensors) -> None:
+    def _compare_moment(self, kind: str, step: int, expected: dict[str, Tensor]) -> None:
         """Compare what ranks have recorded; those that loaded what others saved have nothing of the first steps."""
         others = [other.at(kind, step) for other in self.reference.rounding_runs]
         ranks = [report.record.at(kind, step) for report in self.reports]
@@ -178,7 +177,7 @@ class ComparedCase:
                 if is_owned and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
-    def _comparable_buffers(self, expected: _Tensors, other: _Tensors) -> _Tensors:
+    def _comparable_buffers(self, expected: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         """Leave out buffers that depend on how a batch is cut, such as statistics of a rank's sequences."""
         if not self.reference.is_whole:
             return {}
@@ -215,7 +214,7 @@ class ComparedCase:
         relative = relative_difference(off, size)
         if not off <= rounding:
             allowed = rounding / size if size else 0.0
-            difference = Difference(
+            difference = TensorDifference(
                 kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None
             )
             self.differences.append(difference)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, Difference, fault, with_facts
+from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, TensorDifference, fault, with_facts
 from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.optimizers import OptimizerSpec
+from cs336sys.parity.proportion import EXPLAINED, is_near, scale_factor
 from cs336sys.parity.record import RankReport
-from cs336sys.parity.rounding import EXPLAINED, is_near
 from cs336sys.parity.subject import build_subject
-from cs336sys.parity.weights import norm, scale_factor
+from cs336sys.parity.weights import norm
 from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 
 
@@ -68,7 +68,7 @@ def _race(case: ComparedCase) -> Finding | None:
     return None
 
 
-def _diagnose_start(case: ComparedCase, first: Difference) -> Finding:
+def _diagnose_start(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain weights that are not those of one process before the first step."""
     if case.workload.case == "start":
         return case.conclude("not broadcast")
@@ -86,7 +86,7 @@ def _holds_twice(values: Tensor) -> bool:
     return len(torch.unique(rows, dim=0)) < len(rows)
 
 
-def _diagnose_loss(case: ComparedCase, first: Difference) -> Finding:
+def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a loss that is off while the gradients and weights before it are right, or not compared."""
     if first.step > 1:
         if not all(record.at("weight", first.step - 1) for record in case.records):
@@ -134,7 +134,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     return case.conclude("partial sum", "output", sent, module=summand) if summand else None
 
 
-def _diagnose_norm(case: ComparedCase, first: Difference) -> Finding:
+def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a wrong norm of right gradients."""
     norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]
     expected = first.expected.item()
@@ -146,7 +146,7 @@ def _diagnose_norm(case: ComparedCase, first: Difference) -> Finding:
     return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
 
-def _diagnose_weight(case: ComparedCase, first: Difference) -> Finding:
+def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain weights that are off after a step whose gradients are right, or not compared."""
     program, step, name, rank_count = case.program, first.step, first.name, len(case.reports)
     differences = case.differences_of("weight", step)
@@ -189,12 +189,12 @@ def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> 
     return case.conclude("not sent", "unchanged", sent, ranks=ranks)
 
 
-def _weight_before(case: ComparedCase, first: Difference) -> Tensor:
+def _weight_before(case: ComparedCase, first: TensorDifference) -> Tensor:
     record = case.reference.record
     return (record.weights_after(first.step - 1) or record.at("start", 0))[first.name]
 
 
-def _comes_a_step_late(case: ComparedCase, first: Difference) -> bool:
+def _comes_a_step_late(case: ComparedCase, first: TensorDifference) -> bool:
     """Return whether a rank's weights after the next step are those that one process has now."""
     later, moved = case.records[first.rank].at("weight", first.step + 1), first.expected - _weight_before(case, first)
     return first.name in later and norm(later[first.name] - first.expected) <= case.explained * norm(moved)
@@ -212,7 +212,7 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
     return None
 
 
-def _diagnose_other(case: ComparedCase, first: Difference) -> Finding:
+def _diagnose_other(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain an evaluation, a buffer or a state that is off."""
     if first.kind == "evaluation":
         return case.conclude("evaluation")

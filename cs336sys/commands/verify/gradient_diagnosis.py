@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, Difference, with_facts
+from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, TensorDifference, with_facts
 from cs336sys.commands.verify.reference import gradients_of_shares
 from cs336sys.findings import Finding
-from cs336sys.parity.rounding import RELATIVE_TOLERANCE, is_near
-from cs336sys.parity.weights import norm, scale_factor
+from cs336sys.parity.proportion import RELATIVE_TOLERANCE, is_near, scale_factor
+from cs336sys.parity.weights import norm
 
 
-def diagnose_gradient(case: ComparedCase, first: Difference) -> Finding:
+def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain the first gradient that is off."""
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
@@ -60,7 +60,7 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Finding:
     return case.conclude(cause, seen, ratio=ratio, ranks=ranks)
 
 
-def _diagnose_summands(case: ComparedCase, difference: Difference) -> Finding | None:
+def _diagnose_summands(case: ComparedCase, difference: TensorDifference) -> Finding | None:
     """Say that each rank has a part of a gradient's sum; None where their sum is not in proportion to the gradient."""
     parts = [record.at("gradient", difference.step).get(difference.name) for record in case.records]
     present = [part for part in parts if part is not None and part.shape == difference.expected.shape]
@@ -77,7 +77,7 @@ _Counts = Mapping[tuple[int, int], float]
 _STEP_BEFORE = (-1, -1)
 
 
-def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[Difference]) -> Finding | None:
+def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[TensorDifference]) -> Finding | None:
     """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:

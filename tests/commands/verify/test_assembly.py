@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cs336sys.commands.verify.comparison import Difference
+from cs336sys.commands.verify.comparison import TensorDifference
 from cs336sys.commands.verify.diagnosis import _holds_twice
 from cs336sys.parity.assembly import assemble, model_name
 
@@ -54,5 +54,5 @@ def test_rows_that_several_ranks_hold_are_seen():
 
 @pytest.mark.parametrize(("relative", "by"), [(math.inf, "more than its size"), (0.01234, "1.23 %")])
 def test_difference_without_a_finite_size_is_said_in_words(relative, by):
-    difference = Difference("weight", 2, "w", 0, relative, 0.0, WHOLE, WHOLE)
+    difference = TensorDifference("weight", 2, "w", 0, relative, 0.0, WHOLE, WHOLE)
     assert difference.message == f"step 2, rank 0: weight of w is off by {by}"
