@@ -1,0 +1,252 @@
+"""One process trains on its batch part after part: losses and gradients are means over parts, in any order."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cs336sys.parity.orders import Order, train_in_order
+from cs336sys.parity.training import run_steps, train
+from cs336sys.parity.weights import STEPS
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training.step import TrainStep
+
+SIZE = choose_size("tiny", batch_size=4)
+CPU = torch.device("cpu")
+RATE = 1 / 16
+# Which random number a step draws; None for none.
+DRAWS = {"nothing": lambda: 0.0, "torch": lambda: torch.rand(()).item(), "python": random.random}
+
+
+class Line(nn.Module):
+    """A slope, and a parameter that nothing trains."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((2,), 0.5, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("offset", torch.tensor(0.25, dtype=torch.float64))
+        self.draw = DRAWS["nothing"]
+
+    def forward(self, x, note):
+        return x @ self.slope + self.offset + self.draw()
+
+
+def batch(size, generator, device):
+    x = torch.rand(size.batch_size, 2, generator=generator, device=device, dtype=torch.float64)
+    return {"x": x, "note": "no tensor"}, x[:, 0]
+
+
+def loss(output, targets):
+    return (output - targets).square().mean()
+
+
+def of_this_file(name):
+    return f"{Path(__file__)}:{name}"
+
+
+USER = UserCode(of_this_file("Line"), of_this_file("loss"), of_this_file("batch"))
+
+
+def build_step(draws="nothing"):
+    model = Line(SIZE)
+    model.draw = DRAWS[draws]
+    workload = Workload(SIZE, device="cpu", user=USER)
+    return TrainStep(workload, CPU, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE)), model
+
+
+def trained(order, *, draws="nothing", warmup=0):
+    step, model = build_step(draws)
+    return train_in_order(step, model, warmup, order)
+
+
+def by_hand(draw=lambda number, part: 0.0, parts=((0, 1, 2, 3),), warmup=0):
+    """Return losses and weights of the same training, and its first gradient, from formulas."""
+    slope, losses, first = torch.full((2,), 0.5, dtype=torch.float64), [], None
+    for number in [0] * warmup + list(range(1, STEPS + 1)):
+        points, targets = batch(SIZE, torch.Generator().manual_seed(number), CPU)
+        part_losses, gradient = [], torch.zeros(2, dtype=torch.float64)
+        for rank, part in enumerate(parts):
+            x, wanted = points["x"][list(part)], targets[list(part)]
+            error = x @ slope + 0.25 + draw(number, rank) - wanted
+            part_losses.append(error.square().mean())
+            gradient += 2 * error @ x / len(part) / len(parts)
+        slope = slope - RATE * gradient
+        if number:
+            losses.append(torch.stack(part_losses).mean().item())
+            first = gradient if first is None else first
+    return losses, slope, first
+
+
+def assert_same(result, losses, slope, first):
+    assert torch.stack(result.losses).tolist() == pytest.approx(losses, rel=1e-12)
+    assert result.loss == pytest.approx(losses[0], rel=1e-12)
+    torch.testing.assert_close(result.weights["slope"], slope)
+    assert list(result.gradients) == ["slope"]
+    torch.testing.assert_close(result.gradients["slope"], first)
+    assert result.weights["unused"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Order(((0, 1, 2, 3),)),
+        Order(((3, 2, 1, 0),), scale=0.75),
+        Order(((0, 1), (2, 3))),
+        Order(((2, 3), (0, 1)), scale=1.5),
+        Order(((0,), (1,), (2,), (3,)), scale=4.0, shares=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_all_orders_of_a_mean_train_alike(order, warmup):
+    result = trained(order, warmup=warmup)
+    assert_same(result, *by_hand(warmup=warmup))
+    assert not result.draws
+    assert not result.weights["slope"].requires_grad
+
+
+def test_parts_are_those_of_the_order():
+    """Of a loss that is a mean over unequal targets, parts of other sequences have other losses."""
+    first_half, second_half = (trained(Order((part,))) for part in ((0, 1), (2, 3)))
+    assert first_half.loss == pytest.approx(by_hand(parts=((0, 1),))[0][0], rel=1e-12)
+    assert second_half.loss == pytest.approx(by_hand(parts=((2, 3),))[0][0], rel=1e-12)
+    assert first_half.loss != second_half.loss
+
+
+def drawn_by_torch(number, rank):
+    generator = torch.Generator().manual_seed(1_000_003 * number + rank)
+    return torch.rand((), generator=generator).item()
+
+
+def drawn_by_python(number, rank):
+    return random.Random(1_000_003 * number + rank).random()
+
+
+@pytest.mark.parametrize(("draws", "draw"), [("torch", drawn_by_torch), ("python", drawn_by_python)])
+@pytest.mark.parametrize("parts", [((0, 1, 2, 3),), ((0, 1), (2, 3))], ids=str)
+def test_each_part_draws_what_its_rank_draws_in_this_step(draws, draw, parts):
+    result = trained(Order(parts), draws=draws, warmup=1)
+    assert result.draws
+    assert_same(result, *by_hand(draw, parts, warmup=1))
+
+
+def test_our_models_draw_nothing_and_seed_nothing():
+    workload = Workload(choose_size("tiny", context=4, batch_size=2, vocab_size=8, d_model=8, d_ff=8, num_layers=1))
+    step = TrainStep(workload, CPU)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert not train_in_order(step, step.model, 0, Order(((0,), (1,)))).draws
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_batches_are_whole_after_each_step():
+    step, model = build_step()
+    train_in_order(step, model, 0, Order(((1, 0), (2, 3))))
+    torch.testing.assert_close(step.targets, batch(SIZE, torch.Generator().manual_seed(STEPS), CPU)[1])
+
+
+def test_start_tells_models_apart():
+    starts = []
+    for offset in (0.0, 0.0, 1.0):
+        step, model = build_step()
+        model.offset += offset
+        starts.append(train_in_order(step, model, 0, Order(((0, 1, 2, 3),))).start)
+    assert starts[0] == "[1.0, 1.0, 0.25]"
+    assert starts[1] == starts[0]
+    assert starts[2] == "[1.0, 1.0, 1.25]"
+
+
+def test_gradients_are_kept_beyond_the_step():
+    """In memory of their own, though the optimizer may write into that of the parameter's."""
+    step, model = build_step()
+    update = step.optimizer.step
+
+    def overwrite(*arguments, **settings):
+        update(*arguments, **settings)
+        model.slope.grad.fill_(100)
+
+    step.optimizer.step = overwrite
+    result = train_in_order(step, model, 0, Order(((0, 1, 2, 3),)))
+    torch.testing.assert_close(result.gradients["slope"], by_hand()[2])
+
+
+class Calls:
+    """A step that counts, and says what is called: its loss is the number of updates before it."""
+
+    warmup_of_capture = 2
+
+    def __init__(self, cuda_graph="off"):
+        self.workload = Workload(SIZE, device="cpu", cuda_graph=cuda_graph, optimizer="fused")
+        self.calls, self.loss = [], torch.tensor(0.0)
+        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
+
+    def forward(self):
+        self.calls.append("forward")
+
+    def backward(self):
+        self.calls.append("backward")
+
+    def update(self):
+        self.calls.append("update")
+        # In the same memory, as replays do.
+        self.loss += 1
+
+    def capture(self):
+        self.calls.append("capture")
+
+    def use_batch(self, number):
+        self.calls.append(number)
+
+    def __call__(self):
+        for phase in self.phases.values():
+            phase()
+
+    def weights(self, parameters):
+        return dict(parameters), {"the copy of w": torch.zeros(1)}
+
+
+ONE_STEP = ["forward", "backward", "update"]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_steps_have_a_batch_each_after_the_warm_up(warmup):
+    step = Calls()
+    losses = run_steps(step, warmup)
+    assert torch.stack(losses).tolist() == [warmup + number for number in range(1, 6)]
+    assert step.calls == ONE_STEP * warmup + [call for number in range(1, 6) for call in (number, *ONE_STEP)]
+
+
+def test_captured_steps_are_warmed_up_by_the_capture():
+    step = Calls("on")
+    assert torch.stack(run_steps(step, 2)).tolist() == [1, 2, 3, 4, 5]
+    assert step.calls == ["capture"] + [call for number in range(1, 6) for call in (number, *ONE_STEP)]
+    with pytest.raises(AssertionError):
+        run_steps(Calls("on"), 3)
+
+
+def test_what_is_called_before_steps_and_before_the_first_update():
+    step = Calls()
+    run_steps(
+        step,
+        0,
+        begin=lambda number: step.calls.append(f"begin {number}"),
+        before_update=lambda: step.calls.append("look"),
+    )
+    assert step.calls[:6] == [1, "begin 1", "forward", "backward", "look", "update"]
+    assert step.calls[6:11] == [2, "begin 2", *ONE_STEP]
+    assert len(step.calls) == 6 + 4 * 5
+
+
+def test_a_training_returns_losses_by_number_weights_and_copies():
+    model = nn.Linear(1, 1, bias=False)
+    result = train(Calls(), model, 1)
+    assert [(name, result[f"the loss of step {name}"].item()) for name in range(1, 6)] == [
+        (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)
+    ]  # fmt: skip
+    assert result["weight"] is model.weight
+    assert result["the copy of w"].tolist() == [0]
+    assert len(result) == 7
