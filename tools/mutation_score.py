@@ -43,7 +43,9 @@ from forked_tests import FAULTY_RUNNER, ForkedTests, Room
 
 ROOMS = {
     "parallel": Room(("cs336sys/parallel",), ("tests/parallel",), forks=True),
-    "parity": Room(("cs336sys/parity",), ("tests/commands/rank_training", "tests/commands/verify"), forks=True),
+    "parity": Room(
+        ("cs336sys/parity",), ("tests/parity", "tests/commands/rank_training", "tests/commands/verify"), forks=True
+    ),
     "capture": Room(("cs336sys/capture",), ("tests/capture",)),
     "accounting": Room(("cs336sys/accounting",), ("tests/accounting",)),
     "results": Room(("cs336sys/results",), ("tests/results",)),

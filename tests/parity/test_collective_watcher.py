@@ -76,8 +76,13 @@ def test_collectives_are_recorded_with_what_all_ranks_must_launch_alike():
 def test_functional_collectives_are_recorded_once_and_waits_are_not():
     def run():
         functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).add(1)
+        sent = torch.ops._c10d_functional.broadcast(torch.ones(4), 0, group_name=dist.group.WORLD.group_name)
+        functional.wait_tensor(sent)
 
-    assert records(run) == [("all_reduce", 3, "float32", 0, "finish", ALL)]
+    assert records(run) == [
+        ("all_reduce", 3, "float32", 0, "finish", ALL),
+        ("broadcast", 4, "float32", 0, "finish", ALL),
+    ]
 
 
 def test_collectives_of_dtensors_are_those_they_launch():
@@ -144,9 +149,10 @@ def send_from_here():
     dist.all_reduce(torch.ones(1))
 
 
-def test_the_innermost_line_of_the_users_files_is_named():
+@pytest.mark.parametrize("run", [send_from_here, lambda: send_from_here()], ids=["called", "called by another"])
+def test_the_innermost_line_of_the_users_files_is_named(run):
     line = send_from_here.__code__.co_firstlineno + 1
-    (launch,) = launched(send_from_here, files=[HERE]).launches
+    (launch,) = launched(run, files=[HERE]).launches
     assert launch.line == f"{HERE.name}, line {line}"
     (launch,) = launched(send_from_here, files=[HERE.parents[1] / "command_line" / "mine.py"]).launches
     assert launch.line == ""

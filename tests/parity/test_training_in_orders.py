@@ -94,7 +94,8 @@ def assert_same(result, losses, slope, first):
     "order",
     [
         Order(((0, 1, 2, 3),)),
-        Order(((3, 2, 1, 0),), scale=0.75),
+        Order(((3, 2, 1, 0),), scale=0.5),
+        Order(((1, 0, 3, 2),), scale=2.0),
         Order(((0, 1), (2, 3))),
         Order(((2, 3), (0, 1)), scale=1.5),
         Order(((0,), (1,), (2,), (3,)), scale=4.0, shares=True),
