@@ -1,0 +1,246 @@
+"""What one rank plans, converts and refuses, written down in ``figures.txt`` (tests/written_figures.py).
+
+Other tests train on several ranks; here is what each of them decides by itself.
+"""
+
+import collections
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from written_figures import outcome, read_figures, rows_of, write_figures
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel import buckets, checkpoint_state, elementwise, gradient_memory, marks, rank_consistency
+from cs336sys.parallel.fsdp.calls import cast_floating
+from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
+from cs336sys.parallel.safe_unpickle import require_plain
+from cs336sys.parallel.tensor_parallel import weights
+
+PATH = Path(__file__).with_name("figures.txt")
+# Further names in figures.txt.
+USED_THERE = (collections, buckets, checkpoint_state, marks, rank_consistency, cast_floating, weights)
+CPU = torch.device("cpu")
+F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
+
+
+def specs(*sizes, blocks=""):
+    """Return tensors of these bytes, each in the block of its letter."""
+    return [buckets.TensorSpec(number, size, block=blocks[number:][:1]) for number, size in enumerate(sizes)]
+
+
+def closed(rule, filled_bytes, size=10, same_block=False):
+    return rule.closes(filled_bytes, *specs(1, size, blocks="aa" if same_block else "ab"))
+
+
+def parameters(**shapes):
+    return {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def fake_rank():
+    """Within this, the process is rank 1 of four, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def bytes_sent(dtype, **shapes):
+    """Return what a bucket of fp32 parameters sends."""
+    with fake_rank():
+        return buckets.GradientBucket(parameters(**shapes), dtype).sent_sizes
+
+
+def dtypes(value):
+    """Return the dtypes in a value in place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch.")
+    if isinstance(value, dict):
+        return {key: dtypes(part) for key, part in value.items()}
+    return type(value)(map(dtypes, value)) if isinstance(value, list | tuple) else value
+
+
+class ByRule(torch.optim.Optimizer):
+    """Updates a parameter by a rule of its gradient, and keeps a state by another."""
+
+    def __init__(self, params, update=lambda grad: grad, state=lambda grad: {}):
+        super().__init__(params, {"update": update, "state": state})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["update"](parameter.grad)
+                self.state[parameter].update(group["state"](parameter.grad))
+
+
+def tried(cut="elements", **rules):
+    """Return the keys of single numbers in the state of an optimizer, or its refusal."""
+    result = outcome(elementwise.require_elementwise, ByRule, rules, CPU, {}, cut)
+    return sorted(result) if isinstance(result, frozenset) else result
+
+
+def believed(group_options=(), **attributes):
+    """Return None where a class is accepted, or its refusal, each time that it is asked for."""
+    kind = type("Somebodys", (ByRule,), attributes)
+    optimizer = kind([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0].update(group_options)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    return [outcome(elementwise.require_elementwise_step, optimizer, options, CPU) for _ in range(2)]
+
+
+def plain(value):
+    return outcome(require_plain, "extra", value)
+
+
+def groups(module, optimizer, slices=()):
+    """Return the parameters of each group by name, or the refusal."""
+    entries = checkpoint_state.by_first_name({name: (p, None) for name, p in module.named_parameters()})
+    named = outcome(checkpoint_state.named_groups, optimizer, entries, set(slices))
+    return [group["params"] for group in named] if isinstance(named, list) else named
+
+
+def with_state(optimizer, parameter, **state):
+    optimizer.state[parameter] = state
+    return optimizer
+
+
+def same_groups(saved, current):
+    saved, current = ([{"params": list(names)} for names in side.split()] for side in (saved, current))
+    return outcome(checkpoint_state.require_same_groups, saved, lambda: current, Path("saved"))
+
+
+class Layers(nn.Module):
+    """Blocks in a list, a matrix outside of them, a tied one, and vectors."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6)
+        self.empty = nn.Linear(0, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+class Nested(nn.Module):
+    """A layer that owns a matrix, with a child that owns one, and a list in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.inner = nn.Linear(2, 2)
+        self.lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)])
+
+
+def planned(module, choose=None):
+    """Return each unit: its modules' number, parameters, and whether others are in it; then what is replicated."""
+    plan = plan_sharding(module, None if choose is None else choose(module))
+    rows = [
+        (unit.name, len(unit.modules), [entry.names for entry in unit.sharded], unit.contains_units)
+        for unit in plan.units
+    ]
+    return [*rows, [entry.names for entry in plan.replicated]]
+
+
+def memory(*parts):
+    """Return which gradients own their memory, and which do together.
+
+    Each is (FIRST, ELEMENTS) or (FIRST, ELEMENTS, STRIDE) of the same ten elements, or "alone".
+    """
+    storage = torch.zeros(10).untyped_storage()
+    gradients = []
+    for part in parts:
+        first, elements, stride = (*part, 1)[:3] if part != "alone" else (0, 0, 1)
+        shared = torch.empty(0).set_(storage, first, (elements,), (stride,))
+        gradients.append(torch.zeros(3) if part == "alone" else shared)
+    del storage, shared
+    together = gradient_memory.own_memory_together(gradients)
+    return [(gradient_memory.owns_memory(gradient), id(gradient) in together) for gradient in gradients]
+
+
+def averageable(gradient, dtype=F32, shape=None):
+    return outcome(gradient_memory.require_averageable, "w", gradient, dtype, shape)
+
+
+def marked(**attributes):
+    """Return a parameter whose hook has these marks."""
+    parameter = nn.Parameter(torch.zeros(2))
+
+    def hook(parameter):
+        pass
+
+    vars(hook).update(attributes)
+    parameter.register_post_accumulate_grad_hook(hook)
+    return parameter
+
+
+GATHERING = type("Call", (), {"gathers_parameters": True})()
+
+
+def wrapped(name, **attributes):
+    """Return a network in which the child of this name looks like a wrapper."""
+    network = nn.Sequential(collections.OrderedDict(a=nn.Linear(1, 1), b=nn.Linear(1, 1)))
+    part = network.get_submodule(name)
+    for key, value in attributes.items():
+        part.__dict__[key] = value
+    return network
+
+
+def sendable(*tensors, moves=False):
+    named = [(f"w{number}", tensor) for number, tensor in enumerate(tensors)]
+    with fake_rank():
+        return outcome(rank_consistency.require_sendable, named, moves=moves)
+
+
+@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
+def test_figures_are_those_written_down(expression, rows):
+    assert rows_of(expression, globals()) == rows
+
+
+def test_lists_that_need_no_conversion_are_handed_on_themselves():
+    """A module may add to a list that it is given."""
+    values = [torch.ones(1), {"a": torch.ones(1)}, (torch.ones(1, dtype=I64),)]
+    assert cast_floating(values, F32) is values
+    cast = cast_floating(values, F16)
+    assert cast is not values
+    assert cast[2] is values[2]
+
+
+def test_ranks_on_gpus_end_soon_after_a_timeout(monkeypatch):
+    """By what NCCL reads of the environment, unless the user has set it."""
+    started, names = {}, ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT", "NCCL_RUNTIME_CONNECT")
+    for name in names:
+        monkeypatch.setenv(name, "7")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(names[1], "1")
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.is_high_priority_stream = is_high_priority_stream
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **settings: started.update(settings))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: started.update(device=device))
+    for name in ("barrier", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *args, **settings: None)
+    try:
+        join_process_group(RankIdentity(1, 2, 1), "nccl", dist.HashStore(), 9.0, high_priority=True)
+    except (AttributeError, RuntimeError, AssertionError, UsageError):
+        assert started, "what comes after the group needs a GPU"
+    assert started["device"] == torch.device("cuda", 1)
+    assert [os.environ[name] for name in names] == ["250", "1", "0"]
+
+
+if __name__ == "__main__":
+    write_figures(PATH, globals())
