@@ -162,6 +162,7 @@ def refusals():
         *(error_of(attention_of(kind, 16), *wide) for kind in KINDS),
         error_of(attention_of("all-to-all", 16), *short),
         error_of(attention_of("all-to-all", 16), *one_head),
+        error_of(attention_of("all-to-all", 16), inputs[0], *one_head[1:]),
     ]
 
 

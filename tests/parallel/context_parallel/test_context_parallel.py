@@ -62,7 +62,7 @@ def test_impossible_setting_is_refused_on_every_rank(ranks):
         tokens, heads, order, zigzag, number, differing, twice, *shapes = (message for _, message in of_rank)
         takes = "tokens: this rank holds 8 of 16; take the tokens of context.positions()"
         assert tokens == f"ring attention of 3 {takes}"
-        *batches, wide, also_wide, few, one_head = shapes
+        *batches, wide, also_wide, few, one_head, one_key_head = shapes
         for kind, message in zip(("ring", "all-to-all"), batches, strict=True):
             of_ranks = (f"{kind} attention of torch.float32 ({size}, 4, S, 8)" for size in (1, 2))
             assert all(part in message for part in of_ranks)
@@ -70,6 +70,7 @@ def test_impossible_setting_is_refused_on_every_rank(ranks):
             assert "of shapes (1, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 4): give all of them one width" in message
         assert few == f"all-to-all attention of 5 {takes}"
         assert one_head.endswith("2 ranks do not divide 1 head; choose 1 rank, or ring attention")
+        assert one_key_head == one_head
         assert heads == "all-to-all attention: 2 ranks do not divide 3 heads; choose 1 or 3 ranks, or ring attention"
         assert order.startswith("ring attention needs a zigzag split")
         assert zigzag.endswith("choose is_zigzag=False")

@@ -78,6 +78,9 @@ def refusals(path):
         "extra": error_of(save_checkpoint, path, shared, extra={"sizes": {1, 2}}),
         "without extra state": error_of(load_checkpoint, path, TensorParallel(model().bfloat16())),
     }
+    optimizer = optimizer_of(shared)
+    optimizer.state[shared.module.ln_final.weight]["history"] = {1, 2}
+    errors["state"] = error_of(save_checkpoint, path, shared, optimizer)
     weights = shared.full_state_dict()
     load_checkpoint(path, shared)
     errors["weights"] = None if all(map(torch.equal, shared.full_state_dict().values(), weights.values())) else "differ"

@@ -14,6 +14,7 @@ def test_refusals_leave_the_checkpoint_as_it_was(ranks, tmp_path):
         "full disk": ("OSError", f"checkpoint {path} could not be written: "),
         "no folder": ("OSError", "nowhere/saved could not be written: "),
         "extra": ("UsageError", "extra['sizes'] is of type builtins.set: checkpoints hold tensors"),
+        "state": ("UsageError", "the optimizer's state['ln_final.weight']['history'] is of type builtins.set: "),
         "without extra state": (
             "UsageError",
             "another model: ln_final.seen is (2,) there and missing here; extra state of",

@@ -1,0 +1,110 @@
+"""Wrappers on the only rank of a group, in this process: what they do with inputs, changed modules and meta tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from torch import nn
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.training.model import initialize_layer
+
+BF16, F32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+def transformer():
+    return BasicsTransformerLM(
+        vocab_size=11, context_length=8, d_model=8, num_layers=2, num_heads=2, d_ff=12, rope_theta=1e4
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Takes(nn.Module):
+    """A unit that keeps the dtypes of its inputs, and changes one of them in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.dtypes = []
+
+    def forward(self, x, *, scale, lists, mask):
+        self.dtypes = [x.dtype, scale.dtype, self.linear.weight.dtype, lists[0].dtype, mask.dtype]
+        with torch.no_grad():
+            scale.mul_(2)
+        lists.append("added")
+        return self.linear(x * scale)
+
+
+def test_inputs_of_units_are_cast_and_their_changes_handed_back():
+    takes = Takes()
+    wrapped = FSDP(nn.ModuleList([takes]), BF16)
+    scale, values = torch.full((3,), 0.5), [torch.ones(2)]
+    output = wrapped.module[0](torch.ones(2, 3), scale=scale, lists=values, mask=torch.ones(2, dtype=torch.int64))
+    assert takes.dtypes == [BF16, BF16, BF16, BF16, torch.int64]
+    assert output.dtype == BF16
+    assert (scale.dtype, scale.tolist()) == (F32, [1, 1, 1])
+    assert values[1:] == ["added"]
+    assert values[0].dtype == F32
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(2))
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+def test_parameters_may_not_become_cut_or_replicated():
+    """Where its module lost or got a matrix, a vector would be in another tensor than optimizers have."""
+    wrapped = FSDP(nn.ModuleList([Part()]))
+    wrapped.module[0].matrix = None
+    with pytest.raises(UsageError, match=r"^0\.bias was cut when it was wrapped, and would be replicated after "):
+        wrapped.refresh()
+    plain = Part()
+    plain.matrix = None
+    wrapped = FSDP(nn.ModuleList([plain, nn.Linear(2, 2)]))
+    wrapped.module[0].matrix = nn.Parameter(torch.eye(2))
+    with pytest.raises(UsageError, match=r"^0\.bias was replicated when it was wrapped, and would be cut after "):
+        wrapped.refresh()
+
+
+def test_weights_gathered_ahead_can_be_waited_for(monkeypatch):
+    wrapped = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    waited = []
+    for unit in wrapped.units:
+        monkeypatch.setattr(type(unit), "wait", lambda unit: waited.append(unit.name))
+    wrapped.wait_for_gathers()
+    assert waited == [unit.name for unit in wrapped.units] == ["0", "1"]
+
+
+@pytest.mark.parametrize("wrap", [FSDP, TensorParallel])
+def test_modules_on_the_meta_device_get_the_values_of_their_seed(wrap):
+    torch.manual_seed(0)
+    expected = transformer()
+    with torch.device("meta"):
+        module = transformer()
+    torch.manual_seed(0)
+    wrapped = wrap(module, initialize=initialize_layer, device=CPU)
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(wrapped(tokens), expected(tokens))
+
+
+def test_the_last_units_stay_gathered():
+    gathered = {}
+    for keep_gathered in range(4):
+        wrapped = FSDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), keep_gathered=keep_gathered)
+        wrapped(torch.ones(1, 2)).sum()
+        gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
+    assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
