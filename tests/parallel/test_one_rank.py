@@ -7,6 +7,7 @@ from cs336_basics.model import BasicsTransformerLM
 from torch import nn
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.training.model import initialize_layer
@@ -108,3 +109,70 @@ def test_the_last_units_stay_gathered():
         wrapped(torch.ones(1, 2)).sum()
         gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
     assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
+
+
+class Breaks(torch.autograd.Function):
+    """A function whose backward pass fails while the switch is on."""
+
+    is_on = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Breaks.is_on:
+            raise ArithmeticError("broken")
+        return grad
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(Breaks.apply(self.first(x)))
+
+
+def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
+    """And leaves no gradient of what was computed before the failure."""
+    wrapped, plain = FSDP(Breaking()), Breaking()
+    plain.load_state_dict(wrapped.gather_full_params())
+    loss = wrapped(torch.ones(1, 2)).sum()
+    with pytest.raises(ArithmeticError, match="broken"):
+        loss.backward()
+    wrapped.finish_gradient_synchronization()
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    monkeypatch.setattr(Breaks, "is_on", False)
+    for module in (wrapped, plain):
+        module(torch.ones(1, 2)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    for name, (_, cut) in wrapped.held_parameters().items():
+        torch.testing.assert_close(cut.shard.grad.view_as(plain.get_parameter(name)), plain.get_parameter(name).grad)
+
+
+def test_gradients_are_clipped_by_their_euclidean_norm():
+    torch.manual_seed(0)
+    shared, plain = TensorParallel(transformer()), transformer()
+    plain.load_state_dict(shared.full_state_dict())
+    tokens = torch.arange(8)[None]
+    for module in (shared, plain):
+        module(tokens).square().mean().backward()
+    shared.finish_gradient_synchronization()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    torch.testing.assert_close(shared.clip_grad_norm_(1e-3), norm)
+    for part, parameter in zip(shared.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(part.grad, parameter.grad)
+
+
+def test_lines_that_are_the_same_are_not_exchanged(monkeypatch):
+    """Their digests are enough."""
+    exchanged = []
+    monkeypatch.setattr(rank_consistency, "gather_objects", lambda lines, group: exchanged.append(lines) or [lines])
+    rank_consistency.require_same_lines(["a", "b"])
+    assert exchanged == []
+    monkeypatch.setattr(rank_consistency, "all_gather_single", lambda gathered, digest, group: gathered.zero_())
+    rank_consistency.require_same_lines(["a", "b"])
+    assert exchanged == [["a", "b"]]
