@@ -5,11 +5,14 @@ import torch
 import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import rank_consistency
+from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -109,6 +112,29 @@ def test_the_last_units_stay_gathered():
         wrapped(torch.ones(1, 2)).sum()
         gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
     assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.unused, self.used = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.used.sum()
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_gradients_left_in_a_nested_pass_are_sent_in_the_order_in_which_modules_began(order):
+    """Whichever is finished first, which may differ between ranks. One gradient of the first never comes."""
+    modules = {"a": BucketedDDP(nn.Linear(2, 3), None), "b": BucketedDDP(PartlyUsed(4), None)}
+    watcher = CollectiveWatcher([], is_late=False)
+    x = torch.ones(1, 2, requires_grad=True)
+    checkpoint(lambda x: modules["b"](modules["a"](x)), x, use_reentrant=True).sum().backward()
+    with watcher:
+        for name in order:
+            modules[name].finish_gradient_synchronization()
+    sent = [launch.elements for launch in watcher.launches if launch.dtype == "float32"]
+    assert sent == [8, 9]
 
 
 class Breaks(torch.autograd.Function):

@@ -16,7 +16,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from written_figures import outcome, read_figures, rows_of, write_figures
 
-from cs336sys.errors import UsageError
 from cs336sys.parallel import buckets, checkpoint_state, elementwise, gradient_memory, marks, rank_consistency
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
