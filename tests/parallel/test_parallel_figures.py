@@ -5,6 +5,7 @@ Other tests train on several ranks; here is what each of them decides by itself.
 
 import collections
 import contextlib
+import inspect
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,35 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from written_figures import outcome, read_figures, rows_of, write_figures
 
-from cs336sys.parallel import buckets, checkpoint_state, elementwise, gradient_memory, marks, rank_consistency
+from cs336sys.accounting.sharding.partition import SequenceSplit
+from cs336sys.parallel import buckets, checkpoint_state, ddp, elementwise, gradient_memory, marks, rank_consistency
+from cs336sys.parallel.context_parallel import AllToAllAttention, RingAttention
+from cs336sys.parallel.context_parallel.group import ContextGroup
+from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
-from cs336sys.parallel.tensor_parallel import weights
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.tensor_parallel import TensorParallel, weights
 
 PATH = Path(__file__).with_name("figures.txt")
 # Further names in figures.txt.
-USED_THERE = (collections, buckets, checkpoint_state, marks, rank_consistency, cast_floating, weights)
+USED_THERE = (
+    TensorParallel,
+    AllToAllAttention,
+    RingAttention,
+    ddp,
+    launch,
+    collections,
+    buckets,
+    checkpoint_state,
+    marks,
+    rank_consistency,
+    cast_floating,
+    weights,
+)
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
 
@@ -33,6 +53,77 @@ F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
 def specs(*sizes, blocks=""):
     """Return tensors of these bytes, each in the block of its letter."""
     return [buckets.TensorSpec(number, size, block=blocks[number:][:1]) for number, size in enumerate(sizes)]
+
+
+def on_each_rank(function, world_size=3):
+    """Return what a function gives on each of some ranks."""
+    results = []
+    for rank in range(world_size):
+        with fake_rank(rank, world_size):
+            results.append(outcome(function))
+    return results
+
+
+def context(length, world_size, is_zigzag=True):
+    """Return each rank's tokens, the weight of its loss, and its loss for a sum of 6 over 4 targets."""
+
+    def describe():
+        group = ContextGroup(SequenceSplit(length, world_size, is_zigzag), communicates=False)
+        loss = group.mean_loss(torch.tensor(6.0), 4).item()
+        return group.length, group.loss_weight, loss, group.positions().tolist()
+
+    return on_each_rank(describe, world_size)
+
+
+def fully_sharded(module, **settings):
+    """Return the units, and by name each rank's rows of sharded parameters."""
+
+    def describe():
+        wrapped = FSDP(module(), **settings)
+        sizes = {name: (tuple(cut.shard.shape), cut.slice_sizes) for name, cut in wrapped.sharded_parameters.items()}
+        even = [name for name, cut in wrapped.sharded_parameters.items() if cut.divides_evenly]
+        return [unit.name for unit in wrapped.units], sizes, even, list(wrapped.replicated_parameters)
+
+    return on_each_rank(describe)
+
+
+SHAPES = {"a": (3, 5), "b": (40,), "c": (2, 64), "d": (192,), "e": ()}
+
+
+def sharded(shapes, world_size=3, optimizer_cls=torch.optim.AdamW, **settings):
+    """Return what each rank updates, or the refusal."""
+    named = parameters(**shapes)
+
+    def describe():
+        optimizer = ShardedOptimizer(named.items(), optimizer_cls, lr=0.5, **settings)
+        return [tuple(tensor.shape) for tensor in optimizer.own_tensors], optimizer.updates_slices
+
+    return on_each_rank(describe, world_size)
+
+
+def loaded(state, **settings):
+    """Return how rank 1 of two refuses the state of an optimizer, or None."""
+    with fake_rank(1, 2):
+        optimizer = ShardedOptimizer(parameters(a=(3, 5), b=(4,)).items(), torch.optim.AdamW, lr=0.5, **settings)
+        return outcome(optimizer.load_state_dict, state)
+
+
+def plain_state(shapes, **state):
+    """Return the state of torch's AdamW over parameters of these shapes, with other entries."""
+    members = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = torch.optim.AdamW(members, lr=0.5)
+    for member in members:
+        member.grad = torch.ones_like(member)
+    optimizer.step()
+    whole = optimizer.state_dict()
+    whole["state"][0] |= state
+    return whole
+
+
+def defaults(function):
+    """Return the defaults of a function's arguments."""
+    arguments = inspect.signature(function).parameters.values()
+    return {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
 
 
 def closed(rule, filled_bytes, size=10, same_block=False):
@@ -44,9 +135,9 @@ def parameters(**shapes):
 
 
 @contextlib.contextmanager
-def fake_rank():
-    """Within this, the process is rank 1 of four, whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+def fake_rank(rank=1, world_size=4):
+    """Within this, the process is a rank whose peers have what it has: sums are wrong, and gathers are copies."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
