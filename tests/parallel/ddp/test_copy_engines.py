@@ -2,13 +2,17 @@
 
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import copy_engines_ranks
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cs336sys.errors import CapabilityError
-from cs336sys.parallel import copy_engines
+from cs336sys.parallel import copy_engines, ddp
 from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 
 
@@ -125,6 +129,81 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
     for engines in two_ranks:
         assert engines._copy_stream.awaited[-7:] == engines._averaged_events[:7]
         assert len(engines._copy_stream.awaited) == 14
+
+
+@pytest.fixture
+def symmetric_memory(monkeypatch):
+    """What torch is asked for, in place of memory that two GPUs can write."""
+    asked = []
+
+    def rendezvous(box, group):
+        number = sum(call[0] == "rendezvous" for call in asked)
+        asked.append(("rendezvous", tuple(box.shape), group.rank()))
+        return SimpleNamespace(
+            get_buffer=lambda rank, shape, dtype: asked.append(("buffer", rank, shape, dtype)) or f"of rank {rank}",
+            number=number,
+        )
+
+    def empty(*shape, dtype, device):
+        asked.append(("empty", shape, dtype, device.type))
+        return torch.empty(*shape, dtype=dtype)
+
+    monkeypatch.setattr("torch.distributed._symmetric_memory.empty", empty)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(copy_engines, "process_group", lambda group: group)
+    monkeypatch.setattr(copy_engines, "gather_objects", lambda value, group: [None, value])
+    return asked
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_four_boxes_and_writes_those_of_the_other(symmetric_memory, rank):
+    engines = CopyEngines(Group(rank), 640, torch.device("cuda"))
+    assert symmetric_memory == 4 * [
+        ("empty", (640,), torch.uint8, "cuda"),
+        ("rendezvous", (640,), rank),
+        ("buffer", 1 - rank, (640,), torch.uint8),
+    ]
+    assert [tuple(box.shape) for box in engines._own_boxes] == 4 * [(640,)]
+    assert engines._other_boxes == 4 * [f"of rank {1 - rank}"]
+    assert [handle.number for handle in engines._handles] == [0, 1, 2, 3]
+
+
+def test_collectives_average_while_engines_are_switched_off(symmetric_memory, monkeypatch):
+    engines = CopyEngines(Group(0), 640, torch.device("cuda"))
+    started = []
+    monkeypatch.setattr(copy_engines.MeanReduction, "start", lambda mean, tensors: started.append(tensors))
+    monkeypatch.setattr(engines, "average", lambda tensors, number: (tensors, number))
+    mean = CopiedMean(engines, 7, torch.float32, torch.device("cpu"), "tensors", Group(0))
+    tensors = [torch.ones(2)]
+    with engines.switched_off():
+        mean.start(tensors)
+    assert started == [tensors]
+    mean.start(tensors)
+    assert started == [tensors]
+    assert mean._works == [(tensors, 7)]
+
+
+def test_boxes_have_room_for_the_largest_bucket(monkeypatch):
+    made = []
+
+    class Engines:
+        def __init__(self, group, box_bytes, device):
+            made.append((group, box_bytes, device.type))
+
+    monkeypatch.setattr(ddp, "require_copy_engines", lambda group, device, dtypes: made.append(dtypes))
+    monkeypatch.setattr(ddp, "CopyEngines", Engines)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(nn.Linear(40, 2), nn.Linear(2, 3), nn.Linear(3, 1))
+        wrapped = ddp.BucketedDDP(model, 0.0001, gradient_dtype=torch.bfloat16, copy_engines=True)
+        assert len(wrapped.buckets) == 2
+        # The weight (2, 40) in bf16; others are smaller.
+        assert made == [[torch.bfloat16] * len(wrapped.buckets), (None, 256, "cpu")]
+        assert [bucket.reduction._number for bucket in wrapped.buckets] == list(range(len(wrapped.buckets)))
+        assert all(bucket.reduction._engines is wrapped.copy_engines for bucket in wrapped.buckets)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_groups_and_dtypes_that_copy_engines_cannot_serve_are_refused(monkeypatch):
