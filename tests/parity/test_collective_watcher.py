@@ -95,7 +95,7 @@ def test_collectives_of_dtensors_are_those_they_launch():
     columns = DTensor.from_local(torch.ones(8, 1), mesh, [Shard(1)])
     rows = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     # Within the operator one of the two is cut otherwise.
-    assert [launch.dtype for launch in launched(lambda: rows + columns).launches] == ["float32"]
+    assert {launch.dtype for launch in launched(lambda: rows + columns).launches} == {"float32"}
 
 
 def test_barriers_and_what_is_looked_at_in_between_are_left_out():
