@@ -7,10 +7,11 @@ from cs336_basics.model import BasicsTransformerLM
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.errors import UsageError
-from cs336sys.parallel import rank_consistency
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel import collectives, rank_consistency
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
@@ -202,3 +203,48 @@ def test_lines_that_are_the_same_are_not_exchanged(monkeypatch):
     monkeypatch.setattr(rank_consistency, "all_gather_single", lambda gathered, digest, group: gathered.zero_())
     rank_consistency.require_same_lines(["a", "b"])
     assert exchanged == [["a", "b"]]
+
+
+def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
+    """Whose names begin with "module.", those of the metadata, too."""
+    wrapped, seen = BucketedDDP(nn.Sequential(nn.BatchNorm1d(2)), None), []
+    wrapped.module[0].register_load_state_dict_pre_hook(
+        lambda module, state, prefix, metadata, *_: seen.append(metadata)
+    )
+    state = nn.DataParallel(nn.Sequential(nn.BatchNorm1d(2).requires_grad_(False))).state_dict()
+    state["module.0.weight"] = torch.full((2,), 7.0)
+    wrapped.load_state_dict(state)
+    assert wrapped.module[0].weight.tolist() == [7, 7]
+    assert [metadata["version"] for metadata in seen] == [2]
+
+
+def test_updated_parameters_are_sent_when_they_are_asked_for():
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5, flat=True)
+    sent = []
+    for is_deferred in (False, True):
+        if is_deferred:
+            optimizer.defer_exchange()
+        weight.square().sum().backward()
+        optimizer.finish_gradient_synchronization()
+        for call in (optimizer.step, optimizer.start_exchange):
+            watcher = CollectiveWatcher([], is_late=False)
+            with watcher:
+                call()
+            sent.append([launch.elements for launch in watcher.launches if launch.dtype == "float32"])
+        optimizer.zero_grad()
+    assert sent == [[64], [], [], [64]]
+    optimizer.wait_for_parameters()
+    assert weight.tolist() == [0] * 64
+
+
+@pytest.mark.parametrize("facts", [[True, True], [True, False]])
+def test_facts_of_ranks_are_not_asked_in_a_graph(monkeypatch, facts):
+    monkeypatch.setattr(collectives, "is_stream_captured", lambda: True)
+    gpu = torch.device("cuda")
+    if all(facts):
+        assert collectives.AnyRank(facts, gpu).wait() == facts
+    else:
+        with pytest.raises(CapabilityError, match=r"^a parameter without a gradient on this rank"):
+            collectives.AnyRank(facts, gpu)
+    assert collectives.AnyRank(facts, CPU).wait() == facts

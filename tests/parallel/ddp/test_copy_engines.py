@@ -56,10 +56,10 @@ class FakeStream:
     """Launches at once."""
 
     def __init__(self, *_):
-        self.awaited = []
+        self.awaited, self.joined = [], []
 
     def wait_stream(self, other):
-        pass
+        self.joined.append(other)
 
     def wait_event(self, event):
         self.awaited.append(event)
@@ -129,6 +129,9 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
     for engines in two_ranks:
         assert engines._copy_stream.awaited[-7:] == engines._averaged_events[:7]
         assert len(engines._copy_stream.awaited) == 14
+        # What is sent was computed before, and what is averaged has arrived.
+        assert len(engines._copy_stream.joined) == 20
+        assert engines._average_stream.joined == [engines._copy_stream] * 20
 
 
 @pytest.fixture
