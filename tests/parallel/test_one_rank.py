@@ -248,3 +248,18 @@ def test_facts_of_ranks_are_not_asked_in_a_graph(monkeypatch, facts):
         with pytest.raises(CapabilityError, match=r"^a parameter without a gradient on this rank"):
             collectives.AnyRank(facts, gpu)
     assert collectives.AnyRank(facts, CPU).wait() == facts
+
+
+def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):
+    monkeypatch.setattr(collectives, "through_host", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    received, tensor = torch.zeros(4), torch.arange(4.0)
+    exchange = collectives.SliceExchange("rows")
+    exchange.start(received, tensor, [4])
+    exchange.wait()
+    assert received.tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(collectives, "all_gather_single", lambda whole, own, group: whole.copy_(own + 1))
+    gather = collectives.SliceGather([tensor], "rows")
+    gather.start()
+    gather.wait()
+    assert tensor.tolist() == [1, 2, 3, 4]
