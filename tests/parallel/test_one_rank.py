@@ -263,3 +263,11 @@ def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):
     gather.start()
     gather.wait()
     assert tensor.tolist() == [1, 2, 3, 4]
+
+
+def test_a_parameter_that_is_put_into_a_group_twice_is_refused_when_it_is_taken_up():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5)
+    optimizer.param_groups[0]["params"].append(weight)
+    with pytest.raises(UsageError, match=r"^parameter 0 is given twice: give a tied weight once$"):
+        optimizer.refresh()
