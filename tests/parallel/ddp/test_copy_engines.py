@@ -66,8 +66,10 @@ class FakeStream:
 
 
 class FakeEvent:
+    is_recorded = False
+
     def record(self):
-        pass
+        self.is_recorded = True
 
     def wait(self):
         pass
@@ -132,6 +134,7 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
         # What is sent was computed before, and what is averaged has arrived.
         assert len(engines._copy_stream.joined) == 20
         assert engines._average_stream.joined == [engines._copy_stream] * 20
+        assert all(event.is_recorded for event in engines._averaged_events)
 
 
 @pytest.fixture
