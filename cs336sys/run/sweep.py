@@ -29,7 +29,6 @@ from cs336sys.results.model import (
 from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
-from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.user_code import TO_FILE, named_object
 
 if TYPE_CHECKING:
@@ -497,7 +496,9 @@ class PredictedCell(Protocol):
     def predicted_gib(self) -> float | None: ...
 
 
-def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *, force: bool) -> None:
+def refuse_what_does_not_fit(
+    workloads: Sequence[PredictedCell], device: str, *, force: bool, across_ranks: bool = False
+) -> None:
     """Refuse, before anything is built, models that are predicted to need more main memory than there is.
 
     Too little memory of a GPU, and any with ``force``, is only warned of: there a cell fails, while a machine stalls.
@@ -505,7 +506,6 @@ def refuse_what_does_not_fit(workloads: Sequence[PredictedCell], device: str, *,
     Ranks on GPUs are not checked: each has a GPU of its own, and is compared on as many blocks as that holds. Nor are
     ranks that torchrun or Slurm started, which may be on several machines.
     """
-    across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
     needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}
     if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return

@@ -72,7 +72,7 @@ def ddp(
         written = data_parallel.pictures | {"trace": data_parallel.trace}
         show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, training.device, across_ranks=True, **written)
         return
-    refuse_what_does_not_fit(chosen, training.device, force=force)
+    refuse_what_does_not_fit(chosen, training.device, force=force, across_ranks=True)
     measure = "cs336sys.commands.rank_training.measure:measure_parallel_training"
     configurations = [workload.configuration() for workload in chosen]
     if rounds > 1:

@@ -229,7 +229,7 @@ def shard(
         )
         return
     if not sharding.board:
-        refuse_what_does_not_fit(chosen, training.device, force=force)
+        refuse_what_does_not_fit(chosen, training.device, force=force, across_ranks=True)
     # Cells of a board are others than those that shard measures of the same workload.
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
