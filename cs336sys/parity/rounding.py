@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.training import Workload
 
 
@@ -38,10 +37,14 @@ TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 REPEATED = 4.0
 
 
-def tolerance(workload: Workload) -> float:
-    """Return the largest relative difference of weights that rounding explains, for the precision of the workload."""
+def tolerance(workload: Workload, gradient_dtype: str = "fp32") -> float:
+    """Return the largest relative difference of weights that rounding explains, for the precision of the workload.
+
+    ``gradient_dtype`` is what ranks send gradients in.
+    """
     precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
-    return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.moment_bytes == 4 else "fp32"])
+    dtypes = precision, "bf16" if workload.moment_bytes == 4 else "fp32", gradient_dtype
+    return max(TOLERANCES[dtype] for dtype in dtypes)
 
 
 # In equal dtypes ranks may be this many times as far off as one process is from itself: of a few orders of summation
@@ -69,11 +72,6 @@ LEARNING_RATES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 def stay_near(losses: Sequence[float]) -> bool:
     """Return whether losses are finite and do not run away from the first: grow by one and a half times its size."""
     return all(math.isfinite(loss) and loss <= losses[0] + 1.5 * abs(losses[0]) for loss in losses)
-
-
-def parallel_tolerance(workload: ParallelWorkload) -> float:
-    """As :func:`tolerance`, for the precision in which gradients are sent, too."""
-    return max(tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
 
 
 def rounding_in(dtype: torch.dtype, half: torch.dtype | None) -> Rounding:

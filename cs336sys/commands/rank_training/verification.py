@@ -15,7 +15,7 @@ from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
-from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
+from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, stay_near, tolerance
 from cs336sys.parity.training import SCALES, run_steps
 from cs336sys.parity.weights import OPTIMIZER_SETTINGS, TensorComparison, WeightDifference, norm, rounding_note
 from cs336sys.settings.parallel import ParallelWorkload
@@ -232,7 +232,7 @@ class _Comparison:
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, warmup: int, reference: _Reference):
         self._workload, self._device, self._warmup, self._reference = workload, device, warmup, reference
-        self._tolerance = parallel_tolerance(workload)
+        self._tolerance = tolerance(workload.training, workload.gradient_dtype)
         # Of none, where no gradients are compared.
         self._gradients = TensorComparison({}, {}, {}, self._tolerance)
         # This rank's rows of each gradient.
