@@ -12,9 +12,9 @@ from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
-from cs336sys.tables.numbers import format_number, format_quantity
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 
 _ALWAYS_SHOWN = ("precision", "compile")
@@ -68,21 +68,14 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
-    notes = []
-    if any(cell.status == "ok" for cell in cells):
-        notes.append(
-            "exposed: median step less the median of the same step without communication; "
-            "as it ran: how long communication ran in one profiled step, where no launch holds it up and it waits for "
-            "slower ranks; hidden: the part of the shorter of the two that is not exposed"
-        )
-    if any(0 < cell.derived.get("gradient_calls", 0) < cell.derived.get("calls", 0) for cell in cells):
-        notes.append(
-            "calls: one of them carries no gradients; it tells the ranks which parameters have any, and torch's DDP "
-            "has none such"
-        )
-    if any("rounds" in cell.configuration for cell in cells):
-        notes.append("rounds: to and fro through the whole sweep so many times, the steps of all rounds together")
-    return notes
+    calls = [(cell.derived.get("gradient_calls", 0), cell.derived.get("calls", 0)) for cell in cells]
+    return sentences(
+        __name__,
+        "steps",
+        is_measured=any(cell.status == "ok" for cell in cells),
+        has_call_without_gradients=any(0 < gradient_calls < all_calls for gradient_calls, all_calls in calls),
+        has_rounds=any("rounds" in cell.configuration for cell in cells),
+    )
 
 
 def link_of(cell: Cell) -> communication.AlphaBeta:
@@ -99,7 +92,7 @@ def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     """Build the table of bucket sizes, with the overhead that the model predicts, and a note on each sweep's best."""
-    rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
+    rows, notes = [], sentences(__name__, "buckets")
     sweeps = bucket_sweeps(cells)
     differing = [column for column in identity if len({sweep[0].configuration.get(column.key) for sweep in sweeps}) > 1]
     for sweep in sweeps:
@@ -111,7 +104,7 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         settings = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
-        notes.append(": ".join(filter(None, (settings, _optimum(sweep)))))
+        notes += _optimum(sweep, settings)
     columns = (
         *identity,
         Column("bucket_mb", "bucket, MB"),
@@ -125,19 +118,13 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
 
 
-def _optimum(sweep: Sequence[Cell]) -> str:
-    """Say which buckets the model would choose, by the link's bandwidth and latency."""
+def _optimum(sweep: Sequence[Cell], settings: str) -> list[str]:
+    """Say which buckets the model would choose for a sweep of these settings, by the link's bandwidth and latency."""
     link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
-    if not link.has_bandwidth:
-        return "w not found: of the all-reduces just measured larger ones took no longer, so nothing is predicted"
-    best_bytes = communication.optimal_bucket_on_link_bytes(total, link)
-    w, o = format_quantity(link.bytes_per_s / 1e9, "gbps"), format_quantity(1e6 * link.latency_s, "us")
-    rates = f"w {w} and o {o}, fitted to all-reduces just measured"
-    if best_bytes == 0:
-        return f"{rates}: calls look free, so the model prefers the smallest buckets"
-    overhead = format_quantity(1e3 * communication.overhead_on_link_s(total, best_bytes, link), "ms")
-    bucket = format_number(float(best_bytes), "decimal_bytes")
-    return f"{rates}: least overhead, {overhead}, predicted for buckets of {bucket}"
+    best_bytes = float(communication.optimal_bucket_on_link_bytes(total, link)) if link.has_bandwidth else 0.0
+    overhead_ms = 1e3 * communication.overhead_on_link_s(total, best_bytes, link) if best_bytes else 0.0
+    facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
+    return sentences(__name__, "optimum", **facts)
 
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:

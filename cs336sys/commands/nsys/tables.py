@@ -18,10 +18,10 @@ from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
 from cs336sys.tables.saved import SavedCommand, measured_cells, picture_of_measured
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
 
 _OTHER = "other"
-_UNATTRIBUTED = "; the rest has no recorded launch, or one between phases"
 
 
 def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
@@ -35,13 +35,13 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
         *named_columns(matmul_tflops="matmuls", softmax_tflops="softmax"),
         *named_columns(matmul_gbps="matmuls", softmax_gbps="softmax"),
     )
-    notes = (
-        "kernel time of all layers in a forward pass; FLOPs: 4 B H S^2 D for the matmuls, 5 B H S^2 for the softmax; "
-        "bytes: the least that must be moved, each matrix read or written once",
-        "A time ratio far above that of FLOPs says that memory limits the softmax, and one above that of bytes that it "
-        "moves more than the least, or moves it more slowly.",
+    return Table(
+        "attention",
+        "nsys: softmax against the matmuls inside attention",
+        columns,
+        rows,
+        notes=sentences(__name__, "attention"),
     )
-    return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 
 
 def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
@@ -130,35 +130,29 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
-    notes = []
-    if all(m.profile.is_gpu for m in measured):
-        least = min(m.profile.attributed_percent for m in measured)
-        # From 99.995 on, two decimals would say 100.00.
-        share, exception = ("all", "") if least >= 99.995 else (f"at least {least:.2f} %", _UNATTRIBUTED)
-        attributed = f"{share} of the kernels' time could be given to phases{exception}"
-        notes.append(f"a kernel belongs to the phase that launched it: {attributed}")
-    else:
-        notes.append(
-            "no GPU: CPU operations replace kernels, each with its own time, without the operations that it calls; "
-            "idle is the time between them, in Python"
-        )
+    profiles = []
     for m in measured:
         workload = " ".join(str(m.labels[name]) for name in ("size", "context", "precision") if name in m.labels)
-        prefix = f"{workload}: " if workload else ""
-        notes += [f"{prefix}{sentence}" for sentence in m.profile.damage]
-        if not m.profile.is_idle_known:
-            notes.append(f"{prefix}idle time cannot be told")
         kernels = {row.name: row.kernels for row in m.profile.phases}
-        if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
-            notes.append(f"warning: {prefix}the backward pass has fewer launches than the forward pass")
-    if any(m.profile.of_gpus for m in measured):
-        notes.append("the tables of kernels add up what all GPUs ran")
-    if any(m.profile.configuration and not m.profile.parts for m in measured):
-        notes.append(
-            "softmax against matmuls is shown with --attention reference --compile off, for an attention that calls "
-            "cs336_basics.model.softmax"
+        forward_launches = kernels.get("forward", 0)
+        profiles.append(
+            {
+                "prefix": f"{workload}: " if workload else "",
+                "damage": m.profile.damage,
+                "is_idle_known": m.profile.is_idle_known,
+                "forward_launches": forward_launches,
+                "backward_launches": kernels.get("backward", forward_launches),
+            }
         )
-    return notes
+    return sentences(
+        __name__,
+        "profiles",
+        profiles=profiles,
+        on_gpu=all(m.profile.is_gpu for m in measured),
+        least_percent=min(m.profile.attributed_percent for m in measured),
+        has_several_gpus=any(m.profile.of_gpus for m in measured),
+        lacks_parts=any(m.profile.configuration and not m.profile.parts for m in measured),
+    )
 
 
 def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
@@ -185,8 +179,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
         *named_columns("phase", fp32_busy_ms="busy in fp32", bf16_busy_ms="busy in bf16", busy_speedup="busy speed-up"),
         *named_columns(fp32_ms="without profiler in fp32", bf16_ms="without profiler in bf16", speedup="speed-up"),
     )
-    note = "Where kernels gain more than the phase they belong to, the CPU does not launch them fast enough."
-    return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))
+    return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=sentences(__name__, "precisions"))
 
 
 # The setting "kernels", whose name in these tables is that of the number of launched kernels.

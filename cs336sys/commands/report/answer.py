@@ -1,7 +1,6 @@
 """The answer to a part of a problem: the commands' tables, and a template's sentences about their rows."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,6 +16,7 @@ from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import format_number, format_quantity
+from cs336sys.tables.sentences import paragraphs
 from cs336sys.tables.table import Table, named_columns
 
 if TYPE_CHECKING:
@@ -164,11 +164,10 @@ class Answer:
         file, _, block = name.partition(".")
         template = templates().get_template(f"{file}.jinja")
         try:
-            text = "".join(template.blocks[block](template.new_context({"handout": self.handout, **facts})))
+            written = paragraphs(template, block, {"handout": self.handout, **facts})
         except UndefinedError as error:
             raise LookupError(str(error)) from error
-        for paragraph in filter(str.strip, re.split(r"\n\s*\n", text)):
-            sentence = " ".join(paragraph.split())
+        for sentence in written:
             wording = sentence.removeprefix("Missing: ")
             sentences = self.sentences if wording == sentence else self.missing
             if wording not in sentences:

@@ -14,6 +14,7 @@ from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, me
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 
 if TYPE_CHECKING:
@@ -35,15 +36,11 @@ def bucket_tables(
         Column("bucket_mb", "bucket", "MB"),
         *named_columns("buckets", transfer_ms="last transfer", calls_ms="calls", overhead_ms="overhead"),
     )
-    notes = (
-        "Assumed, as the handout does: computing a bucket's gradients takes as long as communicating them.",
-        "Buckets need not be a whole number; a bucket cannot be smaller than a gradient, nor larger than all of them.",
-    )
     first = max(1, round(gradient_bytes / bucket_bytes[0]))
     answers = bucket_answers(gradient_bytes, first, bytes_per_s, call_s)
     return [
         answers_table("formulas", f"Gradient buckets: {title}", answers),
-        Table("buckets", f"Overhead by bucket size: {title}", columns, rows, notes),
+        Table("buckets", f"Overhead by bucket size: {title}", columns, rows, sentences(__name__, "buckets")),
     ]
 
 
@@ -53,14 +50,6 @@ _TITLES = {
     "tp": "Tensor parallel",
     "fsdp-tp": "FSDP and TP on a mesh",
 }
-_SETTING = (
-    "Assumed: one SwiGLU layer, matrix products alone; ring collectives without latency; B counts tokens, and weights, "
-    "gradients and activations all have {bytes} bytes an element (--dtype)."
-)
-_OVERLAP = (
-    "Assumed: communication overlaps with computing, so the layer is communication-bound where K > T; the largest "
-    "numbers of devices need not be whole."
-)
 
 
 def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh: Mesh | None = None) -> list[Table]:
@@ -75,17 +64,16 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
         chosen = _choose_mesh(strategy, layer, devices, mesh)
         answers = parallelism_answers(strategy, layer, chosen)
         shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {_devices_text(strategy, chosen)} devices"
-        notes = (_SETTING.format(bytes=layer.element_bytes), _OVERLAP)
+        notes = sentences(__name__, "parallel", element_bytes=layer.element_bytes)
         tables.append(answers_table(strategy, f"{_TITLES[strategy]}: {shape}", answers, notes))
         if strategy == "tp":
             title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
-            note = "* multiplies element by element; everything else by matrices."
             rows = [{"equation": equation, "shape": shape, "reason": why} for equation, shape, why in TP_BACKWARD]
-            tables.append(Table("tp_backward", title, _TP_COLUMNS, rows, (note,)))
+            tables.append(Table("tp_backward", title, _TP_COLUMNS, rows, sentences(__name__, "tp_backward")))
         summary_rows.append(_summary_row(strategy, layer, chosen))
     if len(summary_rows) > 1:
-        note = "fsdp-tp: its axes share the network. dp communicates in the backward pass alone."
-        tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary_rows, (note,)))
+        notes = sentences(__name__, "strategies")
+        tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary_rows, notes))
     return tables
 
 
@@ -195,22 +183,8 @@ def xxl_tables(
 ) -> list[Table]:
     """Return the two tables of problem ``communication_accounting``: memory, and the batch."""
     shape = f"D {stack.d_model}, F {stack.d_ff}, {stack.num_blocks} blocks"
-    copies = (
-        "a bf16 copy of every weight is counted too (--weight-copies)"
-        if weight_copies
-        else "bf16 copies of the weights are not counted (--weight-copies counts them)"
-    )
-    memory_notes = (
-        f"Assumed: the handout names no batch for (a) and (b); here it is {tokens} tokens on each device (--tokens).",
-        f"Assumed: saved for backward is the input of each linear layer; {copies}. Buffers for bf16 gradients on their "
-        "way are not counted.",
-        "1 GB is 1e9 bytes.",
-    )
-    batch_notes = (
-        "Assumed: a batch counts tokens; the forward pass alone; collectives take their bytes over the bandwidth, "
-        "without the factor (n - 1) / n, as in the book.",
-        "The backward pass communicates and computes twice as much along FSDP, and has the same bound.",
-    )
+    memory_notes = sentences(__name__, "xxl_memory", tokens=tokens, weight_copies=weight_copies)
+    batch_notes = sentences(__name__, "xxl_batch")
     memory = memory_answers(stack, tokens, gpu_bytes, device_bytes, weight_copies=weight_copies)
     mesh_title = f"X {mesh.x}, Y {mesh.y}, M_X {mesh.m_x}, M_Y {mesh.m_y}"
     return [

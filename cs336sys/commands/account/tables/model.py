@@ -16,6 +16,7 @@ from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 _COLUMNS = (
@@ -39,17 +40,9 @@ _COLUMNS = (
 
 def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
     """Return parts, the handout's three times and the peak; then the derivation for each size and number of ranks."""
-    notes = [
-        "The fullest rank, eager mode; the batch is shared out equally. Forward alone makes no gradients and needs no "
-        "optimizer."
-    ]
-    if any(step.strategy_record.reduces_slices or step.strategy_record.gathers_ahead for step in steps):
-        notes.append(
-            "Buffers are gathered weights (fsdp: an upper bound) and whole gradients on their way (optimizer-flat, "
-            "fsdp). In half precision fsdp computes without autocast."
-        )
+    has_buffers = any(step.strategy_record.reduces_slices or step.strategy_record.gathers_ahead for step in steps)
     batches = dict.fromkeys(f"batch {step.size.batch_size}, {step.attention} attention" for step in steps)
-    title = f"Memory of a rank: {', '.join(batches)}"
+    title, notes = f"Memory of a rank: {', '.join(batches)}", sentences(__name__, "memory", has_buffers=has_buffers)
     tables = [Table("memory", title, _COLUMNS, [_rank_row(step) for step in steps], notes)]
     answers_by_group: dict[str, dict[str, list[Derived]]] = {}
     for step in steps:
@@ -59,13 +52,11 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
             bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
             answers = state_answers(step.size, step.world_size, step.strategy, **bytes_)
             answers_by_group.setdefault(group, {}).setdefault(step.strategy, answers)
-    note = (
-        "Ideal shares: optimizer-state sharding gives whole parameters to ranks, and fsdp cuts matrices by rows and "
-        "keeps norms whole, so the fullest rank, in the table above, can hold slightly more."
-    )
     for group, of_strategies in answers_by_group.items():
         answers = [answer for answers in of_strategies.values() for answer in answers]
-        tables.append(answers_table("state", f"Ideal shares of training state: {group}", answers, (note,)))
+        tables.append(
+            answers_table("state", f"Ideal shares of training state: {group}", answers, sentences(__name__, "state"))
+        )
     return tables
 
 
@@ -128,7 +119,7 @@ def _describe_size(size: ModelSize) -> str:
 def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: str) -> list[Table]:
     """Return single tensors, and what one block saves for backward, for each size."""
     tables = []
-    notes = ("Assumed: eager execution; compilation saves less. Parameters are not counted.",)
+    notes = sentences(__name__, "block")
     for size in sizes:
         title = f"{_describe_size(size)}, {precision}"
         tables.append(answers_table("tensors", f"Activation tensors: {title}", tensor_answers(size, precision)))
@@ -139,11 +130,7 @@ def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: st
 
 def flops_tables(sizes: Sequence[ModelSize]) -> list[Table]:
     """Return FLOPs by component, for each size."""
-    notes = (
-        "Assumed: matrix products alone, a multiply-add is two; attention computes the whole square and masks it, as "
-        "cs336_basics does. TFLOP/s and MFU of other commands count the half that causal attention needs.",
-        f"Assumed: softmax takes {SOFTMAX_FLOPS_PER_SCORE} operations a score, an exponential counting as one.",
-    )
+    notes = sentences(__name__, "flops", softmax_flops=SOFTMAX_FLOPS_PER_SCORE)
     return [answers_table("flops", f"FLOPs: {_describe_size(size)}", flops_answers(size), notes) for size in sizes]
 
 
@@ -179,11 +166,7 @@ def attention_tables(
         Column("fits", f"fits {capacity_bytes / GIB:g} GiB"),
     )
     title = f"Attention alone: batch {batch}, {dtype}, {'causal' if causal else 'full'}"
-    notes = (
-        "Held memory grows towards the square of the context for eager, because the probabilities do, and with the "
-        "context itself for FlashAttention, which computes them again.",
-    )
-    tables = [Table("attention", title, columns, rows, notes)]
+    tables = [Table("attention", title, columns, rows, sentences(__name__, "attention"))]
     while tried[-1] < _LONGEST_CONTEXT:
         tried.append(2 * tried[-1])
     for implementation in implementations:

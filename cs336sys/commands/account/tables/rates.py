@@ -18,6 +18,7 @@ from cs336sys.settings.sizes import SIZES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import Workload
 from cs336sys.tables.numbers import Value
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
@@ -151,8 +152,7 @@ def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: f
             raise UsageError(f"--flops {rate:g}: must be positive")
         time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, 0.0)
         source = f"{rate:g} FLOP/s, {'assumed' if flops is None else '--flops'}; no time for the optimizer"
-    sequence_ms, optimizer_ms = 1e3 * time.sequence_s, 1e3 * time.optimizer_s
-    return time, f"One device: {sequence_ms:.4g} ms a sequence, {optimizer_ms:.4g} ms for the optimizer ({source})."
+    return time, *sentences(__name__, "device", time=time, source=source)
 
 
 def simulated_cluster(
@@ -160,27 +160,20 @@ def simulated_cluster(
 ) -> tuple[Cluster, list[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
     call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
+    # Of the most ranks it is the rate itself.
+    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]
     if bandwidth is not None:
-        in_node, source = bandwidth, f"{bandwidth / 1e9:.4g} GB/s in a node (--bandwidth)."
-    elif not any(cell.command == "allreduce" for cell in cells):
-        in_node, source = NVLINK_BYTES_PER_S, "450 GB/s in a node: NVLink 4, assumed (--bandwidth)."
-    else:
+        rate = MeasuredRate(bandwidth, "--bandwidth")
+    elif any(cell.command == "allreduce" for cell in cells):
         rate = measured_bandwidth(cells)
-        # The last, of the most ranks, is the rate itself.
-        fewer_ranks = list(bandwidths_by_ranks.items())[:-1]
-        others = "".join(f", {bytes_per_s / 1e9:.4g} among {ranks} ranks" for ranks, bytes_per_s in fewer_ranks)
-        in_node, source = rate.value, f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}){others}."
+    else:
+        rate = MeasuredRate(NVLINK_BYTES_PER_S, "")
     slowdown, steps = measured_slowdown(cells)
-    links = in_node, node_bandwidth, call.value
+    links = rate.value, node_bandwidth, call.value
     cluster = Cluster(node_devices, *links, memory_bytes, tuple(bandwidths_by_ranks.items()), slowdown)
-    return cluster, [
-        source,
-        f"{1e6 * call.value:.4g} us a collective, besides its bytes ({call.source}).",
-        f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_devices} (--node-bandwidth, --node-size): "
-        "assumed; tp ranks share a node, and a ring over several nodes is as fast as that.",
-        f"Beside each other computing has {slowdown.computing:.3g} of its speed, and communication "
-        f"{slowdown.communication:.3g} ({steps}).",
-    ]
+    in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
+    others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
+    return cluster, sentences(__name__, "links", call=call, **in_node, **others)
 
 
 def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
@@ -277,14 +270,14 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
         *named_columns(in_turn_ms="step, not overlapped", step_ms="step, measured", off_percent="off the nearer"),
         *named_columns(verdict="what the model misses"),
     )
-    notes = (
-        f"C is {flops.value / 1e12:.4g} TFLOP/s ({flops.source}); W is {bandwidth.value / 1e9:.4g} GB/s "
-        f"({bandwidth.source}).",
-        "computing, measured: the same step without communication, from which both predictions start. overlapped: the "
-        "longer of computing and communication; not overlapped: their sum.",
-        f"A step between both predictions, or within {100 * _TOLERANCE:g} % of them, is explained by them.",
+    facts = {"flops": flops, "bandwidth": bandwidth, "tolerance_percent": 100 * _TOLERANCE}
+    return Table(
+        "measured",
+        "Steps of several ranks compared with the model",
+        columns,
+        rows,
+        sentences(__name__, "measured", **facts),
     )
-    return Table("measured", "Steps of several ranks compared with the model", columns, rows, notes)
 
 
 def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:

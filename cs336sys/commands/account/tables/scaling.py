@@ -11,6 +11,7 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
@@ -56,11 +57,7 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
     size = simulation.size
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
-    assumptions = (
-        "Assumed: fsdp and ddp overlap with the computing of their pass, tp with nothing; tp divides "
-        "computing, activations and state without a rest.",
-        "passes: parts of a rank's batch, one after the other.",
-    )
+    assumptions = sentences(__name__, "assumptions")
     return Table("scaling", f"{title}, {simulation.dtypes.text}", _COLUMNS, rows, [*notes, *assumptions])
 
 
