@@ -9,9 +9,10 @@ from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_facto
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.operations import CollectiveWorkload
-from cs336sys.tables.numbers import format_number, format_quantity
+from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
 from cs336sys.tables.titles import failure_notes, shown_settings, title
 
@@ -53,7 +54,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         "the same calls, each waited for",
         (*message_columns, *_time_columns("synchronized")),
         _collective_rows(measured, "synchronized"),
-        notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
+        notes=sentences(__name__, "synchronized"),
     )
     return [back_to_back, synchronized, _fit_table(measured, varying)]
 
@@ -159,16 +160,11 @@ def _collective_notes(cells: Sequence[Cell]) -> list[str]:
         if "link" in cell.derived:
             ranks = f"{cell.configuration['world_size']} ranks of {cell.configuration['backend']}"
             ranks_by_link.setdefault(cell.derived["link"], []).append(ranks)
-    notes = [f"link of {' and '.join(dict.fromkeys(ranks))}: {link}" for link, ranks in ranks_by_link.items()]
     counts = {(cell.configuration["iterations"], cell.configuration["warmup"]) for cell in cells if cell.status == "ok"}
-    notes += [
-        f"mean ± standard deviation of {iterations} calls after {warmup} warm-up, each the slowest rank's"
-        for iterations, warmup in sorted(counts)
-    ]
     groups = groups_of(cells)
-    if len(groups) == 1 and (average := _average_busbw(*groups.values())) is not None:
-        notes.append(f"average bus bandwidth: {format_quantity(average, 'gbps')}")
-    return notes
+    average_gbps = _average_busbw(*groups.values()) if len(groups) == 1 else None
+    facts = {"ranks_by_link": ranks_by_link, "counts": sorted(counts), "average_gbps": average_gbps}
+    return sentences(__name__, "calls", **facts)
 
 
 def _average_busbw(cells: Sequence[Cell]) -> float | None:
@@ -204,11 +200,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
         Column("half_bandwidth_bytes", "half bandwidth at", "decimal_bytes"),
         *named_columns("average_busbw_gbps", deviation_percent="largest deviation"),
     )
-    note = (
-        "time = latency + size / bandwidth, the least sum of relative deviations from the medians of all sizes; off "
-        "the fit, in the tables above: how far each of these is from it"
-    )
-    return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))
+    return Table("fit", "latency and bandwidth of a message", columns, rows, sentences(__name__, "fit"))
 
 
 # Time over the ranks is drawn for so many sizes at most: more lines cannot be told apart.

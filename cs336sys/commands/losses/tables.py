@@ -10,6 +10,7 @@ from cs336sys.settings.profiling import LossWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table
 
 # A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
@@ -37,13 +38,8 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     firsts = _first_on_batches(cells)
     rows = [cell.configuration | cell.derived | _losses(cell, firsts, averaged) for cell in cells]
-    notes = ["off: the difference from the first row's loss of the same step, on the same batch"]
-    if len(firsts) > 1:
-        notes.append("first row: the first with the same text, context, batch size and seed; others have other batches")
-    if differs_in_steps:
-        notes.append(
-            f"the mean of {averaged} comes later in rows of more steps; off compares the steps that both rows have"
-        )
+    facts = {"has_other_batches": len(firsts) > 1, "differs_in_steps": differs_in_steps, "averaged": averaged}
+    notes = sentences(__name__, "losses", **facts)
     notes += [*titles.found_in_user_code(cells), *titles.failure_notes(cells)]
     return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 

@@ -14,6 +14,7 @@ from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_CO
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run, picture_of_measured
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import SIZE_COLUMNS, method_notes, shown_settings, title
 
@@ -47,18 +48,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     setting_columns = tuple(shown.values())
     rows = [_board_row(cell) for cell in cells]
     measured = [cell for cell in cells if cell.status == "ok"]
-    notes = [
-        "step: forward pass, loss, backward pass and update of all parameters, by the clock of the slowest rank",
-        "ready: from building the model to the end of the first step, with the compilation of kernels",
-    ]
-    notes += [
-        f"gradients of {cell.derived['checked_layers']} blocks with the whole vocabulary and context are within "
-        f"{cell.derived['relative_difference_percent']:.2g} % of fp32 arithmetic in one process "
-        f"({cell.derived['checked_parameter']}), the loss is {cell.derived['checked_loss']:.5f} compared with "
-        f"{cell.derived['expected_loss']:.5f}; mean loss of the first step {cell.derived['first_loss']:.4f}, of the "
-        f"last {cell.derived['last_loss']:.4f}"
-        for cell in measured
-    ]
+    notes = sentences(__name__, "board", measured=[cell.derived for cell in measured])
     heading = title("shard --board", cells, run, _SETTING_COLUMNS, shown)
     columns = (
         *SIZE_COLUMNS,
@@ -102,7 +92,7 @@ def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
             if total_ms
         ]
     columns = (*setting_columns, *named_columns("part", "time_ms", "share_percent"))
-    notes = ("one profiled step of rank 0; where several ran at once, the moment counts for the first of them",)
+    notes = sentences(__name__, "shares")
     return Table("shares", "where the time of a step went", columns, rows, notes)
 
 
@@ -124,7 +114,7 @@ def _losses_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
         for number, loss in enumerate(cell.derived.get("losses", ()), 1)
     ]
     columns = (*setting_columns, Column("number", "step", "count"), Column("loss", "loss", "nats"))
-    notes = ("the mean over ranks, from the first step to the last timed one, all on one batch",)
+    notes = sentences(__name__, "losses")
     return Table("losses", "loss of every step", columns, rows, notes)
 
 

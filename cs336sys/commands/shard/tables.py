@@ -12,8 +12,8 @@ from cs336sys.commands.rank_training import tables as of_steps
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 from cs336sys.tables.titles import columns_of, shown_settings, title
 
@@ -53,12 +53,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    notes = (
-        "exposed: median step less the median of the same step without communication, which updates all parameters on "
-        "every rank: where ranks share the optimizer's work it can be negative",
-        "communication not overlapped: time of one profiled step of rank 0 in which only communication ran",
-    )
-    step_notes = notes if measured else ()
+    step_notes = sentences(__name__, "steps") if measured else ()
     tables = [of_steps.parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, of_steps.STEADIER)]
     identity = (Column("size", "size"), *setting_columns)
     tables.append(of_steps.parallel_phase_table(rows, identity, "torch's strategies do"))
@@ -98,26 +93,22 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
         *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
         *named_columns("total_gib"),
     )
-    notes = [
-        "of the rank that holds most; predicted: tensors of eager execution, without the communication library's own",
-        "after the first optimizer step, gradients are there; after the optimizer of the second, they are dropped",
-    ]
+    without_history = [cell.configuration["strategy"] for cell in cells if not memory_of(cell)["measured"]]
     rows = []
     for cell in cells:
         by_source = memory_of(cell)
-        if not by_source["measured"]:
-            notes.append(f"{cell.configuration['strategy']}: the allocator's history was too short for two steps")
         at_moments = [(source, memory) for source, memories in by_source.items() for memory in memories]
         for source, rank_memory in sorted(at_moments, key=lambda pair: MOMENTS.index(pair[1].moment)):
             parts = {f"{name}_gib": getattr(rank_memory, name) / GIB for name in COMPONENTS}
             row = {"moment": rank_memory.moment, "source": source, "total_gib": rank_memory.total_gib}
             rows.append(cell.configuration | row | parts)
-    return Table("memory", "memory of a rank", columns, rows, tuple(notes))
+    notes = sentences(__name__, "memory", without_history=without_history)
+    return Table("memory", "memory of a rank", columns, rows, notes)
 
 
 def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     """Build the table of how late the weights of each unit arrived, in either pass."""
-    rows, notes = [], ["late: from the moment that a unit waits for nothing but its weights until they have arrived"]
+    rows, gathers_of_cells = [], []
     for cell in cells:
         late_ms = {(gather["unit"], gather["is_backward"]): gather["late_ms"] for gather in cell.derived["gathers"]}
         for unit in dict.fromkeys(unit for unit, _ in late_ms):
@@ -125,18 +116,16 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
             row = {"unit": unit, "forward_late_ms": forward_ms, "backward_late_ms": backward_ms}
             rows.append(cell.configuration | row)
         if late_ms:
-            in_time = sum(value <= 0 for value in late_ms.values())
-            waiting_ms = sum(max(value, 0.0) for value in late_ms.values())
-            notes.append(
-                f"{cell.configuration['size']}, prefetch {cell.configuration['prefetch']}: {in_time} of {len(late_ms)} "
-                f"gathers ended before their use; all others together {format_quantity(waiting_ms, 'ms')} late"
-            )
+            settings = {name: cell.configuration[name] for name in ("size", "prefetch")}
+            in_time, waiting_ms = sum(ms <= 0 for ms in late_ms.values()), sum(max(ms, 0.0) for ms in late_ms.values())
+            gathers_of_cells.append({**settings, "count": len(late_ms), "in_time": in_time, "waiting_ms": waiting_ms})
     columns = (
         *identity,
         *named_columns("unit", forward_late_ms="late in the forward pass"),
         *named_columns(backward_late_ms="late in the backward pass"),
     )
-    return Table("gathers", "gather end against use", columns, rows, tuple(dict.fromkeys(notes)))
+    notes = dict.fromkeys(sentences(__name__, "gathers", gathers_of_cells=gathers_of_cells))
+    return Table("gathers", "gather end against use", columns, rows, tuple(notes))
 
 
 def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
