@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336sys.commands.registry import FAULTS
 from cs336sys.commands.report.document import Document
@@ -16,11 +16,8 @@ from cs336sys.results.foreign import printable
 from cs336sys.tables.outputs import write_file, writing_stdout
 from cs336sys.tables.page import find_browser, html_page, html_picture, html_table, print_page
 from cs336sys.tables.render import STDOUT, escape_latex, escape_markdown, render, typst_string
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Table, one_line
-
-
-def _document_head(ending: str) -> str:
-    return (files("cs336sys.commands.report") / "heads" / f"document.{ending}").read_text().rstrip()
 
 
 def _fenced(lines: Sequence[str]) -> str:
@@ -58,68 +55,30 @@ def _latex_pages(table: Table) -> str:
     return "\n\n".join(pages)
 
 
-def _typst_markup(text: str) -> str:
-    return f"#text({typst_string(text)})"
+def _markdown_table(table: Table) -> str:
+    """Write a table with its title in italics, for titles are no headings of a write-up."""
+    return re.sub("^### (.*)$", r"*\1*", render([table], "markdown"), count=1, flags=re.M).strip()
 
 
-def _typst_code(text: str) -> str:
-    return f"#raw({typst_string(text)})"
+class _Markup(NamedTuple):
+    """How a format marks up text, code and tables; its template marks up the rest."""
+
+    text: Callable[[str], str]
+    code: Callable[[str], str]
+    table: Callable[[Table], str]
 
 
-_LATEX_PICTURE = r"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{%s}"
-
-# By format, the markup of each kind of piece: text and code get plain text, a problem its name, a part its
-# problem's name and letter, a picture its file (or HTML) and caption, and the others text that is marked up already.
-_MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
-    "markdown": {
-        "text": escape_markdown,
-        "code": "`{}`".format,
-        "problem": "## {}".format,
-        "part": "### {} ({})".format,
-        "machine": "**{}**".format,
-        "commands": _fenced,
-        "table": lambda table: re.sub("^### (.*)$", r"*\1*", render([table], "markdown"), count=1, flags=re.M).strip(),
-        "picture": lambda path, name: f"![{escape_markdown(name)}]({path})",
-        "fault": "- {}".format,
-        "document": lambda title, body: f"# {title}\n\n{body}\n",
-    },
-    "latex": {
-        "text": _latex_markup,
-        "code": _latex_code,
-        "problem": lambda name: rf"\section*{{{_latex_markup(name)}}}",
-        "part": lambda name, letter: rf"\subsection*{{{_latex_markup(f'{name} ({letter})')}}}",
-        "machine": r"\textbf{{{}}}".format,
-        "commands": lambda lines: "\n\n".join(map(_latex_code, lines)),
-        "table": _latex_pages,
-        "picture": lambda path, name: _LATEX_PICTURE % path,
-        "document": lambda title, body: f"{_document_head('tex') % title}\n\n{body}\n\n\\end{{document}}\n",
-    },
-    "typst": {
-        "text": _typst_markup,
-        "code": _typst_code,
-        "problem": lambda name: f"== {_typst_markup(name)}",
-        "part": lambda name, letter: f"=== {_typst_markup(f'{name} ({letter})')}",
-        "machine": "*{}*".format,
-        "commands": lambda lines: "\n\n".join(map(_typst_code, lines)),
-        "table": lambda table: render([table], "typst").strip(),
-        "picture": lambda path, name: f"#image({typst_string(path)}, width: 100%)",
-        "document": lambda title, body: f"{_document_head('typ') % title}\n\n{body}\n",
-    },
-    "html": {
-        "text": html.escape,
-        "code": lambda text: f"<code>{html.escape(text)}</code>",
-        "problem": '<h2 id="{0}">{0}</h2>'.format,
-        "part": lambda name, letter: f"<h3>({letter})</h3>",
-        "machine": '<p class="machine">{}</p>'.format,
-        "commands": lambda lines: "\n\n".join(f"<pre>{html.escape(line)}</pre>" for line in lines),
-        "table": lambda table: html_table(table, "h4"),
-        "picture": lambda drawn, name: drawn,
-        "paragraph": "<p>{}</p>".format,
-        "absent": '<p class="absent">{}</p>'.format,
-        "fault": '<p class="absent">{}</p>'.format,
-        "contents": lambda names: _html_contents(names),
-        "document": lambda title, body: html_page(title, [body], _document_head("css")),
-    },
+_MARKUPS = {
+    "markdown": _Markup(escape_markdown, "`{}`".format, _markdown_table),
+    "latex": _Markup(_latex_markup, _latex_code, _latex_pages),
+    "typst": _Markup(
+        lambda text: f"#text({typst_string(text)})",
+        lambda text: f"#raw({typst_string(text)})",
+        lambda table: render([table], "typst").strip(),
+    ),
+    "html": _Markup(
+        html.escape, lambda text: f"<code>{html.escape(text)}</code>", lambda table: html_table(table, "h4")
+    ),
 }
 
 # Formats that are one page with its pictures.
@@ -132,61 +91,61 @@ PlacePicture = Callable[[str, Callable[[Path], None]], str | None]
 
 def document_text(document: Document, format: str, place_picture: PlacePicture) -> str:
     """Return the document in one of the formats of :data:`_MARKUPS`."""
+    from jinja2 import Environment, PackageLoader
+
     markup = _MARKUPS[format]
+    loader = PackageLoader("cs336sys.commands.report", "formats")
+    delimiters = {"variable_start_string": "<<", "variable_end_string": ">>"}
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **delimiters)
+    environment.filters |= {"text": markup.text, "code": markup.code, "fenced": _fenced, "quoted": typst_string}
+    template = environment.get_template(f"{format}.jinja")
 
     def inline(text: str) -> str:
         """Mark up running text, whose code stands between backticks."""
         # Text and code alternate, so that code has the odd numbers.
         pieces = enumerate(one_line(text).split("`"))
-        marked = (markup["code" if number % 2 else "text"](piece) for number, piece in pieces if piece)
+        marked = (markup.code(piece) if number % 2 else markup.text(piece) for number, piece in pieces if piece)
         return (" " if format == "typst" else "").join(marked)
 
-    def mark_up(kind: str, *content: Any) -> str:
-        if kind in ("machine", *_TEXTS):
-            content = (inline(*content),)
-        return markup.get(kind, "{}".format)(*content)
+    def mark_up(kind: str, facts: dict[str, Any]) -> str:
+        """Write a piece by the block of its kind, or as it is where the format has none for it."""
+        if "text" in facts:
+            facts = facts | {"text": inline(facts["text"])}
+        block = template.blocks.get(kind)
+        return "".join(block(template.new_context(facts))).removesuffix("\n") if block else facts.get("text", "")
 
-    pieces = [mark_up(*piece) for piece in _pieces(document, place_picture) if piece[0] in {*_TEXTS, *markup}]
-    title = document.title if format == "html" else inline(document.title)
-    return markup["document"](title, "\n\n".join(pieces))
-
-
-# Kinds of pieces that are text without markup of their own where a format has none for them.
-_TEXTS = ("paragraph", "absent", "fault")
-
-
-def _html_contents(names: Sequence[str]) -> str:
-    links = "".join(f'<li><a href="#{name}">{name}</a></li>' for name in names)
-    return f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>"
+    pieces = (
+        markup.table(facts["table"]) if kind == "table" else mark_up(kind, facts)
+        for kind, facts in _pieces(document, place_picture)
+    )
+    body = "\n\n".join(filter(None, pieces))
+    if format == "html":
+        return html_page(document.title, [body], (files(__package__) / "formats" / "document.css").read_text().rstrip())
+    return mark_up("document", {"title": inline(document.title), "body": body}) + "\n"
 
 
-def _pieces(document: Document, place_picture: PlacePicture) -> Iterator[tuple]:
-    """Yield the document's pieces from top to bottom: a kind of :data:`_MARKUPS` and what its markup takes."""
-    count = len(document.problems)
-    yield "paragraph", f"{count} problem{'s' * (count != 1)} in the handout's order, {document.count_words}."
-    if document.machines:
-        machines = f"{len(document.machines)} machines, kept apart: " * (len(document.machines) > 1)
-        yield "paragraph", f"Measured on {machines}{'; '.join(document.machines)}."
-    yield "paragraph", "Every sentence is computed from the saved numbers by `cs336sys report`."
-    yield "contents", [problem.name for problem, _ in document.problems]
+def _pieces(document: Document, place_picture: PlacePicture) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the document's pieces from top to bottom: a kind, a block of the templates, and the facts for it."""
+    for sentence in sentences(__name__, "introduction", document=document):
+        yield "paragraph", {"text": sentence}
+    yield "contents", {"names": [problem.name for problem, _ in document.problems]}
     for problem, sections in document.problems:
-        yield "problem", problem.name
+        yield "problem", {"name": problem.name}
         for section in sections:
             if section.letter:
-                yield "part", problem.name, section.letter
+                yield "part", {"name": problem.name, "letter": section.letter}
             for answer in section.answers:
-                yield from [("machine", answer.machine)] if answer.machine else []
-                yield from [("commands", answer.commands)] if answer.commands else []
-                yield from (("table", table) for table in answer.tables)
-                yield from (("paragraph", sentence) for sentence in answer.sentences)
-                yield from (("absent", item) for item in answer.missing)
+                yield from [("machine", {"text": answer.machine})] if answer.machine else []
+                yield from [("commands", {"lines": answer.commands})] if answer.commands else []
+                yield from (("table", {"table": table}) for table in answer.tables)
+                yield from (("paragraph", {"text": sentence}) for sentence in answer.sentences)
+                yield from (("absent", {"text": item}) for item in answer.missing)
                 placed = ((place_picture(name, draw), name) for name, draw in answer.pictures.items())
-                yield from (("picture", picture, name) for picture, name in placed if picture)
+                yield from (("picture", {"path": picture, "name": name}) for picture, name in placed if picture)
             if not section.answers:
-                lines = ", ".join(f"`{line}`" for line in section.measuring_lines)
-                remedy = f". Measure it with {lines}" if lines else ", and no command for this machine gives it"
-                yield "absent", f"No data{remedy}."
-    yield from (("fault", fault) for fault in document.faults)
+                (sentence,) = sentences(__name__, "absent", lines=section.measuring_lines)
+                yield "absent", {"text": sentence}
+    yield from (("fault", {"text": fault}) for fault in document.faults)
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
