@@ -30,6 +30,7 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.user_code import TO_FILE, named_object
+from cs336sys.tables.sentences import sentences
 
 if TYPE_CHECKING:
     from cs336sys.machine.system import Capacity
@@ -47,7 +48,7 @@ _WORTH_RETRYING = ("error", "timeout")
 
 def known_cells(
     results: Results, command: str, configurations: Sequence[Mapping[str, Any]], run: Run, *, take_any: bool
-) -> tuple[dict[str, Cell], list[str]]:
+) -> tuple[dict[str, Cell], Sequence[str]]:
     """Return the cells of a file that a sweep in ``run`` need not measure, by :func:`configuration_key`, and notes.
 
     They are those of a run under the same ``Run.conditions`` with the same code, or of any run with ``take_any``; the
@@ -84,30 +85,8 @@ def known_cells(
             differing |= differences[complete[-1]]
         usable = alike or (complete if take_any else [])
         reusable |= {key: measured[key][usable[-1]] for key in keys if usable}
-    return reusable, _known_cells_notes(differing_count, differing, unpaired_count, take_any=take_any)
-
-
-def _known_cells_notes(
-    differing_count: int, differing: Mapping[str, tuple], unpaired_count: int, *, take_any: bool
-) -> list[str]:
-    """Say how many cells of the file differ in their conditions, and how many lack the others of their turn."""
-    notes = []
-    if differing_count:
-        listed = ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in differing.items())
-        cells = "1 cell" if differing_count == 1 else f"{differing_count} cells"
-        if take_any:
-            notes.append(f"--resume-any takes {cells} that the file holds from other conditions: {listed}")
-        else:
-            notes.append(
-                f"--resume measures {cells} again, other conditions than in the file: {listed}; --resume-any takes them"
-            )
-    if unpaired_count:
-        cells = "1 cell" if unpaired_count == 1 else f"{unpaired_count} cells"
-        notes.append(
-            f"--resume measures {cells} again, because the cells that --interleave pairs them with are missing or "
-            f"from another run"
-        )
-    return notes
+    counts = {"differing_count": differing_count, "unpaired_count": unpaired_count}
+    return reusable, sentences(__name__, "resumed", differing=differing, take_any=take_any, **counts)
 
 
 def run_of_one_machine(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:

@@ -32,7 +32,7 @@ def paragraphs(template: "Template", block: str, facts: dict[str, Any]) -> list[
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 
 
-def sentences(module: str, block: str, **facts: Any) -> list[str]:
+def sentences(module: str, block: str, **facts: Any) -> tuple[str, ...]:
     """Return the sentences of a block of the template next to a module: ``tables.jinja`` next to ``tables.py``."""
     path = module.removeprefix("cs336sys.").replace(".", "/")
-    return paragraphs(package_templates().get_template(f"{path}.jinja"), block, facts)
+    return tuple(paragraphs(package_templates().get_template(f"{path}.jinja"), block, facts))

@@ -9,6 +9,7 @@ from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.fields import Configured
 from cs336sys.settings.training import UserCode, Workload
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, named_columns
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
@@ -65,32 +66,26 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
     is_unknown = any(workload.is_ours and not workload.memory_is_known for workload in workloads)
     return (
         *planned_package_notes(workloads),
-        *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
-        *(["memory is predicted for kernels fused, and for reference with update step"] if is_unknown else []),
+        *sentences(__name__, "memory", models=names, is_unknown=is_unknown),
     )
 
 
 def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
     """Return the note of a plan if the ``cs336_basics`` that would be trained is not ours, for which formulas are."""
     package = course_package() if any(workload.is_ours for workload in workloads) else None
-    return () if package is None or package.is_ours else _formula_notes(package.name)
+    return () if package is None or package.is_ours else sentences(__name__, "package", package=package.name)
 
 
 def package_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
     """Return the note of measured cells if the ``cs336_basics`` that was trained is not ours."""
     theirs = None if run is None else run.environment.get("cs336_basics")
     is_trained = any("d_model" in cell.configuration and "model" not in cell.configuration for cell in cells)
-    return () if theirs is None or not is_trained else _formula_notes(theirs)
+    return () if theirs is None or not is_trained else sentences(__name__, "package", package=theirs)
 
 
 def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
     """Return what a run's machine and packages say about all its numbers."""
     return (*interpreted_notes(cells, run), *package_notes(cells, run))
-
-
-def _formula_notes(package: str) -> tuple[str, ...]:
-    formulas = "parameters, FLOPs and predicted memory are formulas of this program's own cs336_basics"
-    return (f"{formulas}; {package} may have and need others",)
 
 
 def machine_words(run: Run | None) -> list[str]:
@@ -175,12 +170,8 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
                 interpreted.add(f"{name} {configuration[name]}")
         if is_interpreted and configuration.get("kernels", "reference") != "reference":
             interpreted.add(f"kernels {configuration['kernels']}")
-    without_gpu = {"in Triton's interpreter": interpreted, "on a CPU FlashAttention-2 by tiles in PyTorch": tiled}
-    return tuple(
-        f"{', '.join(sorted(settings))}: {place}, whose times say nothing of the kernels'"
-        for place, settings in without_gpu.items()
-        if settings
-    )
+    places = {"in Triton's interpreter": interpreted, "on a CPU FlashAttention-2 by tiles in PyTorch": tiled}
+    return sentences(__name__, "without_gpu", places=places)
 
 
 def steps_words(cells: Sequence[Cell]) -> str:

@@ -7,6 +7,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.machine.system import Capacity
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row
 
 # Of a PeakMemory: the memory at the moment when most is held, on paper.
@@ -38,13 +39,9 @@ def training_plan(
         rows.append(row)
     settings = titles.plan_settings(workloads, titles.SETTING_COLUMNS)
     columns = (*titles.SIZE_COLUMNS, *settings, *PEAK_COLUMNS, *_FITTING_COLUMNS)
-    assumption = "Predicted for eager mode: the most memory in use at one moment."
-    fit = "Whether it fits is not known: no memory of such a device was found."
-    if capacity is not None:
-        memory = f"{capacity.device} with {capacity.memory_gib:.1f} GiB"
-        fit = f"fits: on {memory}; tight: over {100 * _TIGHT_PART:g} % of it."
+    assumptions = sentences(__name__, "plan", capacity=capacity, tight_percent=100 * _TIGHT_PART)
     heading = f"{command}: cells and predicted memory (nothing was run)"
-    return Table("plan", heading, columns, rows, (assumption, fit, *titles.unknown_memory(workloads), *notes))
+    return Table("plan", heading, columns, rows, (*assumptions, *titles.unknown_memory(workloads), *notes))
 
 
 def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:

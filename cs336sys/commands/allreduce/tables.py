@@ -153,7 +153,7 @@ def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]
     ]
 
 
-def _collective_notes(cells: Sequence[Cell]) -> list[str]:
+def _collective_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Name the links, say how calls were counted, and give the average bus bandwidth of a single group."""
     ranks_by_link: dict[str, list[str]] = {}
     for cell in cells:

@@ -19,6 +19,7 @@ from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, measured_cells
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
@@ -57,19 +58,16 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
         falls += [fall] if fall else []
         if fall or any(limits):
             temperatures_c += _known(readings, "temperature_c")
-    clauses = []
+    if not shares and not falls:
+        return ()
+    slowdowns = []
     for limit, shares_of_cells in sorted(shares.items()):
         lost = 1 - min(held_mhz[limit]) / highest_mhz if highest_mhz else 0.0
-        cost = f", the SM clock {100 * lost:.0f} % below its limit" if lost > 0 else ""
-        most = f"up to {100 * max(shares_of_cells):.0f} % of the readings{cost}"
-        clauses.append(f"{limit} in {len(shares_of_cells)} of {len(cells)} cells ({most})")
-    if falls:
-        before, after = min(falls, key=lambda fall: fall[1] / fall[0])
-        clauses.append(f"the SM clock fell in {len(falls)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz")
-    if not clauses:
-        return ()
-    heat = f", at up to {max(temperatures_c):.0f} °C" if temperatures_c else ""
-    return (f"clocks: {'; '.join(clauses)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
+        count, largest = len(shares_of_cells), max(shares_of_cells)
+        slowdowns.append({"name": limit, "count": count, "share": largest, "lost": lost})
+    deepest = min(falls, key=lambda fall: fall[1] / fall[0], default=None)
+    facts = {"limits": slowdowns, "falls": falls, "deepest": deepest, "hottest_c": max(temperatures_c, default=None)}
+    return sentences(__name__, "clocks", cells=len(cells), **facts)
 
 
 def _known(readings: Mapping[str, Any], name: str) -> list[float]:
@@ -83,16 +81,6 @@ def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
     after = min(clocks[clocks.index(highest) :]) if clocks else highest
     return (highest, after) if after < (1 - _NOTED_FALL) * highest else None
 
-
-_CHECKED = (
-    "off eager: largest deviation of any parameter from an eager PyTorch run after 5 steps, in percent of that "
-    "parameter's total change; 0 means bitwise identical. The check compiles the model, so first step ready excludes "
-    "compiling"
-)
-_REPLAYED = (
-    "replays off: replayed steps compared with launched steps of the same kernels. launched again off: launched steps "
-    "repeated, where replays are not bitwise identical"
-)
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 _PHASES = MODES["train"].phases
@@ -173,15 +161,14 @@ def _time_table(
         *_resident_notes(cells),
         *clock_notes(cells, run),
     ]
-    for key, note in (("relative_difference_percent", _CHECKED), ("replayed_difference_percent", _REPLAYED)):
-        notes += [note] if any(key in cell.derived for cell in cells) else []
-    if any("rounds" in cell.configuration for cell in cells):
-        notes.append("rounds: the whole sweep so many times over, the steps of all rounds together")
-    notes += [
-        f"interleaved: a step of each {titles.SETTING_COLUMNS[setting].header} of {values} alternately, all held in "
-        "memory"
-        for setting, values in sorted(_interleaved(cells))
-    ]
+    notes += sentences(
+        __name__,
+        "times",
+        is_checked=any("relative_difference_percent" in cell.derived for cell in cells),
+        is_replayed=any("replayed_difference_percent" in cell.derived for cell in cells),
+        has_rounds=any("rounds" in cell.configuration for cell in cells),
+        interleaved=[(titles.SETTING_COLUMNS[name].header, values) for name, values in sorted(_interleaved(cells))],
+    )
     return Table("bench", title, columns, rows, tuple(notes), steadier=_STEADIER, hidden=hidden)
 
 
@@ -218,16 +205,11 @@ def _settings_row(cell: Cell) -> dict[str, Any]:
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Say what peaks of main memory count, where they were measured."""
     before_gib = titles.known_values(cells, "resident_before_gib")
-    if not before_gib:
-        return ()
-    before_range = " to ".join(dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))))
-    return (
-        "peak resident: all main memory of the measuring process at its fullest; Python, torch and what earlier cells "
-        f"left held {before_range} GiB of it before the model was built",
-    )
+    ends = dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))) if before_gib else ()
+    return sentences(__name__, "resident", gib=ends) if ends else ()
 
 
-def gate_warnings(cells: Sequence[Cell]) -> list[str]:
+def gate_warnings(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Warn of cells with so few or noisy steps that ``compare`` could not call them the same as equal ones."""
     sides = [
         [[cell.samples["step"].measured for cell in rounds]]
@@ -236,12 +218,10 @@ def gate_warnings(cells: Sequence[Cell]) -> list[str]:
     ]
     undecided = [result for side in sides if (result := compare_sides(side, side)).to_decide is not None]
     if not undecided:
-        return []
+        return ()
     most = max(undecided, key=lambda result: result.to_decide or 0)
-    return [
-        f"{len(undecided)} of {len(sides)} cells cannot serve compare --fail-above {SAME_PERCENT:g}%: too few or too "
-        f"noisy {most.level}; --{'rounds' if most.level == 'rounds' else 'steps'} {most.to_decide} would do"
-    ]
+    facts = {"undecided": len(undecided), "cells": len(sides), "same_percent": SAME_PERCENT, "most": most}
+    return sentences(__name__, "gate", **facts)
 
 
 def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:

@@ -23,17 +23,11 @@ from cs336sys.results.comparison import (
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import Value, format_quantity
+from cs336sys.tables.sentences import count_of, sentences
 from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
 # A table says how far the ratio of means is off that of medians from this logarithm of their quotient on.
 _NOTED_STALLS = 0.02
-
-# What the intervals cover, by the level at which the noise was measured.
-_COVERED = {
-    "samples": "one run a side: what differs from run to run is not covered; take --rounds, or several files a side",
-    "rounds": "rounds of one run a side: what differs between processes is not covered; take several files a side",
-    "runs": "the noise is the spread between runs of one side; compare in the documentation says how many it needs",
-}
 
 
 def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_percent: float) -> list[Table]:
@@ -88,19 +82,15 @@ def _metric_table(
         Column("b_autocorrelation", "B lag 1", "correlation", lambda comparison: comparison.autocorrelation_b),
     )
     comparisons = [comparison for _, comparison in rows]
-    legend = (
-        f"B/A: ratio of the medians with its {interval} interval, "
-        f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: of the rank-sum test; "
-        f"differs: p up to {significance_level(confidence_percent):.3g}, or drifting samples that do not overlap; "
-        f"same: the interval is within {SAME_PERCENT:g} % of 1; runs: rounds count; lag 1: autocorrelation of samples"
-    )
+    rules = {"higher_is_better": unit in HIGHER_IS_BETTER, "same_percent": SAME_PERCENT}
+    rules["significance"] = significance_level(confidence_percent)
     levels = dict.fromkeys(comparison.difference.level for comparison in comparisons if comparison.difference)
     return Table(
         metric,
         f"compare: {metric} of B against A",
         columns,
         rows=[cell_settings(pair.a.representative) | fill_row(columns, comparison) for pair, comparison in rows],
-        notes=(legend, *(_COVERED[level] for level in levels), *_sample_notes(comparisons)),
+        notes=sentences(__name__, "metric", interval=interval, levels=levels, **rules, **_sample_facts(comparisons)),
     )
 
 
@@ -117,8 +107,8 @@ def _to_decide(comparison: Comparison) -> str | None:
     return f"{difference.to_decide} {difference.level}"
 
 
-def _sample_notes(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Say how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
+def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Return how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
     compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [
         (difference.independent[0], len(comparison.a.all_values))
@@ -126,16 +116,10 @@ def _sample_notes(comparisons: Sequence[Comparison]) -> Iterator[str]:
         if difference.level == "samples"
     ]
     worth, count = min(counts, default=(0, 0))
-    if worth < count:
-        yield f"samples are like those before them: {count} are worth {worth} independent ones where they are most"
     stalls = [abs(math.log(comparison.stalls)) for comparison, _ in compared if comparison.stalls is not None]
     stalled = max(stalls, default=0.0)
-    if stalled > _NOTED_STALLS:
-        percent = format_quantity(100 * math.expm1(stalled), "percent")
-        yield (
-            f"the ratio of the means is off that of the medians by up to {percent}: some steps of one side take much "
-            "longer, which its total pays for"
-        )
+    stalled_percent = 100 * math.expm1(stalled) if stalled > _NOTED_STALLS else None
+    return {"worth": worth, "count": count, "stalled_percent": stalled_percent}
 
 
 def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> Table:
@@ -181,23 +165,23 @@ def comparison_warnings(
     for name in ("A", "B"):
         left_out = sum(side.left_out for side in (*paired_sides[name], *unpaired_sides[name]))
         if left_out:
-            yield f"{name} holds {_count_of(left_out, 'cell')} of other code or another machine than its last: left out"
+            yield f"{name} holds {count_of(left_out, 'cell')} of other code or another machine than its last: left out"
     for name, sides in unpaired_sides.items():
         if sides:
-            yield f"not compared, because only {name} has them: {_count_of(len(sides), 'cell')}"
+            yield f"not compared, because only {name} has them: {count_of(len(sides), 'cell')}"
     differences = machine_differences(matched.pairs, a, b)
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
         yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
     lacking = sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs)
     if lacking:
-        yield f"not compared, because A or B lacks the series: {_count_of(lacking, 'cell')}"
+        yield f"not compared, because A or B lacks the series: {count_of(lacking, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
     methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
     for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
         yield f"samples were taken by {of_a} in A and by {of_b} in B"
     for reason, count in Counter(comparison.reason for comparison in comparisons if comparison.reason).items():
-        yield f"undecided, {_count_of(count, 'comparison')} of {len(comparisons)}: {reason}"
+        yield f"undecided, {count_of(count, 'comparison')} of {len(comparisons)}: {reason}"
 
 
 def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
@@ -233,7 +217,3 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
     for side in matched.only_a:
         if side.status == "ok":
             yield f"{name(side)}: only A has it"
-
-
-def _count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -67,7 +67,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
 
 
-def _step_notes(cells: Sequence[Cell]) -> list[str]:
+def _step_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     calls = [(cell.derived.get("gradient_calls", 0), cell.derived.get("calls", 0)) for cell in cells]
     return sentences(
         __name__,
@@ -118,7 +118,7 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
 
 
-def _optimum(sweep: Sequence[Cell], settings: str) -> list[str]:
+def _optimum(sweep: Sequence[Cell], settings: str) -> tuple[str, ...]:
     """Say which buckets the model would choose for a sweep of these settings, by the link's bandwidth and latency."""
     link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
     best_bytes = float(communication.optimal_bucket_on_link_bytes(total, link)) if link.has_bandwidth else 0.0

@@ -40,7 +40,7 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = [cell.configuration | cell.derived | _losses(cell, firsts, averaged) for cell in cells]
     facts = {"has_other_batches": len(firsts) > 1, "differs_in_steps": differs_in_steps, "averaged": averaged}
     notes = sentences(__name__, "losses", **facts)
-    notes += [*titles.found_in_user_code(cells), *titles.failure_notes(cells)]
+    notes += titles.found_in_user_code(cells) + titles.failure_notes(cells)
     return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 

@@ -126,10 +126,10 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     }
 
 
-def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
+def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
-        return []
+        return ()
     profiles = []
     for m in measured:
         workload = " ".join(str(m.labels[name]) for name in ("size", "context", "precision") if name in m.labels)

@@ -95,7 +95,7 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
 
     markup = _MARKUPS[format]
     loader = PackageLoader("cs336sys.commands.report", "formats")
-    delimiters = {"variable_start_string": "<<", "variable_end_string": ">>"}
+    delimiters: dict[str, Any] = {"variable_start_string": "<<", "variable_end_string": ">>"}
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **delimiters)
     environment.filters |= {"text": markup.text, "code": markup.code, "fenced": _fenced, "quoted": typst_string}
     template = environment.get_template(f"{format}.jinja")

@@ -152,12 +152,13 @@ def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: f
             raise UsageError(f"--flops {rate:g}: must be positive")
         time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, 0.0)
         source = f"{rate:g} FLOP/s, {'assumed' if flops is None else '--flops'}; no time for the optimizer"
-    return time, *sentences(__name__, "device", time=time, source=source)
+    (note,) = sentences(__name__, "device", time=time, source=source)
+    return time, note
 
 
 def simulated_cluster(
     cells: Sequence[Cell], bandwidth: float | None, node_bandwidth: float, node_devices: int, memory_bytes: float
-) -> tuple[Cluster, list[str]]:
+) -> tuple[Cluster, Sequence[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
     call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
     # Of the most ranks it is the rate itself.
