@@ -12,6 +12,7 @@ from pathlib import Path
 from cs336sys.errors import CapabilityError, OutputError, UsageError
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.tables.outputs import check_drawing, check_writable
+from cs336sys.tables.sentences import package_templates, template_of
 from cs336sys.tables.table import Table, grid_of, one_line
 
 # So many columns fit a printed page in smaller letters alone. Texts of more characters wrap; longer words are broken.
@@ -25,12 +26,10 @@ def escaped(text: str) -> str:
 
 def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
     """Return a page of ``parts`` of HTML with their CSS and JavaScript; browsers run no other script on it."""
-    from jinja2 import Environment, PackageLoader
-
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     body = "\n".join([*parts, *([f"<script>{script}</script>"] if script else [])])
-    pages = Environment(loader=PackageLoader("cs336sys.tables", "."), keep_trailing_newline=True)
-    return pages.get_template("page.jinja").render(title=escaped(title), body=body, style=style, digest=digest)
+    facts = {"title": escaped(title), "body": body, "style": style, "digest": digest}
+    return template_of(__name__).render(facts) + "\n"
 
 
 def html_table(table: Table, heading: str = "h2") -> str:
@@ -41,19 +40,10 @@ def html_table(table: Table, heading: str = "h2") -> str:
         if not classes[index] and max(map(len, column)) > _LONG_CHARACTERS:
             longest_word = max(len(word) for cell in column for word in cell.split() or [""])
             classes[index] = ' class="long"' if longest_word > _LONG_CHARACTERS else ' class="text"'
-    wide = " wide" if len(grid.headers) >= _WIDE_COLUMNS else ""
-
-    def html_row(cells: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}{css}>{cell}</{tag}>" for cell, css in zip(cells, classes, strict=True))
-
-    lines = [
-        f"<{heading}>{escaped(table.title)}</{heading}>",
-        f'<div class="table{wide}"><table>\n<thead><tr>{html_row(grid.headers, "th")}</tr></thead>\n<tbody>',
-        *(f"<tr>{html_row(row, 'td')}</tr>" for row in grid.rows),
-        "</tbody>\n</table></div>",
-        *(f'<p class="note">{escaped(note)}</p>' for note in table.all_notes),
-    ]
-    return "\n".join(lines)
+    is_wide = len(grid.headers) >= _WIDE_COLUMNS
+    facts = {"heading": heading, "title": escaped(table.title), "grid": grid, "classes": classes, "is_wide": is_wide}
+    notes = [escaped(note) for note in table.all_notes]
+    return package_templates().get_template("tables/html_table.jinja").render(facts, notes=notes)
 
 
 def html_picture(draw: Callable[[Path], None], caption: str) -> str:

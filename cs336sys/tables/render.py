@@ -17,6 +17,7 @@ from cs336sys.results.recording import current_recording
 from cs336sys.results.statistics import Interval
 from cs336sys.tables import outputs
 from cs336sys.tables.numbers import Value
+from cs336sys.tables.sentences import template_of, written
 from cs336sys.tables.table import Grid, Table, grid_of, one_line
 
 # What --output calls standard output, as everywhere.
@@ -151,20 +152,9 @@ def escape_latex(text: str) -> str:
 
 
 def _typst(table: Table) -> str:
-    """Return a table as a figure with a caption, and its notes as paragraphs below."""
-    grid = grid_of(table).map(typst_string)
-    lines = [
-        "#figure(",
-        f"  caption: {typst_string(one_line(table.title))},",
-        "  table(",
-        f"    columns: {len(grid.headers)},",
-        f"    align: ({', '.join(grid.alignment)},),",
-        f"    table.header({', '.join(grid.headers)}),",
-        *(f"    {', '.join(row)}," for row in grid.rows),
-        "  ),",
-        ")",
-    ]
-    return _paragraphs(["\n".join(lines), *(f"#{typst_string(one_line(note))}" for note in table.all_notes)])
+    caption, *notes = (typst_string(one_line(text)) for text in (table.title, *table.all_notes))
+    facts = {"grid": grid_of(table).map(typst_string), "caption": caption, "notes": notes}
+    return written(template_of(__name__), "typst", facts).removesuffix("\n")
 
 
 def typst_string(text: str) -> str:

@@ -16,6 +16,7 @@ from cs336sys.tables import titles
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 
 _SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
@@ -91,12 +92,8 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
         | (_predicted_memory(cell) if cell.configuration["implementation"] in PLAIN_ATTENTION else {})
         for cell in cells
     ]
-    notes = ["predicted for plain attention, eager with torch.softmax; fused kernels hold a row statistic a query"]
-    if capacity is not None:
-        too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows)
-        notes.append(
-            f"{too_large} of {len(rows)} need more than the {capacity.memory_gib:.1f} GiB of {capacity.device}"
-        )
+    too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows) if capacity else 0
+    notes = sentences(__name__, "plan", capacity=capacity, too_large=too_large, cells=len(rows))
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     columns = (*varying.values(), *named_columns("implementation", "predicted_held_gib", "predicted_peak_gib"))
     subject = f"{command}: cells and predicted memory (nothing was run)"
@@ -175,8 +172,8 @@ def _growth(cells: Sequence[Cell]) -> Table:
         *named_columns("implementation", "head_dim", contexts="context", context_ratio="context grows"),
         *named_columns(held_ratio="held memory grows"),
     )
-    note = "Near the square of the context's growth the probabilities dominate; FlashAttention holds none of them."
-    return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))
+    notes = sentences(__name__, "growth")
+    return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes)
 
 
 # The line styles of attn's implementations, in their order.

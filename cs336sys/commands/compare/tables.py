@@ -23,7 +23,7 @@ from cs336sys.results.comparison import (
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import Value, format_quantity
-from cs336sys.tables.sentences import count_of, sentences
+from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
 # A table says how far the ratio of means is off that of medians from this logarithm of their quotient on.
@@ -162,26 +162,21 @@ def comparison_warnings(
         yield from passed_over_words(results)
     unpaired_sides = {"A": matched.only_a, "B": matched.only_b}
     paired_sides = {"A": [pair.a for pair in matched.pairs], "B": [pair.b for pair in matched.pairs]}
-    for name in ("A", "B"):
-        left_out = sum(side.left_out for side in (*paired_sides[name], *unpaired_sides[name]))
-        if left_out:
-            yield f"{name} holds {count_of(left_out, 'cell')} of other code or another machine than its last: left out"
-    for name, sides in unpaired_sides.items():
-        if sides:
-            yield f"not compared, because only {name} has them: {count_of(len(sides), 'cell')}"
-    differences = machine_differences(matched.pairs, a, b)
-    if differences:
-        listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
-        yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
-    lacking = sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs)
-    if lacking:
-        yield f"not compared, because A or B lacks the series: {count_of(lacking, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
     methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
-    for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
-        yield f"samples were taken by {of_a} in A and by {of_b} in B"
-    for reason, count in Counter(comparison.reason for comparison in comparisons if comparison.reason).items():
-        yield f"undecided, {count_of(count, 'comparison')} of {len(comparisons)}: {reason}"
+    yield from sentences(
+        __name__,
+        "warnings",
+        left_out={
+            name: sum(side.left_out for side in (*paired_sides[name], *sides)) for name, sides in unpaired_sides.items()
+        },
+        unpaired_sides=unpaired_sides,
+        differences=machine_differences(matched.pairs, a, b),
+        lacking=sum(pair.is_measured and not shared_series(pair, metrics) for pair in matched.pairs),
+        methods=sorted(method for method in methods if method[0] != method[1]),
+        comparisons=len(comparisons),
+        reasons=Counter(comparison.reason for comparison in comparisons if comparison.reason),
+    )
 
 
 def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
