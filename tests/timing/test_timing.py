@@ -6,7 +6,8 @@ import torch
 import torch.utils.benchmark
 
 from cs336sys.timing import phases as timing
-from cs336sys.timing.phases import covered, time_calls, time_phases
+from cs336sys.timing.calls import time_calls
+from cs336sys.timing.phases import covered, time_phases
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from cs336sys.results.model import Samples
 from cs336sys.results.statistics import ratio_of_pairs
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import AttentionWorkload
-from cs336sys.timing.phases import time_calls
+from cs336sys.timing.calls import time_calls
 from cs336sys.timing.relative_error import why_wrong
 
 ROUNDS = 8

@@ -28,7 +28,8 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.phases import time_calls, time_phases
+from cs336sys.timing.calls import time_calls
+from cs336sys.timing.phases import time_phases
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.model import model_attention
 from cs336sys.training.user_models import load

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.timing.phases import time_calls, time_queued_calls
+from cs336sys.timing.calls import time_calls, time_queued_calls
 
 _PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

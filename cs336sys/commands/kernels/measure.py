@@ -18,7 +18,7 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.operations import KernelWorkload
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.phases import time_queued_calls
+from cs336sys.timing.calls import time_queued_calls
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
 

@@ -8,7 +8,7 @@ from cs336sys.commands.kernels.measure import TOLERANCES, kernel_errors, measure
 from cs336sys.commands.kernels.operations import OPERATIONS
 from cs336sys.errors import CapabilityError
 from cs336sys.settings.operations import KERNELS, KernelWorkload
-from cs336sys.timing.phases import time_queued_calls
+from cs336sys.timing.calls import time_queued_calls
 
 # Where our kernels run: compiled, or in the interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
