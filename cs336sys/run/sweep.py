@@ -48,7 +48,7 @@ _WORTH_RETRYING = ("error", "timeout")
 
 def known_cells(
     results: Results, command: str, configurations: Sequence[Mapping[str, Any]], run: Run, *, take_any: bool
-) -> tuple[dict[str, Cell], Sequence[str]]:
+) -> tuple[dict[str, Cell], list[str]]:
     """Return the cells of a file that a sweep in ``run`` need not measure, by :func:`configuration_key`, and notes.
 
     They are those of a run under the same ``Run.conditions`` with the same code, or of any run with ``take_any``; the
@@ -86,7 +86,7 @@ def known_cells(
         usable = alike or (complete if take_any else [])
         reusable |= {key: measured[key][usable[-1]] for key in keys if usable}
     counts = {"differing_count": differing_count, "unpaired_count": unpaired_count}
-    return reusable, sentences(__name__, "resumed", differing=differing, take_any=take_any, **counts)
+    return reusable, list(sentences(__name__, "resumed", differing=differing, take_any=take_any, **counts))
 
 
 def run_of_one_machine(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:

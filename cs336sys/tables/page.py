@@ -12,7 +12,7 @@ from pathlib import Path
 from cs336sys.errors import CapabilityError, OutputError, UsageError
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.tables.outputs import check_drawing, check_writable
-from cs336sys.tables.sentences import package_templates, template_of
+from cs336sys.tables.sentences import package_templates
 from cs336sys.tables.table import Table, grid_of, one_line
 
 # So many columns fit a printed page in smaller letters alone. Texts of more characters wrap; longer words are broken.
@@ -29,7 +29,7 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     body = "\n".join([*parts, *([f"<script>{script}</script>"] if script else [])])
     facts = {"title": escaped(title), "body": body, "style": style, "digest": digest}
-    return template_of(__name__).render(facts) + "\n"
+    return package_templates().get_template("tables/page.jinja").render(facts) + "\n"
 
 
 def html_table(table: Table, heading: str = "h2") -> str:

@@ -17,7 +17,7 @@ from cs336sys.results.recording import current_recording
 from cs336sys.results.statistics import Interval
 from cs336sys.tables import outputs
 from cs336sys.tables.numbers import Value
-from cs336sys.tables.sentences import template_of, written
+from cs336sys.tables.sentences import package_templates
 from cs336sys.tables.table import Grid, Table, grid_of, one_line
 
 # What --output calls standard output, as everywhere.
@@ -154,7 +154,7 @@ def escape_latex(text: str) -> str:
 def _typst(table: Table) -> str:
     caption, *notes = (typst_string(one_line(text)) for text in (table.title, *table.all_notes))
     facts = {"grid": grid_of(table).map(typst_string), "caption": caption, "notes": notes}
-    return written(template_of(__name__), "typst", facts).removesuffix("\n")
+    return package_templates().get_template("tables/typst.jinja").render(facts)
 
 
 def typst_string(text: str) -> str:
@@ -220,14 +220,15 @@ def _csv_word(value: Any) -> str | float | None:
 def _json(tables: Sequence[Table]) -> str:
     documents: list[dict[str, Any]] = []
     for table in tables:
-        _, rows = flat_rows(table)
-        finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-        documents.append({"name": table.name, "title": table.title, "rows": finite, "notes": table.all_notes})
+        rows = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in flat_rows(table)[1]
+        ]
+        documents.append({"name": table.name, "title": table.title, "rows": rows, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
-
-
-def _finite_or_none(value: Value) -> Value:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # For people each table by itself, for programs all together.

@@ -22,27 +22,18 @@ def package_templates() -> "Environment":
     return environment
 
 
-def template_of(module: str) -> "Template":
-    """Return the template next to a module: ``tables.jinja`` next to ``tables.py``."""
-    return package_templates().get_template(f"{module.removeprefix('cs336sys.').replace('.', '/')}.jinja")
-
-
 def count_of(number: int, noun: str) -> str:
     """Return ``1 cell`` or ``2 cells``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def written(template: "Template", block: str, facts: Mapping[str, Any]) -> str:
-    """Return what a block makes of the facts; a jinja2.UndefinedError lacks one."""
-    return "".join(template.blocks[block](template.new_context(dict(facts))))
-
-
 def paragraphs(template: "Template", block: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the paragraphs that a block makes of the facts, each in one line."""
-    parts = re.split(r"\n\s*\n", written(template, block, facts))
-    return [" ".join(part.split()) for part in parts if part.strip()]
+    """Return the paragraphs that a block makes of the facts, each in one line; a jinja2.UndefinedError lacks a fact."""
+    text = "".join(template.blocks[block](template.new_context(dict(facts))))
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 
 
 def sentences(module: str, block: str, **facts: Any) -> tuple[str, ...]:
-    """Return the sentences of a block of a module's :func:`template_of`."""
-    return tuple(paragraphs(template_of(module), block, facts))
+    """Return the sentences of a block of the template next to a module: ``tables.jinja`` next to ``tables.py``."""
+    path = module.removeprefix("cs336sys.").replace(".", "/")
+    return tuple(paragraphs(package_templates().get_template(f"{path}.jinja"), block, facts))
