@@ -68,5 +68,4 @@ def step_row(
 
 def error_notes(rates: Rates) -> tuple[str, ...]:
     """Say how far predictions are off, on steps of this project and of others."""
-    published = public_note(rates)
-    return (rates.error_note, published) if published else (rates.error_note,)
+    return tuple(filter(None, (rates.error_note, public_note(rates))))

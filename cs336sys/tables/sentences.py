@@ -18,13 +18,9 @@ def package_templates() -> "Environment":
 
     loader = PackageLoader("cs336sys", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"to": format, "quantity": format_quantity, "counted": count_of}
+    environment.filters |= {"to": format, "quantity": format_quantity}
+    environment.filters["counted"] = lambda number, noun: f"{number} {noun}{'s' * (number != 1)}"
     return environment
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return ``1 cell`` or ``2 cells``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def paragraphs(template: "Template", block: str, facts: Mapping[str, Any]) -> list[str]:

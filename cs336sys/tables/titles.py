@@ -64,10 +64,8 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
     """Return a plan's notes on models whose memory has no formula."""
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
     is_unknown = any(workload.is_ours and not workload.memory_is_known for workload in workloads)
-    return (
-        *planned_package_notes(workloads),
-        *sentences(__name__, "memory", models=names, is_unknown=is_unknown),
-    )
+    notes = sentences(__name__, "memory", models=names, is_unknown=is_unknown)
+    return planned_package_notes(workloads) + notes
 
 
 def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
