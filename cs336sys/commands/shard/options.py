@@ -29,6 +29,7 @@ from cs336sys.settings.parallel import (
     parse_block_checkpointing,
 )
 from cs336sys.settings.training import Workload
+from cs336sys.tables.sentences import sentences
 
 # The fastest options for a step that fills its GPUs, by strategy: of this project's parts, and of torch's alone.
 _FASTEST: dict[str, dict[str, Any]] = {
@@ -123,14 +124,8 @@ def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -
 
 def _require_for_board(workload: Workload) -> None:
     """Refuse a step that ``--board`` cannot measure or check."""
-    if workload.cuda_graph == "on":
-        raise UsageError(
-            "--cuda-graph on: --board launches its step, whose kernels take longer than launches; choose off"
-        )
-    if workload.scales_loss:
-        raise UsageError(
-            "--precision fp16: --board checks gradients of fp32 and bf16, which are not scaled; choose one"
-        )
+    if refusals := sentences(__name__, "board", workload=workload):
+        raise UsageError(refusals[0])
 
 
 def usable_bytes(device: str) -> float:
@@ -150,18 +145,11 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
         UsageError: it does not fit even so, or what it needs is not known.
     """
     if not workload.has_own_block_backward:
-        raise UsageError(
-            "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
-            "or keep=N"
-        )
+        raise UsageError(*sentences(__name__, "not_automatic"))
     step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=chooses_gathered)
     if is_first_rank():
-        peak = kept_peak(step)
-        say(
-            f"--checkpoint auto, {workload.world_size} ranks: gate and up are kept in {step.blocks} of "
-            f"{step.size.num_layers} blocks, and weights of {step.keep_gathered} stay gathered; "
-            f"predicted peak {peak.total_gib:.1f} GiB ({peak.moment}) of {limit_bytes / GIB:.4g} GiB"
-        )
+        facts = {"ranks": workload.world_size, "peak": kept_peak(step), "limit_gib": limit_bytes / GIB}
+        say(*sentences(__name__, "chosen", step=step, **facts))
     return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)
 
 

@@ -37,10 +37,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
     """Return the most model FLOP/s that a whole training step of ``bench`` reached on one device."""
     steps = [cell for cell in _bench(cells, {"precision": precision, "mode": "train"}) if cell.derived.get("tflops")]
     if not steps:
-        raise UsageError(
-            f"--measured: no step in {precision} to take FLOP/s from; "
-            f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
-        )
+        raise UsageError(*sentences(__name__, "no_flops", precision=precision))
     cell = max(steps, key=lambda step: step.derived["tflops"])
     source = f"bench, {_bench_step_label(cell)}: model FLOPs of the whole step"
     return MeasuredRate(cell.derived["tflops"] * 1e12, source)
@@ -50,10 +47,7 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
     """Return the bytes/s that a rank sent in the largest all-reduce, its bus bandwidth; NCCL's before Gloo's."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
-        raise UsageError(
-            "--measured: no all-reduce to take a bandwidth from; measure some with "
-            "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
-        )
+        raise UsageError(*sentences(__name__, "no_bandwidth"))
     cell = max(all_reduces, key=lambda cell: [cell.configuration[name] for name in ("message_bytes", "world_size")])
     settings = cell.configuration
     source = f"{settings['backend']}, {settings['world_size']} ranks, {settings['message_bytes'] / 1e6:g} MB: busbw"
@@ -121,11 +115,7 @@ def measured_device_time(
         if cell.configuration.get("size") in SIZES and {"forward", "backward", "optimizer"} <= cell.samples.keys()
     ]
     if not steps:
-        state_options = "" if state_dtype == "fp32" else f" --optimizer adamw --state-dtype {state_dtype}"
-        raise UsageError(
-            f"--measured: no step in {precision} with state in {state_dtype} has the times of its forward, backward "
-            f"and optimizer; measure one with cs336sys bench --precision {precision}{state_options} --save bench.jsonl"
-        )
+        raise UsageError(*sentences(__name__, "no_device_time", precision=precision, state_dtype=state_dtype))
     shape = ("d_model", "d_ff", "num_layers", "context")
     alike = [cell for cell in steps if all(cell.configuration.get(name) == getattr(size, name) for name in shape)]
     cell = min(alike or steps, key=_ms_per_flop)
