@@ -81,15 +81,12 @@ def _devices_text(strategy: str, mesh: Mesh) -> str:
     return f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
 
 
-_TP_COLUMNS = (Column("equation", "equation"), Column("shape", "shape"), Column("reason", "because"))
-_SUMMARY_COLUMNS = [Column("strategy", "strategy"), Column("devices", "devices")]
+_TP_COLUMNS = named_columns("equation", "shape", reason="because")
+_SUMMARY_COLUMNS = [*named_columns("strategy", "devices")]
 for _which in PASSES:
-    _SUMMARY_COLUMNS += [
-        Column(f"{_which}_computing_ms", f"{_which} computing", "ms"),
-        Column(f"{_which}_communication_ms", f"{_which} communication", "ms"),
-        Column(f"{_which}_bound", f"{_which} bound by"),
-        Column(f"{_which}_most_devices", f"{_which} most devices", "value"),
-    ]
+    _SUMMARY_COLUMNS += named_columns(f"{_which}_computing_ms", f"{_which}_communication_ms")
+    _SUMMARY_COLUMNS += named_columns(**{f"{_which}_bound": f"{_which} bound by"})
+    _SUMMARY_COLUMNS.append(Column(f"{_which}_most_devices", f"{_which} most devices", "value"))
 
 
 def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
