@@ -1,7 +1,6 @@
 """Sentences for people, made by Jinja templates from the facts that a module has: notes below tables, warnings."""
 
 import re
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,9 @@ def package_templates() -> "Environment":
     return environment
 
 
-def paragraphs(template: "Template", block: str, facts: Mapping[str, Any]) -> list[str]:
+def paragraphs(template: "Template", block: str, facts: dict[str, Any]) -> list[str]:
     """Return the paragraphs that a block makes of the facts, each in one line; a jinja2.UndefinedError lacks a fact."""
-    text = "".join(template.blocks[block](template.new_context(dict(facts))))
+    text = "".join(template.blocks[block](template.new_context(facts)))
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 
 
