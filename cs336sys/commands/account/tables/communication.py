@@ -85,7 +85,7 @@ _TP_COLUMNS = named_columns("equation", "shape", reason="because")
 _SUMMARY_COLUMNS = [*named_columns("strategy", "devices")]
 for _which in PASSES:
     _SUMMARY_COLUMNS += named_columns(f"{_which}_computing_ms", f"{_which}_communication_ms")
-    _SUMMARY_COLUMNS += named_columns(**{f"{_which}_bound": f"{_which} bound by"})
+    _SUMMARY_COLUMNS.append(Column(f"{_which}_bound", f"{_which} bound by"))
     _SUMMARY_COLUMNS.append(Column(f"{_which}_most_devices", f"{_which} most devices", "value"))
 
 
