@@ -60,7 +60,8 @@ def nodes():
 
 
 def test_sentences_that_code_names_exist(nodes):
-    calls = [node for node in nodes if getattr(getattr(node, "func", None), "id", "").startswith(("say_", "sentence"))]
+    names = [getattr(getattr(node, "func", None), "id", "") for node in nodes]
+    calls = [node for node, name in zip(nodes, names, strict=True) if name == "sentence" or name.startswith("say_")]
     texts = [argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)]
     assert len(texts) > 50
     assert {text.replace(" ", "_") for text in texts} <= set().union(*BLOCKS.values())
