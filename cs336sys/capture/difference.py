@@ -209,7 +209,7 @@ def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_e
 
     Args:
         noise_share: the scatter of a typical kernel, as a part of its time: in few steps, some scatter less by chance.
-        least_errors: by how many standard errors no row of equal captures differs.
+        least_errors: standard errors that a shift must exceed; those of equal captures hardly ever do.
     """
     before, after = (Samples("ms", "capture", tuple(side.step_ms)) for side in (change.before, change.after))
     shift_ms, spread_ms = change.shift_and_spread_ms
@@ -220,11 +220,12 @@ def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_e
     rank_test = compare_sides([[before.measured]], [[after.measured]], confidence_percent=_CONFIDENCE_PERCENT)
     largest_ms = max(abs(interval.low), abs(interval.high))
     verdict: Verdict = "same" if 100 * largest_ms <= SAME_PERCENT * mean_step_ms else "undecided"
+    # The rank test alone names some of the hundreds of rows of equal captures; the size alone, of few steps, is chance.
     if is_large and rank_test.is_significant:
         verdict = "slower" if shift_ms > 0 else "faster"
-    if not change.after.groups and _is_regular(change.before.counts, change.after.counts):
+    if not change.after.groups and _is_regular(change.before.counts, counts_without=change.after.counts):
         verdict = "gone"
-    elif not change.before.groups and _is_regular(change.after.counts, change.before.counts):
+    elif not change.before.groups and _is_regular(change.after.counts, counts_without=change.before.counts):
         verdict = "new"
     return replace(change, verdict=verdict, low_ms=interval.low, high_ms=interval.high)
 

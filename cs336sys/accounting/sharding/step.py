@@ -293,7 +293,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
     # The moment is of one rank alone: so many elements have their gradients by then.
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
     if step.strategy_record.uses_torch_ddp:
-        return state.gradients, 0
+        return state.gradients, 0  # Views of its buckets, which exist from the start.
     if step.strategy_record.reduces_slices:
         # One bucket fills while two are being reduced; slices get memory when their bucket is full.
         bucket = int(step.bucket_mb * 1e6) // step.parameter_bytes
@@ -303,6 +303,8 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
         return state.gradients * done // count, under_way
     kept = state.gradients * done // count
+    # Units are gathered in both passes, which are over once all gradients are done. Whole gradients and what ranks have
+    # sent exist in the backward pass alone, from its first gradient on.
     if not step.strategy_record.gathers_ahead or done == count:
         return kept, 0
     peak = fully_sharded_peak(

@@ -68,19 +68,19 @@ def build_recorded(
         return step, [], communications
     timeline = build_timeline(history.events, regions=(), held_size=held_before)
     totals = timeline.totals()
-    at_built, at_first_update, at_after_first_update, at_second_start, at_second_update, at_end = (
-        history.position(mark)
-        for mark in (built, before_first_update, after_first_update, second_start, before_second_update, end)
-    )
-    at_peak = peak_position(totals, Region("step", at_second_start, at_end))
-    weights = _blocks_at(timeline, parameters, at_second_update)
-    state = _blocks_at(timeline, optimizer_memory.state, at_end)
-    gradients = _blocks_at(timeline, optimizer_memory.gradients, at_second_update)
-    first_gradients = _blocks_at(timeline, first_gradient_addresses, at_first_update)
+    marks = (built, before_first_update, after_first_update, before_second_update, end)
+    positions = dict(zip(MOMENTS[:-1], map(history.position, marks), strict=True))
+    second_step = Region("step", history.position(second_start), positions["after the optimizer"])
+    positions["peak"] = peak_position(totals, second_step)
+    weights = _blocks_at(timeline, parameters, positions["before the optimizer"])
+    state = _blocks_at(timeline, optimizer_memory.state, second_step.end)
+    # Every step allocates its gradients anew.
+    first_gradients = _blocks_at(timeline, first_gradient_addresses, positions["before the first optimizer step"])
+    gradients = _blocks_at(timeline, optimizer_memory.gradients, positions["before the optimizer"])
     memory = []
-    positions = (at_built, at_first_update, at_after_first_update, at_second_update, at_end, at_peak)
-    for moment, position in zip(MOMENTS, positions, strict=True):
-        present_gradients = first_gradients if position <= at_after_first_update else gradients
+    for moment, position in positions.items():
+        is_in_first_step = position <= positions["after the first optimizer step"]
+        present_gradients = first_gradients if is_in_first_step else gradients
         in_weights, in_gradients, in_state = (
             _bytes_at(position, blocks) for blocks in (weights, present_gradients, state)
         )
@@ -362,16 +362,16 @@ def explaining_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
         raise
 
 
-_compiled_for: str | None = None
+_compiled_for: tuple[object, ...] = ()
 
 
 def release_last_job(workload: ParallelWorkload) -> None:
     """Free what the last job left behind; compiled code only if this job cannot use it."""
     global _compiled_for
-    # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded
-    # models, which compute without autocast.
+    # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for strategies
+    # that shard weights, which compute without autocast.
     wrapper = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
-    compiled_for = f"{workload.unsynchronized} {wrapper}"
+    compiled_for = (workload.unsynchronized, wrapper)
     # Without torch._dynamo, this would import the compiler.
     if compiled_for != _compiled_for and "torch._dynamo" in sys.modules:
         torch.compiler.reset()

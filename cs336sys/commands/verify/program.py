@@ -125,6 +125,7 @@ class ProgramRun:
         if self.on_ranks:
             # Other masks on ranks that have other sequences.
             torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data_rank)
+            # Alike on all ranks: user code may decide by it which layers run.
             random.seed(workload.training.seed)
             self.wrapped = wrap(workload, model, self.mesh, learning_rate)
         module = self.wrapped.module
@@ -142,7 +143,9 @@ class ProgramRun:
         named_buffers = ((model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
         self.buffers = {name: buffer for name, buffer in named_buffers if name is not None}
         if self.training.optimizer is not None:
+            # In one process, which has no wrap, one like the wrap's.
             self.optimizer = self.training.optimizer.build(self.parameters)
+        # Scaling rounds nothing, so one process has the same gradients without it.
         scales = self.on_ranks and self.program.scales
         self.scaler = self.wrapped.scaler_class(
             self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
