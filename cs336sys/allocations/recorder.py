@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -100,7 +101,7 @@ class StepRecorder:
         with contextlib.ExitStack() as stack:
             for name, parameter in self._parameters.items():
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
+                    hook = parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
                     stack.callback(hook.remove)
             stack.enter_context(self._history)
             if self._operations is not None:
@@ -150,13 +151,10 @@ class StepRecorder:
             lost_events=history.lost_events,
         )
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def note(parameter: Tensor) -> None:
-            # An optimizer that updates in the backward pass may have dropped it.
-            if parameter.grad is not None:
-                self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
-
-        return note
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        # An optimizer that updates in the backward pass may have dropped it.
+        if parameter.grad is not None:
+            self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
 
 
 class _OperationObserver(DispatchMode):

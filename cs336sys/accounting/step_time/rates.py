@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 from cs336sys.accounting.hardware import Ceilings, Datasheet, datasheet
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.findings import sentence
 
 H200 = Path(__file__).with_name("h200.json")
 
@@ -133,15 +134,7 @@ class Rates:
     @property
     def error_note(self) -> str:
         """Say how far predictions are off: the sentence under every table."""
-        if not self.errors:
-            measured_parts = "products, copies, attention, optimizers"
-            return f"Rates of {self.gpu} were measured alone ({measured_parts}); their error is not known."
-        errors = "; ".join(map(str, self.errors))
-        note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {errors}."
-        scales = {"ceilings": "what doctor --ceilings measured", "datasheets": "datasheets and were not measured"}
-        if self.scaled_by is not None:
-            note += f" Rates of {self.gpu} are scaled by {scales[self.scaled_by]}."
-        return note
+        return sentence(__package__, "error of predictions", rates=self)
 
 
 def _round_rate(value: Any) -> Any:

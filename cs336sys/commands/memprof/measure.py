@@ -15,6 +15,7 @@ from cs336sys.allocations.history import AllocationHistory, CpuHistory, CudaHist
 from cs336sys.allocations.recorder import StepRecorder
 from cs336sys.allocations.timeline import AllocationTimeline
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.findings import sentence
 from cs336sys.machine.device import choose_device, free_gpu_memory
 from cs336sys.parity.step import check_few_blocks
 from cs336sys.results.model import hide_home
@@ -27,11 +28,6 @@ from cs336sys.training.checkpoints import MemoryStep
 from cs336sys.training.flop_counting import counted_columns
 from cs336sys.training.step import set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.training.user_models import telling_user_errors
-
-_WITHOUT_ONEDNN = (
-    "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this CPU takes more "
-    "memory"
-)
 
 
 def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -56,7 +52,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         step = MemoryStep(workload, device)
         derived |= counted_columns(step, progress)
         if device.type == "cpu" and torch.backends.mkldnn.is_available():
-            notes = [*notes, _WITHOUT_ONEDNN]
+            notes = [*notes, sentence(__package__, "without oneDNN")]
         derived = with_notes(derived, notes)
         for number in range(training.warmup):
             progress(f"warm-up {number + 1}/{training.warmup}")

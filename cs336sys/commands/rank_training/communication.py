@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Communication:
         return times * (self.ranks - 1) / self.ranks * self.bytes
 
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
-        """Return a function that launches the collective on zeros, without waiting, and returns what can be waited for.
+        """Return a function that launches the collective on zeros, without waiting, and returns one that waits for it.
 
         It uses ``tensors`` of other launchers where they fit, and adds new ones; None shares none.
         """
@@ -86,7 +87,7 @@ class Communication:
             # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
             # crashes.
             arguments["async_op"] = True
-        return lambda: _work(self._operator(**arguments))
+        return lambda: _wait_for(self._operator(**arguments))
 
 
 class _Watcher(CollectiveMode):
@@ -118,7 +119,7 @@ def communication_at_once() -> AbstractContextManager:
     """
 
     def finish(operator: Any, arguments: dict[str, Any], result: Any) -> None:
-        _work(result).wait()
+        _wait_for(result)()
         # How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors
         # in 2 of 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all
         # strategies.
@@ -129,26 +130,15 @@ def communication_at_once() -> AbstractContextManager:
 
 def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
     """Launch all one after another, then wait for all: on a GPU, let the current stream wait."""
-    for work in [launch() for launch in launchers]:
-        work.wait()
+    for wait in [launch() for launch in launchers]:
+        wait()
 
 
-@dataclass(frozen=True)
-class _FunctionalWork:
-    """Waits for the tensors of a functional collective."""
-
-    tensors: Any
-
-    def wait(self) -> None:
-        for tensor in tree_leaves(self.tensors):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _work(result: Any) -> Any:
-    """Return what can be waited for; some operators return their tensors before it."""
+def _wait_for(result: Any) -> Callable[[], Any]:
+    """Return a function that waits for a collective with this result: of tensors, or of what to wait for, the last."""
     if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(item, Tensor) for item in result)):
-        return _FunctionalWork(result)
-    return result[-1] if isinstance(result, tuple) else result
+        return partial(tree_map_only, Tensor, torch.ops._c10d_functional.wait_tensor, result)
+    return result[-1].wait if isinstance(result, tuple) else result.wait
 
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:

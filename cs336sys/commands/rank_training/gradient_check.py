@@ -19,6 +19,7 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.commands.rank_training.rank import rank_job
 from cs336sys.commands.rank_training.verification import mean_gradients
 from cs336sys.errors import CapabilityError
+from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.ranks.launch import Ranks
 from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
@@ -73,11 +74,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
     }
     if difference.is_rounding(workload.training.precision):
         return derived, None
-    reason = (
-        f"{workload.strategy}: with {difference.num_layers} blocks the loss is {difference.loss:.6g}, and "
-        f"{difference.expected_loss:.6g} in one process; the gradient of {difference.parameter} is off by "
-        f"{100 * difference.relative:.3g} %: more than rounding explains"
-    )
+    reason = sentence(__package__, "wrong gradients", strategy=workload.strategy, difference=difference)
     return derived, Outcome("wrong", derived=derived, reason=reason)
 
 
@@ -143,10 +140,7 @@ def _gradients_of_one_process(
     model: Any = build_model(plain, device)
     lacking = [name for name in ("token_embeddings", "layers", "ln_final", "lm_head") if not hasattr(model, name)]
     if lacking:
-        raise CapabilityError(
-            f"--board goes through the model of cs336_basics part by part, and it has no {', '.join(lacking)}: name "
-            "its parts so, or leave --board out"
-        )
+        raise CapabilityError(sentence(__package__, "unknown parts", lacking=lacking))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

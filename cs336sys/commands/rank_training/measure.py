@@ -21,6 +21,7 @@ from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
 from cs336sys.commands.rank_training import rank as on_rank
 from cs336sys.commands.rank_training.communication import StepShares, profile_shares
 from cs336sys.commands.rank_training.gradient_check import gradients_outcome
+from cs336sys.findings import sentence
 from cs336sys.machine.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import STEPS
@@ -105,18 +106,9 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     }
     if worst.relative <= worst.allowed:
         return derived, None
-    target, whole = f"after {STEPS} steps {worst.parameter}", "how far one process moves it"
-    if worst.of_gradients:
-        target, whole = f"in the first step the gradient of {worst.parameter}", "its gradient in one process"
-    reason = (
-        f"{workload.strategy}: {target} is off by {100 * worst.relative:.3g} % of {whole}, more than rounding explains "
-        f"({100 * worst.allowed:g} %)"
-    )
-    if worst.reason:
-        reason += f"; {worst.reason}"
-    elif workload.training.fused_kernels:
-        reason += f"; bench --kernels {workload.training.kernels} tells whether our kernels are off without ranks"
-    return derived, Outcome("wrong", derived=derived, reason=reason)
+    kernels = workload.training.kernels if workload.training.fused_kernels else ""
+    facts = {"strategy": workload.strategy, "steps": STEPS, "difference": worst, "kernels": kernels}
+    return derived, Outcome("wrong", derived=derived, reason=sentence(__package__, "wrong weights", **facts))
 
 
 def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:
@@ -157,15 +149,12 @@ def _describe_model(workload: ParallelWorkload) -> dict[str, Any]:
     if training.is_ours:
         return {"parameters": training.parameters}
     count = count_step(training)
-    notes = hidden_warnings(str(training.user.model), count.hidden)
+    model = str(training.user.model)
+    notes = hidden_warnings(model, count.hidden)
     if count.drops:
-        notes.append(f"{training.user.model}: trained without dropout, so that weights can be checked")
+        notes.append(f"{model}: trained without dropout, so that weights can be checked")
     if not workload.uses_autocast and initializer_of(training) is None:
-        notes.append(
-            f"{training.user.model}: its layers cannot be initialized one by one "
-            f"({why_built_whole(str(training.user.model), training.size)}), so each rank holds the whole model in the "
-            "host's memory at first"
-        )
+        notes.append(sentence(__package__, "whole model", model=model, why=why_built_whole(model, training.size)))
     return {"parameters": count.parameters, "notes": notes}
 
 

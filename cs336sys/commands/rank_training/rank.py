@@ -24,6 +24,7 @@ from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region
 from cs336sys.commands.rank_training import communication
 from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
+from cs336sys.findings import sentence
 from cs336sys.machine.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
@@ -347,16 +348,12 @@ def explaining_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
             yield
     except UserCodeError as error:
         if "Expected to have finished reduction" in str(error):
-            raise CapabilityError(
-                f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, and a step "
-                f"of this model used only some; choose another strategy"
-            ) from error
+            reason = sentence(__package__, "unused parameters", strategy=workload.strategy)
+            raise CapabilityError(reason) from error
         # Where weights are sharded, every layer that runs has collectives of its own.
         if workload.strategy_record.shards_weights and _LOST_CONNECTION.search(str(error)):
-            raise CapabilityError(
-                f"strategy '{workload.strategy}': the ranks' collectives did not match, as where a model skips other "
-                "layers on each rank: all must run the same ones; choose another strategy, or skip none"
-            ) from error
+            reason = sentence(__package__, "unmatched collectives", strategy=workload.strategy)
+            raise CapabilityError(reason) from error
         if DEBUG_VARIABLE in os.environ:
             error.add_note("".join(traceback.format_exception(error.__cause__ or error)))
         raise

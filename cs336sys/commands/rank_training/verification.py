@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
@@ -291,19 +292,14 @@ class _Comparison:
         if gradient_difference.relative > allowed >= difference.relative:
             difference = replace(gradient_difference, of_gradients=True)
         if not reference.is_repeatable:
-            reason = (
-                f"{self._workload.training.user.model}: built twice from one seed it is not the same model, so no "
-                "weights are compared; take its random numbers from torch"
-            )
+            reason = sentence(__package__, "other model", model=self._workload.training.user.model)
             return replace(difference, relative=math.nan, reason=reason)
         names = list(dict.fromkeys([*names, *gradient_names]))
         note = f"{self._workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}"
         reason = ""
         if reference.loss_of_parts is not None and difference.relative > allowed:
-            reason = (
-                f"the loss of a batch must be the mean of its parts' losses: that is {reference.loss_of_parts:.6g}, "
-                f"and the loss of the whole batch {reference.trained.loss:.6g}"
-            )
+            losses = {"of_parts": reference.loss_of_parts, "whole": reference.trained.loss}
+            reason = sentence(__package__, "loss of parts", **losses)
         return replace(difference, allowed=allowed, notes=(note,) if names else (), reason=reason)
 
     def _other_gradients(self, name: str) -> Iterator[Tensor]:
@@ -345,12 +341,8 @@ def _relative_to_all(expected: Mapping[str, Tensor], trained: Mapping[str, Tenso
 def _why_not_comparable(workload: ParallelWorkload, reference: _Reference) -> str:
     """Explain why weights cannot be compared, or return nothing."""
     training, trained = workload.training, reference.trained
-    name = training.user.model
     if not training.is_ours and not math.isfinite(trained.loss):
-        return f"{name}: its loss is {trained.loss} in one process too, so no weights are compared"
+        return sentence(__package__, "no finite loss", model=training.user.model, loss=trained.loss)
     if trained.draws and (training.is_compiled or training.cuda_graph == "on"):
-        return (
-            f"{name}: a step draws random numbers, and compiled or captured draws others than one process does, so no "
-            "weights are compared; choose --compile off and --cuda-graph off to have them compared"
-        )
+        return sentence(__package__, "other draws", model=training.user.model)
     return ""
