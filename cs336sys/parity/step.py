@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.findings import sentence
 from cs336sys.machine.device import free_gpu_memory
 from cs336sys.parity.rounding import tolerance
 from cs336sys.parity.training import LOSS, SCALES, train
@@ -232,8 +231,17 @@ class _StepCheck:
 
     def _wrong(self, how: str, checked: Checked, off: WeightDifference) -> tuple[Checked, Outcome]:
         """Say that rounding does not explain a difference, or one of replays, which may be smaller."""
-        facts = {"how": how, "steps": STEPS, "off": off, "allowed": tolerance(self.workload)}
-        reason = sentence(__package__, "wrong steps", repeated=checked.repeated, **facts)
+        allowed = tolerance(self.workload)
+        if not off.relative <= allowed:
+            reason = f"more than rounding explains ({100 * allowed:g} %)"
+        elif checked.repeated is not None:
+            reason = f"and those repeat within {100 * checked.repeated.relative:.3g} %"
+        else:
+            reason = "and those repeat bit by bit"
+        reason = (
+            f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched "
+            f"steps move it, {reason}"
+        )
         return checked, Outcome("wrong", derived=checked.columns(), reason=reason)
 
 
@@ -288,5 +296,10 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     checked, failure = _checked_few_blocks[workload]
     if checked is None:
         return [], failure
-    note = sentence(__package__, "checked first", steps=STEPS, off=checked.off)
-    return [note, *checked.off.notes], failure
+    off = checked.off
+    blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"
+    return [
+        f"checked first, {blocks} against PyTorch's operations: after {STEPS} steps off by at most "
+        f"{100 * off.relative:.2g} % ({off.parameter})",
+        *off.notes,
+    ], failure

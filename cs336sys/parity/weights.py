@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336sys.findings import sentence
 from cs336sys.parity.rounding import REPEATED, Rounding
 
 STEPS = 5
@@ -133,4 +132,8 @@ class TensorComparison:
 
 def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:
     """Say which of ``count`` parameters are left out as :meth:`TensorComparison.explained`."""
-    return sentence(__package__, "rounded parameters", names=names, count=count, allowed=allowed)
+    named = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+    return (
+        f"{len(names)} of {count} parameters ({named}) are off by more than {100 * allowed:g} %, as those of one "
+        "process are that rounds elsewhere"
+    )

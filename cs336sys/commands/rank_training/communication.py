@@ -87,7 +87,7 @@ class Communication:
             # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
             # crashes.
             arguments["async_op"] = True
-        return lambda: _wait_for(self._operator(**arguments))
+        return lambda: _wait_function(self._operator(**arguments))
 
 
 class _Watcher(CollectiveMode):
@@ -119,7 +119,7 @@ def communication_at_once() -> AbstractContextManager:
     """
 
     def finish(operator: Any, arguments: dict[str, Any], result: Any) -> None:
-        _wait_for(result)()
+        _wait_function(result)()
         # How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors
         # in 2 of 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all
         # strategies.
@@ -134,7 +134,7 @@ def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
         wait()
 
 
-def _wait_for(result: Any) -> Callable[[], Any]:
+def _wait_function(result: Any) -> Callable[[], Any]:
     """Return a function that waits for a collective with this result: of tensors, or of what to wait for, the last."""
     if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(item, Tensor) for item in result)):
         return partial(tree_map_only, Tensor, torch.ops._c10d_functional.wait_tensor, result)
