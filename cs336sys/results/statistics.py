@@ -336,12 +336,13 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
     null, null_without_drift = nulls
     # Where samples are worth less, the test counts fewer distances, each of which stands for so many of these.
     weight = len(ordered) / null.most
-    rejected = null.rejected(significance / 2)
-    if rejected:
-        # Zeros count for both sides.
+    num_rejected = null.rejected(significance / 2)
+    if num_rejected:
+        # Distances on the side that has fewer; zeros count for both.
         fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
         p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))
-        index = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
+        # The limit is where the statistic leaves its most extreme values (Hodges and Lehmann 1963).
+        index = math.ceil(num_rejected * weight - ROUNDING * len(ordered)) - 1
         return ordered[index], ordered[-1 - index], p_value
     if null_without_drift.rejected(significance / 2):
         # However much samples drift, no pair is further apart than the first and the last of these distances. Where

@@ -91,6 +91,7 @@ class Setting:
             raise UsageError(f"{self.flag} {value}: must be at least {self.minimum}")
         if value is not None and self.maximum is not None and value > self.maximum:
             raise UsageError(f"{self.flag} {value}: must be at most {self.maximum:,}")
+        # A parser reads the choices, too.
         if self.parse is not None and value is not None:
             try:
                 return self.parse(value)

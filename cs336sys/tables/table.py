@@ -231,6 +231,7 @@ def _sorted(table: Table, order: str) -> Table:
     with_value = [(key, row) for key, row in keys_and_rows if key is not None]
     with_value.sort(key=lambda key_and_row: key_and_row[0], reverse=order.startswith("-"))
     rows = [row for _, row in with_value]
+    # Bytes and seconds cannot be compared: each kind is sorted by itself, in the order of its first row.
     if (kind := column.kind) is not None:
         kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
         rows.sort(key=lambda row: kinds.index(row.get(kind)))

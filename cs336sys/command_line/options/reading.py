@@ -167,11 +167,12 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     convert = option.parser or _number_reader(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
-        option.callback = _callback(convert, is_list=is_list, may_be_empty=not default)
+        option.callback = _callback(convert, is_list=is_list, may_be_empty=is_list and not default)
         option.parser = option.min = option.max = None
         kind = list[str] if is_list else str
         if type(None) in types:
             kind = kind | None
+        # Typer gets texts, so the default becomes one, too, which the callback reads like the user's.
         if is_list and default is not None:
             default = [",".join(map(_as_text, default))] if default else []
         elif default is not None:
@@ -204,7 +205,7 @@ def _number_reader(types: set[Any], option: OptionInfo) -> Callable[[str], float
 
 def _callback(convert: Callable[[str], Any], *, is_list: bool, may_be_empty: bool) -> Callable[..., Any]:
     def read(param: typer.CallbackParam, value: Any) -> Any:
-        if value is None or (is_list and may_be_empty and not value):
+        if value is None or (may_be_empty and not value):
             return value
         return (split_list if is_list else read_value)(value, param.opts[0], convert)
 

@@ -60,7 +60,8 @@ def compare(
     try:
         output.emit(comparison_tables(matched.pairs, compared, confidence))
     except UsageError as error:
-        # Raised last: columns that the tables lack, as cells that fail in B do, must not hide a regression.
+        # Raised last: --columns may name one that no table has because the cells of B failed, and the regressions of
+        # others must be said first.
         fault = error
     slower, unknown = [], []
     if limit_percent is not None:

@@ -49,212 +49,164 @@ def right(model, group):
     return Averaged(model, group)
 
 
-def summed(model, group):
-    class Wrong(Averaged):
-        def send(self, parameter):
-            dist.all_reduce(parameter.grad, group=self.group)
-
-    return Wrong(model, group)
+class Summed(Averaged):
+    def send(self, parameter):
+        dist.all_reduce(parameter.grad, group=self.group)
 
 
-def averaged_twice(model, group):
-    class Wrong(Averaged):
-        def send(self, parameter):
-            super().send(parameter)
-            parameter.grad /= self.ranks
-
-    return Wrong(model, group)
+class AveragedTwice(Averaged):
+    def send(self, parameter):
+        super().send(parameter)
+        parameter.grad /= self.ranks
 
 
-def divided_alone(model, group):
+class DividedAlone(Averaged):
     """Each rank divides, and none adds."""
 
-    class Wrong(Averaged):
-        def send(self, parameter):
-            parameter.grad /= self.ranks
-
-    return Wrong(model, group)
+    def send(self, parameter):
+        parameter.grad /= self.ranks
 
 
 def nothing_sent(model, group):
     return model
 
 
-def norms_left_out(model, group):
-    class Wrong(Averaged):
-        def trained(self):
-            return [parameter for parameter in super().trained() if parameter.dim() > 1]
-
-    return Wrong(model, group)
+class NormsLeftOut(Averaged):
+    def trained(self):
+        return [parameter for parameter in super().trained() if parameter.dim() > 1]
 
 
-def last_left_out(model, group):
-    class Wrong(Averaged):
-        def trained(self):
-            return super().trained()[:-1]
-
-    return Wrong(model, group)
+class LastLeftOut(Averaged):
+    def trained(self):
+        return super().trained()[:-1]
 
 
-def first_ranks_gradient(model, group):
-    class Wrong(Averaged):
-        def send(self, parameter):
-            dist.broadcast(parameter.grad, 0, group=self.group)
-
-    return Wrong(model, group)
+class FirstRanksGradient(Averaged):
+    def send(self, parameter):
+        dist.broadcast(parameter.grad, 0, group=self.group)
 
 
-def last_ranks_gradient(model, group):
-    class Wrong(Averaged):
-        def send(self, parameter):
-            dist.broadcast(parameter.grad, self.ranks - 1, group=self.group)
-
-    return Wrong(model, group)
+class LastRanksGradient(Averaged):
+    def send(self, parameter):
+        dist.broadcast(parameter.grad, self.ranks - 1, group=self.group)
 
 
-def not_waited(model, group):
+class NotWaited(Averaged):
     """The mean is computed while the sum is still on its way."""
 
-    class Wrong(Averaged):
-        def send(self, parameter):
-            sent = parameter.grad.clone()
-            self.works = (*getattr(self, "works", ()), (dist.all_reduce(sent, group=self.group, async_op=True), sent))
-            parameter.grad /= self.ranks
-
-    return Wrong(model, group)
+    def send(self, parameter):
+        sent = parameter.grad.clone()
+        self.works = (*getattr(self, "works", ()), (dist.all_reduce(sent, group=self.group, async_op=True), sent))
+        parameter.grad /= self.ranks
 
 
-def not_copied_back(model, group):
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            flat = torch.cat([parameter.grad.flatten() for parameter in self.trained() if parameter.grad is not None])
-            dist.all_reduce(flat, group=self.group)
-            flat /= self.ranks
-
-    return Wrong(model, group)
+class NotCopiedBack(Averaged):
+    def finish_gradient_synchronization(self):
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.trained() if parameter.grad is not None])
+        dist.all_reduce(flat, group=self.group)
+        flat /= self.ranks
 
 
-def one_step_late(model, group):
+class OneStepLate(Averaged):
     """The mean of the step before is used."""
 
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            super().finish_gradient_synchronization()
-            now = [weight.grad.clone() for weight in self.trained()]
-            before = getattr(self, "before", None)
-            self.before = now
-            if before is not None:
-                for parameter, gradient in zip(self.trained(), before, strict=True):
-                    parameter.grad.copy_(gradient)
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        now = [weight.grad.clone() for weight in self.trained()]
+        before = getattr(self, "before", None)
+        self.before = now
+        if before is not None:
+            for parameter, gradient in zip(self.trained(), before, strict=True):
+                parameter.grad.copy_(gradient)
 
 
-def bucket_one_short(model, group):
+class BucketOneShort(Averaged):
     """A bucket is sent when all its gradients but one are ready."""
 
-    class Wrong(Averaged):
-        def __init__(self, model, group):
-            super().__init__(model, group)
-            self.ready = []
-            for parameter in self.trained():
-                parameter.register_post_accumulate_grad_hook(self.done)
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        self.ready = []
+        for parameter in self.trained():
+            parameter.register_post_accumulate_grad_hook(self.done)
 
-        def done(self, parameter):
-            self.ready.append(parameter)
-            if len(self.ready) == len(self.trained()) - 1:
-                for weight in self.ready:
-                    self.send(weight)
-            if len(self.ready) == len(self.trained()):
-                self.ready.clear()
+    def done(self, parameter):
+        self.ready.append(parameter)
+        if len(self.ready) == len(self.trained()) - 1:
+            for weight in self.ready:
+                self.send(weight)
+        if len(self.ready) == len(self.trained()):
+            self.ready.clear()
 
-        def finish_gradient_synchronization(self):
-            pass
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        pass
 
 
-def sent_before_complete(model, group):
+class SentBeforeComplete(Averaged):
     """A module's hook runs when its inputs have gradients; its parameters have none yet, or those of before."""
 
-    class Wrong(Averaged):
-        def __init__(self, model, group):
-            super().__init__(model, group)
-            for parameter in self.trained():
-                parameter.grad = torch.zeros_like(parameter)
-            for module in model.modules():
-                parameters = list(module.parameters(recurse=False))
-                if parameters:
-                    module.register_full_backward_pre_hook(self.before(parameters))
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        for parameter in self.trained():
+            parameter.grad = torch.zeros_like(parameter)
+        for module in model.modules():
+            parameters = list(module.parameters(recurse=False))
+            if parameters:
+                module.register_full_backward_pre_hook(self.before(parameters))
 
-        def before(self, parameters):
-            def hook(*_):
-                for parameter in parameters:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    self.send(parameter)
+    def before(self, parameters):
+        def hook(*_):
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.send(parameter)
 
-            return hook
+        return hook
 
-        def finish_gradient_synchronization(self):
-            pass
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        pass
 
 
-def swapped_in_bucket(model, group):
+class SwappedInBucket(Averaged):
     """Gradients of one shape are copied back in another order."""
 
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            super().finish_gradient_synchronization()
-            named = dict(self.module.named_parameters())
-            query, key = (named[f"layers.0.attn.{name}_proj.weight"].grad for name in "qk")
-            query[:], key[:] = key.clone(), query.clone()
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        named = dict(self.module.named_parameters())
+        query, key = (named[f"layers.0.attn.{name}_proj.weight"].grad for name in "qk")
+        query[:], key[:] = key.clone(), query.clone()
 
 
-def tied_sent_twice(model, group):
+class TiedSentTwice(Averaged):
     """Each module's weight is added up, and each parameter divided."""
 
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            for module in self.module.modules():
-                for parameter in module.parameters(recurse=False):
-                    if parameter.requires_grad:
-                        dist.all_reduce(parameter.grad, group=self.group)
-            for parameter in self.trained():
-                parameter.grad /= self.ranks
-
-    return Wrong(model, group)
-
-
-def added_at_each_micro_batch(model, group):
-    """Sums in hooks, and divides at the end: what was summed before is summed again."""
-
-    class Wrong(Averaged):
-        def __init__(self, model, group):
-            super().__init__(model, group)
-            for parameter in self.trained():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter_: dist.all_reduce(parameter_.grad, group=group)
-                )
-
-        def send(self, parameter):
+    def finish_gradient_synchronization(self):
+        for module in self.module.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    dist.all_reduce(parameter.grad, group=self.group)
+        for parameter in self.trained():
             parameter.grad /= self.ranks
 
-    return Wrong(model, group)
+
+class AddedAtEachMicroBatch(Averaged):
+    """Sums in hooks, and divides at the end: what was summed before is summed again."""
+
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        for parameter in self.trained():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter_: dist.all_reduce(parameter_.grad, group=group)
+            )
+
+    def send(self, parameter):
+        parameter.grad /= self.ranks
 
 
-def no_sync_forgets(model, group):
-    class Wrong(Averaged):
-        @contextlib.contextmanager
-        def no_sync(self):
-            yield
-            self.module.zero_grad()
-
-    return Wrong(model, group)
+class NoSyncForgets(Averaged):
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+        self.module.zero_grad()
 
 
 class Hooked(Averaged):
@@ -278,37 +230,28 @@ class Hooked(Averaged):
         self.sends = True
 
 
-def no_sync_for_ever(model, group):
-    class Wrong(Hooked):
-        @contextlib.contextmanager
-        def no_sync(self):
-            self.sends = False
-            yield
-
-    return Wrong(model, group)
+class NoSyncForEver(Hooked):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+        yield
 
 
-def no_sync_sends(model, group):
+class NoSyncSends(Hooked):
     """Each micro-batch's mean is divided by their number, in hooks that see what was accumulated."""
 
-    class Wrong(Hooked):
-        def send(self, parameter):
-            super().send(parameter)
-            parameter.grad /= 2 if self.ranks == 2 else 1
-
-    return Wrong(model, group)
+    def send(self, parameter):
+        super().send(parameter)
+        parameter.grad /= 2 if self.ranks == 2 else 1
 
 
-def never_in_evaluation(model, group):
+class NeverInEvaluation(Hooked):
     """Sending is switched off by eval(), and not on again by train()."""
 
-    class Wrong(Hooked):
-        def train(self, mode=True):
-            if not mode:
-                self.sends = False
-            return super().train(mode)
-
-    return Wrong(model, group)
+    def train(self, mode=True):
+        if not mode:
+            self.sends = False
+        return super().train(mode)
 
 
 class Trainer:
@@ -358,123 +301,93 @@ def right_trainer(model, group):
     return Trainer(model, group)
 
 
-def uneven_averaged_evenly(model, group):
-    class Wrong(Trainer):
-        def share(self, inputs):
-            return 1.0
-
-    return Wrong(model, group)
+class UnevenAveragedEvenly(Trainer):
+    def share(self, inputs):
+        return 1.0
 
 
-def gradients_kept(model, group):
+class GradientsKept(Trainer):
     """Nothing sets gradients to zero."""
 
-    class Wrong(Trainer):
-        def build(self):
-            optimizer = super().build()
-            optimizer.zero_grad = lambda *_: None
-            return optimizer
-
-    return Wrong(model, group)
+    def build(self):
+        optimizer = super().build()
+        optimizer.zero_grad = lambda *_: None
+        return optimizer
 
 
-def parameter_sent(model, group):
+class ParameterSent(Averaged):
     """Sends what the hook is given, which is the parameter and not its gradient."""
 
-    class Wrong(Averaged):
-        def send(self, parameter):
-            with torch.no_grad():
-                dist.all_reduce(parameter, group=self.group)
-                parameter /= self.ranks
-
-    return Wrong(model, group)
+    def send(self, parameter):
+        with torch.no_grad():
+            dist.all_reduce(parameter, group=self.group)
+            parameter /= self.ranks
 
 
-def weights_averaged(model, group):
+class WeightsAveraged(Trainer):
     """Weights are averaged after steps with gradients of each rank."""
 
-    class Wrong(Trainer):
-        def average(self):
-            pass
+    def average(self):
+        pass
 
-        def step(self, batch):
-            loss = super().step(batch)
-            for parameter in self.module.parameters():
-                dist.all_reduce(parameter.data, group=self.group)
-                parameter.data /= self.ranks
-            return loss
-
-    return Wrong(model, group)
+    def step(self, batch):
+        loss = super().step(batch)
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.data, group=self.group)
+            parameter.data /= self.ranks
+        return loss
 
 
-def without_optimizer_state(model, group):
-    class Wrong(Trainer):
-        def state_dict(self):
-            return {"model": self.module.state_dict()}
+class WithoutOptimizerState(Trainer):
+    def state_dict(self):
+        return {"model": self.module.state_dict()}
 
-        def load_state_dict(self, state):
-            self.module.load_state_dict(state["model"])
-
-    return Wrong(model, group)
+    def load_state_dict(self, state):
+        self.module.load_state_dict(state["model"])
 
 
-def loaded_by_first_rank(model, group):
-    class Wrong(Trainer):
-        def load_state_dict(self, state):
-            if dist.get_rank(self.group) == 0:
-                super().load_state_dict(state)
-
-    return Wrong(model, group)
-
-
-def step_count_lost(model, group):
-    class Wrong(Trainer):
-        def load_state_dict(self, state):
+class LoadedByFirstRank(Trainer):
+    def load_state_dict(self, state):
+        if dist.get_rank(self.group) == 0:
             super().load_state_dict(state)
-            for moments in self.optimizer.state.values():
-                moments["step"] = torch.zeros_like(moments["step"])
-
-    return Wrong(model, group)
 
 
-def saved_before_the_step(model, group):
-    class Wrong(Trainer):
-        def step(self, batch):
-            self.saved = copy.deepcopy(super().state_dict())
-            return super().step(batch)
-
-        def state_dict(self):
-            return self.saved
-
-    return Wrong(model, group)
+class StepCountLost(Trainer):
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for moments in self.optimizer.state.values():
+            moments["step"] = torch.zeros_like(moments["step"])
 
 
-def unused_counted(model, group):
+class SavedBeforeTheStep(Trainer):
+    def step(self, batch):
+        self.saved = copy.deepcopy(super().state_dict())
+        return super().step(batch)
+
+    def state_dict(self):
+        return self.saved
+
+
+class UnusedCounted(Averaged):
     """Divides by the ranks that have a gradient."""
 
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            for parameter in self.trained():
-                has = torch.tensor(float(parameter.grad is not None))
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self.group)
-                dist.all_reduce(has, group=self.group)
-                parameter.grad /= has.item()
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        for parameter in self.trained():
+            has = torch.tensor(float(parameter.grad is not None))
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.group)
+            dist.all_reduce(has, group=self.group)
+            parameter.grad /= has.item()
 
 
-def unused_not_sent(model, group):
+class UnusedNotSent(Averaged):
     """A rank without a gradient sends nothing, and the others wait, or add what comes next."""
 
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            for parameter in self.trained():
-                if parameter.grad is not None:
-                    self.send(parameter)
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        for parameter in self.trained():
+            if parameter.grad is not None:
+                self.send(parameter)
 
 
 def unfreezes(model, group):
@@ -483,47 +396,35 @@ def unfreezes(model, group):
     return Averaged(model, group)
 
 
-def not_broadcast(model, group):
-    class Wrong(Averaged):
-        def start(self):
-            pass
-
-    return Wrong(model, group)
+class NotBroadcast(Averaged):
+    def start(self):
+        pass
 
 
-def buffers_not_broadcast(model, group):
-    class Wrong(Averaged):
-        def start(self):
-            for parameter in self.module.parameters():
-                dist.broadcast(parameter.data, 0, group=self.group)
-
-    return Wrong(model, group)
+class BuffersNotBroadcast(Averaged):
+    def start(self):
+        for parameter in self.module.parameters():
+            dist.broadcast(parameter.data, 0, group=self.group)
 
 
-def clipped_before_the_mean(model, group):
+class ClippedBeforeTheMean(Averaged):
     """Each rank clips by the norm of half of the gradients."""
 
-    class Wrong(Averaged):
-        def clip_grad_norm_(self, max_norm):
-            share = self.trained()[dist.get_rank(self.group) :: self.ranks]
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in share])
-            torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, norm)
-            return norm
-
-    return Wrong(model, group)
+    def clip_grad_norm_(self, max_norm):
+        share = self.trained()[dist.get_rank(self.group) :: self.ranks]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in share])
+        torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, norm)
+        return norm
 
 
-def clipped_by_squares(model, group):
+class ClippedBySquares(Averaged):
     """Replicas are added up as if they were slices."""
 
-    class Wrong(Averaged):
-        def clip_grad_norm_(self, max_norm):
-            square = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained()]) ** 2
-            dist.all_reduce(square, group=self.group)
-            torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, square.sqrt())
-            return square.sqrt()
-
-    return Wrong(model, group)
+    def clip_grad_norm_(self, max_norm):
+        square = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained()]) ** 2
+        dist.all_reduce(square, group=self.group)
+        torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, square.sqrt())
+        return square.sqrt()
 
 
 def overflow_seen_by_one(model, group):
@@ -545,14 +446,11 @@ def same_masks(model, group):
     return Averaged(model, group)
 
 
-def sent_in_bf16(model, group):
-    class Wrong(Averaged):
-        def send(self, parameter):
-            sent = parameter.grad.bfloat16()
-            dist.all_reduce(sent, group=self.group)
-            parameter.grad.copy_(sent / self.ranks)
-
-    return Wrong(model, group)
+class SentInBf16(Averaged):
+    def send(self, parameter):
+        sent = parameter.grad.bfloat16()
+        dist.all_reduce(sent, group=self.group)
+        parameter.grad.copy_(sent / self.ranks)
 
 
 class Holder:
@@ -611,51 +509,45 @@ def half_of_the_ranks(model, group):
     return Wrong(model, pairs[dist.get_rank(group) // 2])
 
 
-def counted_calls(model, group):
+class CountedCalls(Averaged):
     """Divides a block's gradients by how often its forward pass ran, which checkpoints do twice."""
 
-    class Wrong(Averaged):
-        def __init__(self, model, group):
-            super().__init__(model, group)
-            self.calls = {}
-            for block in model.layers:
-                forward = block.forward
-                block.forward = self.counting(block, forward)
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        self.calls = {}
+        for block in model.layers:
+            forward = block.forward
+            block.forward = self.counting(block, forward)
 
-        def counting(self, block, forward):
-            inner = block.attn.forward
+    def counting(self, block, forward):
+        inner = block.attn.forward
 
-            def attend(*args, **kwargs):
-                self.calls[block] = self.calls.get(block, 0) + 1
-                return inner(*args, **kwargs)
+        def attend(*args, **kwargs):
+            self.calls[block] = self.calls.get(block, 0) + 1
+            return inner(*args, **kwargs)
 
-            block.attn.forward = attend
-            return forward
+        block.attn.forward = attend
+        return forward
 
-        def finish_gradient_synchronization(self):
-            super().finish_gradient_synchronization()
-            for block, calls in self.calls.items():
-                for parameter in block.parameters():
-                    parameter.grad /= calls
-            self.calls.clear()
-
-    return Wrong(model, group)
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        for block, calls in self.calls.items():
+            for parameter in block.parameters():
+                parameter.grad /= calls
+        self.calls.clear()
 
 
-def waits_by_sleeping(model, group):
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            sent = []
-            for parameter in self.trained():
-                copy = parameter.grad.clone()
-                sent.append((parameter, copy, dist.all_reduce(copy, group=self.group, async_op=True)))
-            time.sleep(0.02)
-            for parameter, copy, _ in sent:
-                parameter.grad.copy_(copy / self.ranks)
-            for *_, work in sent:
-                work.wait()
-
-    return Wrong(model, group)
+class WaitsBySleeping(Averaged):
+    def finish_gradient_synchronization(self):
+        sent = []
+        for parameter in self.trained():
+            copy = parameter.grad.clone()
+            sent.append((parameter, copy, dist.all_reduce(copy, group=self.group, async_op=True)))
+        time.sleep(0.02)
+        for parameter, copy, _ in sent:
+            parameter.grad.copy_(copy / self.ranks)
+        for *_, work in sent:
+            work.wait()
 
 
 def optimizer_of_half(model, group):
@@ -663,26 +555,20 @@ def optimizer_of_half(model, group):
     return wrapped, torch.optim.AdamW(list(model.parameters())[:-1], lr=1e-2)
 
 
-def fewer_collectives_on_one(model, group):
+class FewerCollectivesOnOne(Averaged):
     """One rank leaves its last gradient out, and hangs the others."""
 
-    class Wrong(Averaged):
-        def trained(self):
-            parameters = super().trained()
-            return parameters[:-1] if dist.get_rank(self.group) == 0 else parameters
-
-    return Wrong(model, group)
+    def trained(self):
+        parameters = super().trained()
+        return parameters[:-1] if dist.get_rank(self.group) == 0 else parameters
 
 
-def other_order_on_one(model, group):
+class OtherOrderOnOne(Averaged):
     """Gradients are sent in the order in which they became ready, which differs between ranks."""
 
-    class Wrong(Averaged):
-        def trained(self):
-            parameters = super().trained()
-            return list(reversed(parameters)) if dist.get_rank(self.group) == 0 else parameters
-
-    return Wrong(model, group)
+    def trained(self):
+        parameters = super().trained()
+        return list(reversed(parameters)) if dist.get_rank(self.group) == 0 else parameters
 
 
 def rank_dies(model, group):

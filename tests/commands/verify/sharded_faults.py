@@ -131,81 +131,61 @@ def right_zero(model, group):
     return Zero(model, group)
 
 
-def zero_not_sent(model, group):
-    class Wrong(Zero):
-        def send(self):
-            pass
-
-    return Wrong(model, group)
+class ZeroNotSent(Zero):
+    def send(self):
+        pass
 
 
-def zero_sent_by_next(model, group):
-    class Wrong(Zero):
-        def owner(self, number):
-            return (number + 1) % self.ranks
-
-    return Wrong(model, group)
+class ZeroSentByNext(Zero):
+    def owner(self, number):
+        return (number + 1) % self.ranks
 
 
-def zero_last_has_no_owner(model, group):
+class ZeroLastHasNoOwner(Zero):
     """Parameters are shared out by whole division, and those left over are nobody's."""
 
-    class Wrong(Zero):
-        def own(self):
-            each = (len(self.every) - 1) // self.ranks
-            return self.every[self.rank * each : (self.rank + 1) * each]
+    def own(self):
+        each = (len(self.every) - 1) // self.ranks
+        return self.every[self.rank * each : (self.rank + 1) * each]
 
-        def owner(self, number):
-            return min(number // ((len(self.every) - 1) // self.ranks), self.ranks - 1)
-
-    return Wrong(model, group)
+    def owner(self, number):
+        return min(number // ((len(self.every) - 1) // self.ranks), self.ranks - 1)
 
 
-def zero_clips_own(model, group):
-    class Wrong(Zero):
-        def clip_grad_norm_(self, max_norm):
-            return torch.nn.utils.clip_grad_norm_(self.own(), max_norm)
-
-    return Wrong(model, group)
+class ZeroClipsOwn(Zero):
+    def clip_grad_norm_(self, max_norm):
+        return torch.nn.utils.clip_grad_norm_(self.own(), max_norm)
 
 
-def zero_sent_before_the_step(model, group):
-    class Wrong(Zero):
-        def __init__(self, model, group):
-            super().__init__(model, group)
-            plain = torch.optim.AdamW.step
-            self.optimizer.step = lambda *_: (self.send(), plain(self.optimizer))
-
-    return Wrong(model, group)
+class ZeroSentBeforeTheStep(Zero):
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        plain = torch.optim.AdamW.step
+        self.optimizer.step = lambda *_: (self.send(), plain(self.optimizer))
 
 
-def zero_resumes_from_first(model, group):
+class ZeroResumesFromFirst(Zero):
     """Every rank loads the optimizer state of the first rank, whose parameters are others."""
 
-    class Wrong(Zero):
-        def state_dict(self):
-            state = {"model": self.module.state_dict(), "moments": {}}
-            for number, parameter in enumerate(self.own()):
-                state["moments"][number] = {
-                    key: value.clone() for key, value in self.optimizer.state[parameter].items()
-                }
-            return state
+    def state_dict(self):
+        state = {"model": self.module.state_dict(), "moments": {}}
+        for number, parameter in enumerate(self.own()):
+            state["moments"][number] = {key: value.clone() for key, value in self.optimizer.state[parameter].items()}
+        return state
 
-        def load_state_dict(self, state):
-            self.module.load_state_dict(state["model"])
-            for number, parameter in enumerate(self.own()):
-                moments = state["moments"].get(number, {})
-                value = moments.get("exp_avg", torch.zeros_like(parameter))
-                dist.broadcast(
-                    value.resize_(parameter.shape) if value.shape != parameter.shape else value, 0, group=self.group
-                )
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(2.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-    return Wrong(model, group)
+    def load_state_dict(self, state):
+        self.module.load_state_dict(state["model"])
+        for number, parameter in enumerate(self.own()):
+            moments = state["moments"].get(number, {})
+            value = moments.get("exp_avg", torch.zeros_like(parameter))
+            dist.broadcast(
+                value.resize_(parameter.shape) if value.shape != parameter.shape else value, 0, group=self.group
+            )
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(2.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 class Flat:

@@ -126,7 +126,7 @@ def test_fault_of_an_unusual_kind_is_named_in_a_sentence(name, case, cause, sent
 def test_case_alone_says_nothing_of_a_plain_step_that_was_not_run(monkeypatch):
     """It said "it is right with one micro-batch a step" where it was wrong there, too."""
     monkeypatch.setattr(measure, "_plain_step_diagnoses", {})
-    (wrap,) = [fault.wrap for fault in faults.FAULTS if fault.wrap.endswith(":summed")]
+    (wrap,) = [fault.wrap for fault in faults.FAULTS if fault.wrap.endswith(":Summed")]
     outcome = outcome_of(wrap, "accumulation")
     assert (outcome.status, outcome.derived["cause"]) == ("wrong", "not averaged")
     assert "as in the plain step: gradients are 2 times too large" in outcome.reason

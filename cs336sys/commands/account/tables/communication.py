@@ -92,6 +92,7 @@ for _which in PASSES:
 def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
     if strategy == "fsdp-tp":
         # The fastest forward pass, axes sharing the network as they do on one kind of links.
+        # Not overlapped: the axes communicate one after the other; computing goes on meanwhile.
         return mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
     return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
 

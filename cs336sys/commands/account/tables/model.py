@@ -72,6 +72,7 @@ def _rank_row(step: ShardedStep) -> dict:
         model = state.parameters + state.master_parameters
         row |= {"optimizer_state_gib": state.optimizer_state / GIB, "after_initialization_gib": model / GIB}
         row |= {"before_first_step_gib": (model + state.gradients) / GIB, "after_first_step_gib": state.total / GIB}
+        # Until its first update a training step holds what one without an optimizer does.
         row["first_peak_gib"] = rank_peak(replace(step, mode="forward-backward")).total_gib
     return row
 
@@ -167,12 +168,14 @@ def attention_tables(
     )
     title = f"Attention alone: batch {batch}, {dtype}, {'causal' if causal else 'full'}"
     tables = [Table("attention", title, columns, rows, sentences(__name__, "attention"))]
-    while tried[-1] < _LONGEST_CONTEXT:
-        tried.append(2 * tried[-1])
+    # Up to a length that no memory holds, so that each implementation has a shape that does not fit.
+    longer = [*tried]
+    while longer[-1] < _LONGEST_CONTEXT:
+        longer.append(2 * longer[-1])
     for implementation in implementations:
         peaks = {
             (context, head_dim): memory(implementation, context, head_dim).peak
-            for context, head_dim in product(tried, head_dims)
+            for context, head_dim in product(longer, head_dims)
         }
         # The shape with the least memory over the capacity.
         _, context, head_dim = min((peak, *shape) for shape, peak in peaks.items() if peak > capacity_bytes)
