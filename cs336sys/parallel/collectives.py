@@ -297,6 +297,7 @@ class Broadcasts(_Launched):
     def _broadcast_all(self) -> list[Any]:
         works = []
         for tensor, source in zip(self._tensors, self._sources, strict=True):
+            # Not by dist.broadcast, for the reason in _Launched.
             options = BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
             works.append(self._group.broadcast([tensor], options))

@@ -146,6 +146,7 @@ class HeldParameters:
             if others_now:
                 return f"tied to {self._shown(others_now)}"
             others_then = [o for o, entry in self._entries.items() if entry.parameter is old.parameter and o != name]
+            # Of parameters that exist no longer, None is left, which was tied to nothing.
             if others_then and old.parameter is not None:
                 return f"untied from {self._shown(others_then)}"
             return "replaced (as load_state_dict() with assign=True does)"

@@ -194,18 +194,21 @@ class UnitRunner(SynchronizationSwitch):
         finally:
             unit.depth -= 1
         outputs = self._outputs(unit, output)
-        if any(map(unit.lent, outputs)):
-            # It returns a view of a weight, which is freed. (Lending would not do: only some ranks may have come here.)
-            output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.lent(tensor) else tensor, output)
+        if any(map(unit.stores, outputs)):
+            # It returns a view of a weight, which is freed. (Lending would not do: only the ranks that have come here
+            # would gather the unit again.)
+            output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.stores(tensor) else tensor, output)
             outputs = self._outputs(unit, output)
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
-        if torch.is_grad_enabled() and not _has_own(outputs, inputs, changed) and _takes_part(parts, inputs):
+        if torch.is_grad_enabled() and not _returns_new(outputs, inputs, changed) and _may_have_gradient(parts, inputs):
             # The backward pass must arrive here on every rank: on another, the call may have computed something.
-            output = tree_map_only(Tensor, _at_own_place, output)
+            output = tree_map_only(Tensor, _as_new_node, output)
             outputs = self._outputs(unit, output)
         # Modules and containers among the arguments may hold more tensors now.
         kept = kept_tensors(parts) + tensors_in([value for value in arguments if not isinstance(value, Tensor)])
-        if any(unit.lent(tensor) and not unit.holds(tensor) for tensor in outputs + kept):
+        # Views of weights outlive the call where they are kept, or returned in a dataclass, into which tree_map_only()
+        # does not look. Kept weights themselves, as those in nn.LSTM's list, are replaced when the unit is hidden.
+        if any(unit.stores(tensor) and not unit.is_parameter(tensor) for tensor in outputs + kept):
             self._lend(unit)
         if torch.is_grad_enabled():
             self._hook(unit, outputs + changed + _computed_now(kept, unit, inputs))
@@ -286,7 +289,7 @@ class UnitRunner(SynchronizationSwitch):
         """Let the backward pass begin with the output of the whole module."""
         tensors = tensors_in(output)
         for tensor in tensors:
-            if isinstance(tensor, StandIn) or any(unit.lent(tensor) for unit in self._lent):
+            if isinstance(tensor, StandIn) or any(unit.stores(tensor) for unit in self._lent):
                 raise UsageError(
                     f"the module returns a weight, or a view of one, of shape {tuple(tensor.shape)}, whose memory is "
                     "freed: return a copy, weight.clone()"
@@ -518,8 +521,8 @@ class _InGraph(torch.autograd.Function):
         return None, None
 
 
-def _at_own_place(tensor: Tensor) -> Tensor:
-    """Return the same values at a place of their own in the graph, where the backward pass arrives if it can."""
+def _as_new_node(tensor: Tensor) -> Tensor:
+    """Return the same values as a new node of the graph, where the backward pass arrives if it can."""
     if tensor.requires_grad:
         return tensor.view_as(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -527,13 +530,13 @@ def _at_own_place(tensor: Tensor) -> Tensor:
     return _InGraph.apply(tensor, torch.zeros((), requires_grad=True))
 
 
-def _has_own(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
+def _returns_new(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
     """Return whether a call returns a tensor with a gradient that was not given to it as it is."""
     unchanged_ids = set(map(id, inputs)).difference(map(id, changed))
     return any(tensor.requires_grad and id(tensor) not in unchanged_ids for tensor in outputs)
 
 
-def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
+def _may_have_gradient(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
     """Return whether a call of ``parts`` may compute something with a gradient, whatever it has done on this rank."""
     if any(tensor.requires_grad for tensor in inputs):
         return True

@@ -104,18 +104,18 @@ class _GradientGroup:
         self._exchange.start(self._received, packed, self._rank_sizes)
         if stream is not None:
             with on_side_stream(stream):
-                self._average(self._received, mean)
+                self._wait_and_average(self._received, mean)
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         """Wait for the means: computed by the collective, on ``stream``, or here where there is none."""
         if self._received is None or self._mean is None:
             self._scatter.wait()
         elif stream is None:
-            self._average(self._received, self._mean)
+            self._wait_and_average(self._received, self._mean)
         else:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def _average(self, received: Tensor, mean: Tensor) -> None:
+    def _wait_and_average(self, received: Tensor, mean: Tensor) -> None:
         self._exchange.wait()
         torch.mean(received.view(len(self._rank_sizes), len(mean)), 0, dtype=mean.dtype, out=mean)
 
@@ -291,7 +291,7 @@ class ShardedUnit:
                 "those of other weights: run the backward pass before the optimizer's step"
             )
 
-    def lent(self, tensor: Tensor) -> bool:
+    def stores(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the memory of the gathered parameters, as a view of one is."""
         try:
             address = tensor.data_ptr()
@@ -300,7 +300,7 @@ class ShardedUnit:
         start = self._storage.data_ptr()
         return start <= address < start + self._storage.nbytes()
 
-    def holds(self, tensor: Tensor) -> bool:
+    def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one of the gathered parameters itself."""
         return any(tensor is parameter.full for parameter in self.parameters)
 

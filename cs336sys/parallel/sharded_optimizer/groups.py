@@ -110,11 +110,11 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
 
 
 def refuse_slice(name: str, parameter: Tensor) -> None:
-    """Refuse a parameter that is a slice of this rank's: every rank would get rank 0's."""
+    """Refuse a parameter that is a slice of this rank's: construction would overwrite it with rank 0's slice."""
     if is_slice(parameter):
         raise UsageError(
             f"{name} is a slice that this rank has of a parameter, made by FSDP or TensorParallel: their optimizer "
-            "state is sharded already, so choose the class itself"
+            "state is sharded already, so build an optimizer of the class itself"
         )
 
 
