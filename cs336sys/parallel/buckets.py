@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,16 +147,16 @@ class GradientBucket:
         self.present: list[bool] = []
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         # As autograd lays gradients out: like a parameter that is dense in memory, else row-major.
-        self._strides = [
-            parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-            for parameter in parameters.values()
-        ]
+        self._strides = {
+            name: parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+            for name, parameter in parameters.items()
+        }
         sample = next(iter(parameters.values()))
         self._dtype = gradient_dtype_of(sample) or sample.dtype
         self.sent_dtype = gradient_dtype if gradient_dtype and self._dtype.is_floating_point else self._dtype
         self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)
         # For parameters without a gradient here: zeros, which the mean of all ranks' gradients replaces.
-        self._substitutes: dict[nn.Parameter, Tensor] = {}
+        self._substitutes: dict[str, Tensor] = {}
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
@@ -204,11 +204,9 @@ class GradientBucket:
             present_anywhere: for each parameter, in order, whether any rank had a gradient.
         """
         if not all(self.present):
-            for parameter, is_present, is_present_anywhere in zip(
-                self.parameters.values(), self.present, present_anywhere, strict=True
-            ):
-                if is_present_anywhere and not is_present:
-                    parameter.grad = self._substitutes[parameter]
+            for (name, parameter), is_anywhere in zip(self.parameters.items(), present_anywhere, strict=True):
+                if is_anywhere and name in self._substitutes:
+                    parameter.grad = self._substitutes[name]
             self._substitutes = {}
         self.begin_step()
 
@@ -229,21 +227,21 @@ class GradientBucket:
         # Most steps have none, and a launch-bound one pays for every microsecond here.
         copied = set(map(id, views)) - own_memory_together(views) if views else ()
         tensors = []
-        for (name, parameter), strides in zip(self.parameters.items(), self._strides, strict=True):
+        for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None:
-                gradient = self._substitutes[parameter] = self._empty(name, strides).zero_()
+                gradient = self._substitutes[name] = self._empty(name).zero_()
             elif id(gradient) in copied:
                 gradient = parameter.grad = gradient.clone()
-            if not _same_order(gradient, strides):
-                gradient = parameter.grad = self._empty(name, strides).copy_(gradient)
+            if not _same_order(gradient, self._strides[name]):
+                gradient = parameter.grad = self._empty(name).copy_(gradient)
             # memory_view() would make a second Python object for a contiguous one.
             tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
 
-    def _empty(self, name: str, strides: tuple[int, ...]) -> Tensor:
+    def _empty(self, name: str) -> Tensor:
         device = self.parameters[name].device
-        return torch.empty_strided(self._shapes[name], strides, dtype=self._dtype, device=device)
+        return torch.empty_strided(self._shapes[name], self._strides[name], dtype=self._dtype, device=device)
 
 
 class FlatBucket(GradientBucket):
@@ -257,19 +255,13 @@ class FlatBucket(GradientBucket):
 
     collects_at_once = True
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        gradient_dtype: torch.dtype | None,
-        group: dist.ProcessGroup | None = None,
-    ):
-        super().__init__(parameters, gradient_dtype, group)
-        self._strides_of = dict(zip(parameters.values(), self._strides, strict=True))
-        self._offsets: dict[nn.Parameter, int] = {}
+    def __init__(self, parameters: dict[str, nn.Parameter], *settings: Any):
+        super().__init__(parameters, *settings)
+        self._offsets: dict[str, int] = {}
         self._gaps: list[slice] = []
         self._size = 0
-        for parameter in parameters.values():
-            self._offsets[parameter] = self._size
+        for name, parameter in parameters.items():
+            self._offsets[name] = self._size
             end = self._size + parameter.numel()
             self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
             self._gaps += [slice(end, self._size)] if end < self._size else []
@@ -280,7 +272,7 @@ class FlatBucket(GradientBucket):
         require_averageable(name, gradient, self._dtype, self._shapes[name])
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
-        view = self._view(self._buffer, parameter)
+        view = self._view(self._buffer, name)
         if gradient.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(gradient)
 
@@ -290,12 +282,12 @@ class FlatBucket(GradientBucket):
 
     def _memory(self) -> list[Tensor]:
         self.collect_present()
-        missing = [parameter for parameter in self.parameters.values() if parameter.grad is None]
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
-        if self._buffer is None:
-            self._buffer = self._new_buffer(missing[0])
-        for parameter in missing:
-            self._substitutes[parameter] = self._view(self._buffer, parameter).zero_()
+        for (name, parameter), is_present in zip(self.parameters.items(), self.present, strict=True):
+            if not is_present:
+                self._buffer = self._new_buffer(parameter) if self._buffer is None else self._buffer
+                self._substitutes[name] = self._view(self._buffer, name).zero_()
+        assert self._buffer is not None, "every parameter has a gradient or a substitute"
         return [self._buffer]
 
     def _new_buffer(self, sample: Tensor) -> Tensor:
@@ -305,8 +297,8 @@ class FlatBucket(GradientBucket):
             buffer[gap].zero_()
         return buffer
 
-    def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
-        return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])
+    def _view(self, buffer: Tensor, name: str) -> Tensor:
+        return buffer.as_strided(self.parameters[name].shape, self._strides[name], self._offsets[name])
 
 
 def divide_into_buckets(

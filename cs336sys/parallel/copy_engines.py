@@ -69,9 +69,8 @@ class CopyEngines:
 
     def __init__(self, group: dist.ProcessGroup | None, box_bytes: int, device: torch.device):
         self._group = process_group(group)
-        self._own_boxes: list[Tensor] = []
-        self._other_boxes: list[Tensor] = []
-        self._handles: list[Any] = []
+        # Of each box: the one here, the other GPU's, and the handle whose barriers both pass.
+        self._boxes: list[tuple[Tensor, Tensor, Any]] = []
         failure = None
         try:
             self._make_boxes(box_bytes, device)
@@ -103,9 +102,7 @@ class CopyEngines:
         for _ in range(_BOXES):
             box = symmetric_memory.empty(box_bytes, dtype=torch.uint8, device=device)
             handle = symmetric_memory.rendezvous(box, self._group)
-            self._own_boxes.append(box)
-            self._other_boxes.append(handle.get_buffer(1 - self._group.rank(), (box_bytes,), torch.uint8))
-            self._handles.append(handle)
+            self._boxes.append((box, handle.get_buffer(1 - self._group.rank(), (box_bytes,), torch.uint8), handle))
 
     def average(self, tensors: Sequence[Tensor], number: int) -> torch.cuda.Event:
         """Begin to replace contiguous tensors by their means over both ranks; return the event of their arrival.
@@ -117,8 +114,7 @@ class CopyEngines:
 
         flat = [tensor.view(-1) for tensor in tensors]
         places, _ = places_in_box([tensor.nbytes for tensor in flat])
-        box = number % _BOXES
-        own_box, other_box, handle = self._own_boxes[box], self._other_boxes[box], self._handles[box]
+        box_here, other_box, handle = self._boxes[number % _BOXES]
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
             if number == 0:
@@ -134,7 +130,7 @@ class CopyEngines:
         self._average_stream.wait_stream(self._copy_stream)
         with torch.cuda.stream(self._average_stream):
             for tensor, place in zip(flat, places, strict=True):
-                average_(tensor, _in_box(own_box, place, tensor))
+                average_(tensor, _in_box(box_here, place, tensor))
             done = torch.cuda.Event()
             done.record()
         self._averaged_events.append(done)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
 from cs336sys.parallel.context_parallel.group import Arriving, ContextGroup
 
@@ -118,8 +117,7 @@ class _Ring:
     """One pass around the ring: which block comes when, and which of this rank's queries see which of its keys."""
 
     def __init__(self, context: ContextGroup):
-        self._context = context
-        self._split: SequenceSplit = context.split
+        self._context, self._chunks = context, context.split.chunks
         self._rank, self.world_size = context.rank, context.world_size
 
     def owner(self, step: int) -> int:
@@ -130,18 +128,18 @@ class _Ring:
         """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see."""
         owner = self.owner(step)
         if owner < self._rank:
-            return slice(None), slice(0, len(self._split.chunks[owner][0]))
+            return slice(None), slice(0, len(self._chunks[owner][0]))
         return self.own_chunks[1], slice(None)
 
     @property
     def own_chunks(self) -> tuple[slice, slice]:
         """Return the two chunks of this rank in its slice."""
-        cut = len(self._split.chunks[self._rank][0])
+        cut = len(self._chunks[self._rank][0])
         return slice(0, cut), slice(cut, None)
 
     def pass_on(self, block: Tensor, step: int, contents: str) -> Arriving:
         """Send the block of a step to the next rank, and receive that of the next step."""
-        arriving = (*block.shape[:-2], self._split.lengths[self.owner(step + 1)], block.shape[-1])
+        arriving = (*block.shape[:-2], self._context.split.lengths[self.owner(step + 1)], block.shape[-1])
         return self._context.to_next(block, arriving, contents)
 
 

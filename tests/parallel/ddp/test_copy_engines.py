@@ -89,8 +89,8 @@ def two_ranks(monkeypatch):
 
     class InThreads(CopyEngines):
         def _make_boxes(self, box_bytes, device):
-            self._own_boxes, self._other_boxes = boxes[self._group.rank()], boxes[1 - self._group.rank()]
-            self._handles = [self] * copy_engines._BOXES
+            rank = self._group.rank()
+            self._boxes = [(here, other, self) for here, other in zip(boxes[rank], boxes[1 - rank], strict=True)]
 
         def barrier(self, channel):
             meeting.wait()
