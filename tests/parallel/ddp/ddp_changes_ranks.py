@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, finish
+from ddp_modes import by_mode, finish
 from small_models import batch, error_of, share, weights
 from torch import nn
 
@@ -95,31 +95,29 @@ def train_alone(change):
     return weights(model)
 
 
-def change_in_training(change):
+@by_mode
+def change_in_training(wrap, change):
     """By mode: errors of the next passes: forward, without gradients, through the module itself; and weights."""
-    results = {}
-    for mode, wrap in MODES.items():
-        model = Adaptable(dist.get_rank())
-        wrapped = wrap(model)
-        train_step(wrapped, 0)
-        torch.manual_seed(100 + dist.get_rank())
-        CHANGES[change](model)
-        x = torch.ones(2, 7).double()
-        errors = [error_of(wrapped, x)]
-        with torch.no_grad():
-            errors.append(error_of(wrapped, x))
+    model = Adaptable(dist.get_rank())
+    wrapped = wrap(model)
+    train_step(wrapped, 0)
+    torch.manual_seed(100 + dist.get_rank())
+    CHANGES[change](model)
+    x = torch.ones(2, 7).double()
+    errors = [error_of(wrapped, x)]
+    with torch.no_grad():
+        errors.append(error_of(wrapped, x))
 
-        def pass_through_module(wrapped=wrapped, x=x):
-            wrapped.module(x).sum().backward()
-            finish(wrapped)
+    def pass_through_module():
+        wrapped.module(x).sum().backward()
+        finish(wrapped)
 
-        errors.append(error_of(pass_through_module))
-        wrapped.zero_grad()
-        wrapped.refresh()
-        for number in (1, 2):
-            train_step(wrapped, number)
-        results[mode] = errors, weights(model)
-    return results
+    errors.append(error_of(pass_through_module))
+    wrapped.zero_grad()
+    wrapped.refresh()
+    for number in (1, 2):
+        train_step(wrapped, number)
+    return errors, weights(model)
 
 
 def changed_on_one_rank():
@@ -135,17 +133,15 @@ def changed_on_one_rank():
     return [*errors, error_of(wrapped.refresh)]
 
 
-def freeze_in_turns():
+@by_mode
+def freeze_in_turns(wrap):
     """Weights of a discriminator that is frozen in every other pass, as in a GAN, without refresh()."""
-    results = {}
-    for mode, wrap in MODES.items():
-        model = Adaptable(0)
-        wrapped = wrap(model)
-        for number in range(4):
-            model.second.requires_grad_(number % 2 == 0)
-            train_step(wrapped, number)
-        results[mode] = weights(model)
-    return results
+    model = Adaptable(0)
+    wrapped = wrap(model)
+    for number in range(4):
+        model.second.requires_grad_(number % 2 == 0)
+        train_step(wrapped, number)
+    return weights(model)
 
 
 def freeze_in_turns_alone():

@@ -5,83 +5,75 @@ import copy
 
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, finish, gradients, recorded_launches
+from ddp_modes import MODES, by_mode, finish, gradients, recorded_launches
 from small_models import PartlyUsed, WithoutGradient, batch, error_of, network, penalized_loss, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
 
 
-def unused_on_some_ranks():
+@by_mode
+def unused_on_some_ranks(wrap):
     """By mode: gradients of three steps: one parameter used on all ranks, then on rank 0 alone, then on none."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(PartlyUsed().to(collectives.group_device()))
-        steps = []
-        for used_on in (range(dist.get_world_size()), (0,), ()):
-            wrapped.zero_grad()
-            wrapped(12.0 * (dist.get_rank() + 1), dist.get_rank() in used_on).backward()
-            finish(wrapped)
-            steps.append(gradients(wrapped.module))
-        results[mode] = steps
-    return results
+    wrapped = wrap(PartlyUsed().to(collectives.group_device()))
+    steps = []
+    for used_on in (range(dist.get_world_size()), (0,), ()):
+        wrapped.zero_grad()
+        wrapped(12.0 * (dist.get_rank() + 1), dist.get_rank() in used_on).backward()
+        finish(wrapped)
+        steps.append(gradients(wrapped.module))
+    return steps
 
 
-def none_gradients():
+@by_mode
+def none_gradients(wrap):
     """A backward function that returns None on rank 1 alone."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(PartlyUsed())
-        through = WithoutGradient.apply if dist.get_rank() == 1 else torch.clone
-        loss = (through(wrapped.module.sometimes) * 4.0).sum() + (wrapped.module.used * 2.0).sum()
-        loss.backward()
-        finish(wrapped)
-        results[mode] = gradients(wrapped.module)
-    return results
+    wrapped = wrap(PartlyUsed())
+    through = WithoutGradient.apply if dist.get_rank() == 1 else torch.clone
+    loss = (through(wrapped.module.sometimes) * 4.0).sum() + (wrapped.module.used * 2.0).sum()
+    loss.backward()
+    finish(wrapped)
+    return gradients(wrapped.module)
 
 
-def second_backward():
+@by_mode
+def second_backward(wrap):
     """By mode: the error of a second pass, that of one under no_sync after a synchronized one, then a good step."""
-    results = {}
-    for mode, wrap in MODES.items():
-        errors = []
-        wrapped = wrap(PartlyUsed())
-        for context in (contextlib.nullcontext, wrapped.no_sync):
-            wrapped(1.0, True).backward()
-            with context():
-                errors.append(error_of(wrapped(1.0, True).backward))
-            finish(wrapped)
-            wrapped.zero_grad()
-        wrapped(2.0 * (dist.get_rank() + 1), True).backward()
+    errors = []
+    wrapped = wrap(PartlyUsed())
+    for context in (contextlib.nullcontext, wrapped.no_sync):
+        wrapped(1.0, True).backward()
+        with context():
+            errors.append(error_of(wrapped(1.0, True).backward))
         finish(wrapped)
-        results[mode] = errors, gradients(wrapped.module)
-    return results
+        wrapped.zero_grad()
+    wrapped(2.0 * (dist.get_rank() + 1), True).backward()
+    finish(wrapped)
+    return errors, gradients(wrapped.module)
 
 
-def accumulate_without_the_last_pass():
+@by_mode
+def accumulate_without_the_last_pass(wrap):
     """Gradients of a step whose passes were all under no_sync; before it, an error that leaves the context.
 
     The first of the results is what a second backward pass then raises.
     """
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(PartlyUsed())
-        with contextlib.suppress(KeyError), wrapped.no_sync():
-            raise KeyError
-        wrapped(1.0, True).backward()
-        error = error_of(wrapped(1.0, True).backward)
-        finish(wrapped)
-        wrapped.zero_grad()
+    wrapped = wrap(PartlyUsed())
+    with contextlib.suppress(KeyError), wrapped.no_sync():
+        raise KeyError
+    wrapped(1.0, True).backward()
+    error = error_of(wrapped(1.0, True).backward)
+    finish(wrapped)
+    wrapped.zero_grad()
+    wrapped(12.0 * (dist.get_rank() + 1), True).backward()
+    finish(wrapped)
+    once = gradients(wrapped.module)
+    wrapped.zero_grad()
+    with wrapped.no_sync():
         wrapped(12.0 * (dist.get_rank() + 1), True).backward()
-        finish(wrapped)
-        once = gradients(wrapped.module)
-        wrapped.zero_grad()
-        with wrapped.no_sync():
-            wrapped(12.0 * (dist.get_rank() + 1), True).backward()
-            alone = gradients(wrapped.module)
-        finish(wrapped)
-        results[mode] = error, once, alone, gradients(wrapped.module)
-    return results
+        alone = gradients(wrapped.module)
+    finish(wrapped)
+    return error, once, alone, gradients(wrapped.module)
 
 
 class MixedDtypes(nn.Module):
@@ -95,15 +87,13 @@ class MixedDtypes(nn.Module):
         return sum((part * factor).double().sum() for part in self.parts)
 
 
-def mixed_dtypes(factor):
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(MixedDtypes())
-        with recorded_launches() as launches:
-            wrapped(factor * (dist.get_rank() + 1)).backward()
-            finish(wrapped)
-        results[mode] = [part.grad for part in wrapped.module.parts], [dtype for *_, dtype in launches]
-    return results
+@by_mode
+def mixed_dtypes(wrap, factor):
+    wrapped = wrap(MixedDtypes())
+    with recorded_launches() as launches:
+        wrapped(factor * (dist.get_rank() + 1)).backward()
+        finish(wrapped)
+    return [part.grad for part in wrapped.module.parts], [dtype for *_, dtype in launches]
 
 
 class Permuted(nn.Module):
@@ -139,69 +129,61 @@ def permuted_parameters():
     return results
 
 
-def smaller_traffic(gradient_dtype):
+@by_mode
+def smaller_traffic(wrap, gradient_dtype):
     """By mode: averaged gradients, local ones, and the dtypes and elements that were sent."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(network(0), gradient_dtype=gradient_dtype)
-        inputs = batch(dist.get_rank())[0]
-        alone = copy.deepcopy(wrapped.module)
-        alone(inputs).sum().backward()
-        with recorded_launches() as launches:
-            for _ in range(2):
-                wrapped.zero_grad()
-                launches.clear()
-                wrapped(inputs).sum().backward()
-                finish(wrapped)
-        results[mode] = gradients(wrapped.module), gradients(alone), launches
-    return results
-
-
-def not_a_number():
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(PartlyUsed())
-        wrapped(float("nan") if dist.get_rank() == 1 else 1.0, True).backward()
-        finish(wrapped)
-        results[mode] = gradients(wrapped.module)
-    return results
-
-
-def sparse_gradient():
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(nn.Embedding(5, 3, sparse=True))
-
-        def step(wrapped=wrapped):
-            wrapped(torch.tensor([1, 2])).sum().backward()
+    wrapped = wrap(network(0), gradient_dtype=gradient_dtype)
+    inputs = batch(dist.get_rank())[0]
+    alone = copy.deepcopy(wrapped.module)
+    alone(inputs).sum().backward()
+    with recorded_launches() as launches:
+        for _ in range(2):
+            wrapped.zero_grad()
+            launches.clear()
+            wrapped(inputs).sum().backward()
             finish(wrapped)
-
-        results[mode] = error_of(step)
-    return results
+    return gradients(wrapped.module), gradients(alone), launches
 
 
-def gradient_penalty():
+@by_mode
+def not_a_number(wrap):
+    wrapped = wrap(PartlyUsed())
+    wrapped(float("nan") if dist.get_rank() == 1 else 1.0, True).backward()
+    finish(wrapped)
+    return gradients(wrapped.module)
+
+
+@by_mode
+def sparse_gradient(wrap):
+    wrapped = wrap(nn.Embedding(5, 3, sparse=True))
+
+    def step():
+        wrapped(torch.tensor([1, 2])).sum().backward()
+        finish(wrapped)
+
+    return error_of(step)
+
+
+@by_mode
+def gradient_penalty(wrap):
     """By mode: averaged gradients of a loss with a penalty; errors of gradients that are parts of a graph.
 
     These are those of the backward pass, of one under no_sync, and of finishing with such a gradient set by hand.
     """
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(network(0, torch.float64).to(collectives.group_device()))
-        penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
-        finish(wrapped)
-        penalized = gradients(wrapped.module)
-        partly = wrap(PartlyUsed().to(collectives.group_device()))
-        errors = [error_of(partly(1.0, True).backward, create_graph=True)]
-        partly.zero_grad()
-        with partly.no_sync():
-            errors.append(error_of(partly(1.0, True).square().backward, create_graph=True))
-        partly.zero_grad()
-        used = partly.module.used
-        (used.grad,) = torch.autograd.grad(used.square().sum(), used, create_graph=True)
-        errors.append(error_of(finish, partly))
-        results[mode] = penalized, errors
-    return results
+    wrapped = wrap(network(0, torch.float64).to(collectives.group_device()))
+    penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
+    finish(wrapped)
+    penalized = gradients(wrapped.module)
+    partly = wrap(PartlyUsed().to(collectives.group_device()))
+    errors = [error_of(partly(1.0, True).backward, create_graph=True)]
+    partly.zero_grad()
+    with partly.no_sync():
+        errors.append(error_of(partly(1.0, True).square().backward, create_graph=True))
+    partly.zero_grad()
+    used = partly.module.used
+    (used.grad,) = torch.autograd.grad(used.square().sum(), used, create_graph=True)
+    errors.append(error_of(finish, partly))
+    return penalized, errors
 
 
 def penalized_alone():

@@ -5,29 +5,27 @@ import time
 import weakref
 
 import torch
-from ddp_modes import MODES, TORCH_MODES, finish
+from ddp_modes import MODES, TORCH_MODES, by_mode, finish
 from small_models import batch, network
 from torch import nn
 
 from cs336sys.parallel.ddp import FlatDDP
 
 
-def gradient_memory():
+@by_mode
+def gradient_memory(wrap):
     """By mode: whether gradients stayed where autograd put them, and whether they lie in one allocation, over steps."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(network(0))
-        stayed, together = [], []
-        for step in range(3):
-            wrapped.zero_grad(set_to_none=step != 1)
-            wrapped(batch(step)[0]).sum().backward()
-            trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-            before = [parameter.grad.data_ptr() for parameter in trained]
-            finish(wrapped)
-            stayed.append(before == [parameter.grad.data_ptr() for parameter in trained])
-            together.append(len({parameter.grad.untyped_storage().data_ptr() for parameter in trained}) == 1)
-        results[mode] = stayed, together
-    return results
+    wrapped = wrap(network(0))
+    stayed, together = [], []
+    for step in range(3):
+        wrapped.zero_grad(set_to_none=step != 1)
+        wrapped(batch(step)[0]).sum().backward()
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        before = [parameter.grad.data_ptr() for parameter in trained]
+        finish(wrapped)
+        stayed.append(before == [parameter.grad.data_ptr() for parameter in trained])
+        together.append(len({parameter.grad.untyped_storage().data_ptr() for parameter in trained}) == 1)
+    return stayed, together
 
 
 def flat_buffer_is_dropped():

@@ -1,6 +1,7 @@
 """Every way to average gradients, and what tests see of it."""
 
 import contextlib
+import functools
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,16 @@ TORCH_MODES = {
     "torch": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "torch, small buckets": lambda module: DistributedDataParallel(module, bucket_cap_mb=0.0001),
 }
+
+
+def by_mode(function):
+    """Let a function of a way to average, and of other arguments, return its results for every way."""
+
+    @functools.wraps(function)
+    def in_every_mode(*args):
+        return {mode: function(wrap, *args) for mode, wrap in MODES.items()}
+
+    return in_every_mode
 
 
 def finish(wrapped):

@@ -6,7 +6,7 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, finish, gradients, recorded_launches
+from ddp_modes import MODES, by_mode, finish, gradients, recorded_launches
 from small_models import PartlyUsed, error_of, network
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,15 +31,13 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpointed(use_reentrant, uses=1):
+@by_mode
+def checkpointed(wrap, use_reentrant, uses=1):
     inputs = torch.linspace(-1, 1, 24).view(4, 6)[dist.get_rank() :].requires_grad_()
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(Checkpointed(use_reentrant, uses))
-        error = error_of(wrapped(inputs).square().sum().backward)
-        finish(wrapped)
-        results[mode] = error or gradients(wrapped.module)
-    return results
+    wrapped = wrap(Checkpointed(use_reentrant, uses))
+    error = error_of(wrapped(inputs).square().sum().backward)
+    finish(wrapped)
+    return error or gradients(wrapped.module)
 
 
 class Buffers(nn.Module):
@@ -59,25 +57,23 @@ def start_values():
     return {name: value.tolist() for name, value in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def unfreeze():
+@by_mode
+def unfreeze(wrap):
     """The error of training a parameter that was frozen, and gradients before and after refresh()."""
-    results = {}
-    for mode, wrap in MODES.items():
-        module = PartlyUsed()
-        module.sometimes.requires_grad_(False)
-        wrapped = wrap(module)
-        rank_factor = 2.0 * (dist.get_rank() + 1)
-        wrapped(rank_factor, True).backward()
-        finish(wrapped)
-        before = gradients(module)
-        wrapped.zero_grad()
-        module.sometimes.requires_grad_(True)
-        error = error_of(wrapped, rank_factor, True)
-        wrapped.refresh()
-        wrapped(rank_factor, True).backward()
-        finish(wrapped)
-        results[mode] = before, error, gradients(module)
-    return results
+    module = PartlyUsed()
+    module.sometimes.requires_grad_(False)
+    wrapped = wrap(module)
+    rank_factor = 2.0 * (dist.get_rank() + 1)
+    wrapped(rank_factor, True).backward()
+    finish(wrapped)
+    before = gradients(module)
+    wrapped.zero_grad()
+    module.sometimes.requires_grad_(True)
+    error = error_of(wrapped, rank_factor, True)
+    wrapped.refresh()
+    wrapped(rank_factor, True).backward()
+    finish(wrapped)
+    return before, error, gradients(module)
 
 
 def state_dicts():

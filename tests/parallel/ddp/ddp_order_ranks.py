@@ -5,7 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, finish, gradients, recorded_launches
+from ddp_modes import MODES, by_mode, finish, gradients, recorded_launches
 from ddp_training_ranks import train
 from small_models import Branches, batch, error_of, network
 
@@ -13,19 +13,17 @@ from cs336sys.parallel import collectives
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
-def differently_ordered(order_of_rank):
+@by_mode
+def differently_ordered(wrap, order_of_rank):
     """By mode: gradients, the order in which they became ready, and the order of launches."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(Branches())
-        ready = []
-        for index, branch in enumerate(wrapped.module.branches):
-            branch.register_post_accumulate_grad_hook(lambda _, ready=ready, index=index: ready.append(index))
-        with recorded_launches() as launches:
-            wrapped(order_of_rank[dist.get_rank()], dist.get_rank() + 1.0).backward()
-            finish(wrapped)
-        results[mode] = gradients(wrapped.module), ready, [names for names, *_ in launches]
-    return results
+    wrapped = wrap(Branches())
+    ready = []
+    for index, branch in enumerate(wrapped.module.branches):
+        branch.register_post_accumulate_grad_hook(lambda _, index=index: ready.append(index))
+    with recorded_launches() as launches:
+        wrapped(order_of_rank[dist.get_rank()], dist.get_rank() + 1.0).backward()
+        finish(wrapped)
+    return gradients(wrapped.module), ready, [names for names, *_ in launches]
 
 
 def train_with_delays(seed):
@@ -42,21 +40,19 @@ def train_with_delays(seed):
         return {mode: train(mode, torch.float32, 2) for mode in MODES}
 
 
-def launches_in_time():
+@by_mode
+def launches_in_time(wrap):
     """By mode: how many launches of how many happened before the last gradient was ready, and within the backward."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(network(0))
-        first = wrapped.module.first.weight
-        with recorded_launches() as launches:
-            before_last = []
-            first.register_hook(lambda _, seen=before_last, launches=launches: seen.append(len(launches)))
-            inputs, _ = batch(0)
-            wrapped(inputs).sum().backward()
-            in_backward = len(launches)
-            finish(wrapped)
-        results[mode] = before_last[0], in_backward, launches
-    return results
+    wrapped = wrap(network(0))
+    first = wrapped.module.first.weight
+    with recorded_launches() as launches:
+        before_last = []
+        first.register_hook(lambda _: before_last.append(len(launches)))
+        inputs, _ = batch(0)
+        wrapped(inputs).sum().backward()
+        in_backward = len(launches)
+        finish(wrapped)
+    return before_last[0], in_backward, launches
 
 
 # By rank, the branches of two modules that it uses.
@@ -114,18 +110,16 @@ def collective_between():
     return results
 
 
-def separate_passes():
+@by_mode
+def separate_passes(wrap):
     """By mode: errors of a second pass that reaches other parameters, and gradients with the first under no_sync."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(Branches())
-        wrapped((0, 1), 1.0).backward()
-        error = error_of(wrapped((2, 3), 1.0).backward)
-        finish(wrapped)
-        wrapped.zero_grad()
-        with wrapped.no_sync():
-            wrapped((0, 1), dist.get_rank() + 1.0).backward()
-        wrapped((2, 3), dist.get_rank() + 1.0).backward()
-        finish(wrapped)
-        results[mode] = error, gradients(wrapped.module)
-    return results
+    wrapped = wrap(Branches())
+    wrapped((0, 1), 1.0).backward()
+    error = error_of(wrapped((2, 3), 1.0).backward)
+    finish(wrapped)
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped((0, 1), dist.get_rank() + 1.0).backward()
+    wrapped((2, 3), dist.get_rank() + 1.0).backward()
+    finish(wrapped)
+    return error, gradients(wrapped.module)

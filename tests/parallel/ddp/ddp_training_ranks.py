@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, TORCH_MODES, finish
+from ddp_modes import MODES, TORCH_MODES, by_mode, finish
 from small_models import Products, batch, factors, network, share, weights
 from torch import nn
 
@@ -39,11 +39,9 @@ def train_all(modes, *args):
     return {mode: train(mode, *args) for mode in modes}
 
 
-def average_integers():
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(Products())
-        wrapped(factors(dist.get_rank())).backward()
-        finish(wrapped)
-        results[mode] = [part.grad for part in wrapped.module.parts]
-    return results
+@by_mode
+def average_integers(wrap):
+    wrapped = wrap(Products())
+    wrapped(factors(dist.get_rank())).backward()
+    finish(wrapped)
+    return [part.grad for part in wrapped.module.parts]

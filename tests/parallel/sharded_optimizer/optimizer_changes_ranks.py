@@ -181,10 +181,7 @@ def resets_alone():
         for step in range(4):
             if step == 2:
                 _reset(optimizer, how)
-            inputs, targets = batch(step, torch.float64)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
+            train_step(model, optimizer, step, torch.float64)
         found[how] = weights(model)
     return found
 

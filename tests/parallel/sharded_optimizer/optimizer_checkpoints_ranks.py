@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 from optimizer_models import CLASSES, finish, network, sharded, train_step
-from small_models import batch, error_of, share, weights
+from small_models import error_of, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
@@ -40,14 +40,7 @@ def losses_alone(dtype, start, state, steps):
     if start is not None:
         model.load_state_dict(start)
         optimizer.load_state_dict(state)
-    losses = []
-    for step in steps:
-        inputs, targets = batch(step, dtype)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [train_step(model, optimizer, step, dtype) for step in steps]
     return losses, weights(model), optimizer.state_dict()
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from cs336_basics.optimizer import AdamW
 from optimizer_models import finish, network, sharded, train_step
-from small_models import PartlyUsed, batch, error_of, weights
+from small_models import PartlyUsed, error_of, weights
 from torch import nn
 
 from cs336sys.parallel.ddp import NaiveDDP
@@ -42,16 +42,13 @@ def train_groups_alone():
     scheduler = scheduled(optimizer)
     rates = []
     for step in range(6):
-        inputs, targets = batch(step, torch.float64)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        train_step(model, optimizer, step, torch.float64)
         scheduler.step()
         rates.append([(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups])
     return weights(model), rates
 
 
-def grow(optimizer_of, step_of):
+def grow(optimizer_of):
     """Train, add a group, unfreeze a parameter of the first group, and go on; the same for any optimizer."""
     model = network(0, torch.float64)
     model.norm.requires_grad_(False)
@@ -65,28 +62,18 @@ def grow(optimizer_of, step_of):
                 optimizer.refresh()
             if isinstance(wrapped, NaiveDDP):
                 wrapped.refresh()
-        step_of(wrapped, optimizer, step)
+        train_step(wrapped, optimizer, step, torch.float64)
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.wait_for_parameters()
     return weights(model)
 
 
 def grow_sharded(mode, overlap):
-    return grow(
-        lambda model, params: sharded(mode, model, lr=0.01, params=params, overlap=overlap),
-        lambda wrapped, optimizer, step: (
-            train_step(wrapped, optimizer, step, torch.float64),
-            optimizer.wait_for_parameters(),
-        ),
-    )
+    return grow(lambda model, params: sharded(mode, model, lr=0.01, params=params, overlap=overlap))
 
 
 def grow_alone():
-    def step_alone(model, optimizer, step):
-        inputs, targets = batch(step, torch.float64)
-        model.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return grow(lambda model, params: (model, torch.optim.AdamW(params, lr=0.01)), step_alone)
+    return grow(lambda model, params: (model, torch.optim.AdamW(params, lr=0.01)))
 
 
 def failed_groups(mode):

@@ -38,10 +38,7 @@ def train_alone(name, dtype=torch.float32, steps=4):
     optimizer_cls, settings = CLASSES[name]
     optimizer = optimizer_cls(model.parameters(), **settings)
     for step in range(steps):
-        inputs, targets = batch(step, dtype)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        train_step(model, optimizer, step, dtype)
     return weights(model), optimizer.state_dict()
 
 
