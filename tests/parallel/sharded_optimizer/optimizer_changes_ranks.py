@@ -173,19 +173,6 @@ def resets(mode):
     return found
 
 
-def resets_alone():
-    found = {}
-    for how in RESETS:
-        model = network(0, torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(4):
-            if step == 2:
-                _reset(optimizer, how)
-            train_step(model, optimizer, step, torch.float64)
-        found[how] = weights(model)
-    return found
-
-
 def masters():
     """Weights, one step of 0.001 after they were set to 2, by way of setting; masters had them at 1."""
     found = {}

@@ -150,12 +150,7 @@ def train_convolutions(mode, device, steps, weights_and_state=None):
     model = convolutions(device)
     if weights_and_state is not None:
         model.load_state_dict(weights_and_state[0])
-    fused = {"lr": 0.01, "fused": True}
-    wrapped, optimizer = model, None
-    if mode == "alone":
-        optimizer = torch.optim.AdamW(model.parameters(), **fused)
-    else:
-        wrapped, optimizer = sharded(mode, model, torch.optim.AdamW, **fused)
+    wrapped, optimizer = sharded(mode, model, lr=0.01, fused=True)
     if weights_and_state is not None:
         optimizer.load_state_dict(weights_and_state[1])
     for step in steps:

@@ -7,7 +7,6 @@ from optimizer_models import finish, network, sharded, train_step
 from small_models import PartlyUsed, error_of, weights
 from torch import nn
 
-from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
@@ -18,11 +17,16 @@ def groups_of(model):
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.05, "betas": (0.8, 0.9)}]
 
 
+def wait_for_parameters(optimizer):
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait_for_parameters()
+
+
 def scheduled(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.1], total_steps=8)
 
 
-def train_groups(mode, overlap):
+def train_groups(mode, overlap=False):
     """Weights and learning rates of training with groups and a scheduler that changes rates and betas."""
     model = network(0, torch.float64)
     wrapped, optimizer = sharded(mode, model, overlap=overlap, params=groups_of(model), lr=0.01)
@@ -32,48 +36,27 @@ def train_groups(mode, overlap):
         train_step(wrapped, optimizer, step, torch.float64)
         scheduler.step()
         rates.append([(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups])
-    optimizer.wait_for_parameters()
+    wait_for_parameters(optimizer)
     return weights(model), rates
 
 
-def train_groups_alone():
-    model = network(0, torch.float64)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
-    scheduler = scheduled(optimizer)
-    rates = []
-    for step in range(6):
-        train_step(model, optimizer, step, torch.float64)
-        scheduler.step()
-        rates.append([(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups])
-    return weights(model), rates
-
-
-def grow(optimizer_of):
+def grow(mode, overlap=False):
     """Train, add a group, unfreeze a parameter of the first group, and go on; the same for any optimizer."""
     model = network(0, torch.float64)
     model.norm.requires_grad_(False)
-    wrapped, optimizer = optimizer_of(model, [*model.first.parameters(), *model.norm.parameters()])
+    params = [*model.first.parameters(), *model.norm.parameters()]
+    wrapped, optimizer = sharded(mode, model, lr=0.01, params=params, overlap=overlap)
     for step in range(6):
         if step == 2:
             optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.05})
         if step == 4:
             model.norm.requires_grad_(True)
-            if isinstance(optimizer, ShardedOptimizer):
-                optimizer.refresh()
-            if isinstance(wrapped, NaiveDDP):
-                wrapped.refresh()
+            for changed in (optimizer, wrapped):
+                if hasattr(changed, "refresh"):
+                    changed.refresh()
         train_step(wrapped, optimizer, step, torch.float64)
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.wait_for_parameters()
+        wait_for_parameters(optimizer)
     return weights(model)
-
-
-def grow_sharded(mode, overlap):
-    return grow(lambda model, params: sharded(mode, model, lr=0.01, params=params, overlap=overlap))
-
-
-def grow_alone():
-    return grow(lambda model, params: (model, torch.optim.AdamW(params, lr=0.01)))
 
 
 def failed_groups(mode):

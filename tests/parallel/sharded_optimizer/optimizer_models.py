@@ -53,10 +53,13 @@ def network(seed, dtype=torch.float32):
 
 
 def sharded(mode, model, optimizer_cls=torch.optim.AdamW, *, overlap=False, params=None, **options):
-    """The module to run and the optimizer; in the default mode a data parallel wrapper averages."""
+    """The module to run and the optimizer: in mode "alone" the class itself, by default with an averaging wrapper."""
+    params = model.parameters() if params is None else params
+    if mode == "alone":
+        return model, optimizer_cls(params, **options)
     options = {"bucket_size_mb": SMALL_MB} | options
     optimizer = ShardedOptimizer(
-        model.parameters() if params is None else params,
+        params,
         optimizer_cls,
         flat=mode == "flat",
         module=model if overlap else None,

@@ -67,7 +67,7 @@ def test_slices_are_refused(ranks):
 
 @each_mode
 def test_state_that_is_dropped_begins_anew(ranks, mode):
-    expected = optimizer_changes_ranks.resets_alone()
+    expected = optimizer_changes_ranks.resets("alone")
     assert not torch.equal(expected["cleared"]["first.weight"], expected["some"]["first.weight"])
     for found in ranks(2).run(optimizer_changes_ranks.resets, mode):
         for how, weights in found.items():

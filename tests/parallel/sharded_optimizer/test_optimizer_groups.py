@@ -15,7 +15,7 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 @each_mode
 @pytest.mark.parametrize("overlap", [False, True])
 def test_groups_and_a_scheduler(ranks, mode, overlap):
-    expected, rates = optimizer_groups_ranks.train_groups_alone()
+    expected, rates = optimizer_groups_ranks.train_groups("alone")
     for weights, seen in ranks(2).run(optimizer_groups_ranks.train_groups, mode, overlap):
         assert_same(weights, expected, atol=1e-12)
         assert seen == rates
@@ -24,8 +24,8 @@ def test_groups_and_a_scheduler(ranks, mode, overlap):
 @each_mode
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, True), (3, False)])
 def test_group_added_and_parameters_unfrozen_on_the_way(ranks, mode, world_size, overlap):
-    expected = optimizer_groups_ranks.grow_alone()
-    for weights in ranks(world_size).run(optimizer_groups_ranks.grow_sharded, mode, overlap):
+    expected = optimizer_groups_ranks.grow("alone")
+    for weights in ranks(world_size).run(optimizer_groups_ranks.grow, mode, overlap):
         assert_same(weights, expected, atol=1e-12)
 
 
