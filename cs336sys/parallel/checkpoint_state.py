@@ -75,9 +75,7 @@ def require_same_groups(saved: Groups, current: Callable[[], Groups], path: Path
         raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
     saved_names, names = [group["params"] for group in saved], [group["params"] for group in current()]
     if saved_names != names:
-        different = sorted(
-            {name for group in saved_names for name in group} ^ {name for group in names for name in group}
-        )
+        different = sorted(set().union(*saved_names) ^ set().union(*names))
         raise UsageError(
             f"checkpoint {path} has an optimizer with groups of {list(map(len, saved_names))} parameters, this one has "
             f"{list(map(len, names))}; in one only: {', '.join(different) or 'none, but their order'}"

@@ -201,24 +201,24 @@ class SliceGather(_Launched):
         super().__init__(contents, group)
         rank, world_size = self._group.rank(), self._group.size()
         self._whole = [_real(tensor) for tensor in tensors]
-        self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
+        self._slices = [tensor.chunk(world_size)[rank] for tensor in self._whole]
 
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
         if through_host(self._whole[0]):
-            for tensor, own_slice in zip(self._whole, self._own, strict=True):
+            for tensor, slice_ in zip(self._whole, self._slices, strict=True):
                 on_host = tensor.cpu()
-                all_gather_single(on_host, own_slice.cpu(), group=self._group)
+                all_gather_single(on_host, slice_.cpu(), group=self._group)
                 tensor.copy_(on_host)
             return
         group = self._group
         if not self._whole[0].is_cuda:
             # Gloo's coalesced all-gather may corrupt the heap (torch 2.13: a signal ended 8 of 339 small trainings, and
             # none of 347 with one all-gather after another).
-            self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._own, strict=True)]
+            self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._slices, strict=True)]
             return
         gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-        self._works = [gather(self._whole, self._own)]
+        self._works = [gather(self._whole, self._slices)]
 
 
 class SliceExchange(_Launched):

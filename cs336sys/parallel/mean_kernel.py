@@ -19,6 +19,6 @@ def mean_kernel(own_ptr, other_ptr, num_elements, TILE: tl.constexpr):
 
 
 def average_(tensor: Tensor, other: Tensor) -> None:
-    """Replace ``own`` (n,) by its mean with ``other`` (n,) of the same dtype, computed in float32."""
+    """Replace ``tensor`` (n,) by its mean with ``other`` (n,) of the same dtype, computed in float32."""
     size = tensor.numel()
     mean_kernel[(triton.cdiv(size, _TILE),)](tensor, other, size, TILE=_TILE, num_warps=8)

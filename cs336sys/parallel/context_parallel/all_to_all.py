@@ -72,7 +72,7 @@ class AllToAllAttention:
 
 
 class _TradeRows(torch.autograd.Function):
-    """``_TradeRows.apply(tensor, rows for each rank, rows from each rank, what, context)``, along the first dimension.
+    """``_TradeRows.apply(tensor, rows for each rank, rows from each, contents, context)``, along the first dimension.
 
     Its transpose, which gradients go through, is the same the other way round.
     """

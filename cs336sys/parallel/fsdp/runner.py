@@ -252,6 +252,7 @@ class UnitRunner(SynchronizationSwitch):
         previous, self._current = self._current, unit
         self._inside.add(unit)
         self._unreduced[unit] = None
+        # A unit that contains others is not left when one of them is reached; a lent one is reduced when the pass ends.
         if previous is None or previous is unit or previous.contains_units or previous in self._lent:
             self._use(unit)
             return
@@ -329,6 +330,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.use()
 
     def _leave(self, unit: ShardedUnit) -> None:
+        """Free a unit after its outermost call, unless it is lent, used next, or kept for the backward pass."""
         is_lent = unit in self._lent
         if not (is_lent and (self._in_forward or self._in_backward)):
             unit.hide()

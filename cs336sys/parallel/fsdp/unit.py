@@ -198,7 +198,7 @@ class ShardedUnit:
             memory[start : start + padded_bytes(shape, itemsize, world_size)]
             for start, (shape, itemsize) in zip(starts, shapes_and_itemsizes, strict=True)
         ]
-        self._own = [
+        self._rows_in_block = [
             parameter.gather_into(region, lambda: access(self))
             for parameter, region in zip(parameters, regions, strict=True)
         ]
@@ -239,7 +239,7 @@ class ShardedUnit:
         self.is_under_way = True
         self._storage.resize_(self.gathered_bytes)
         with on_side_stream(self._stream), torch.no_grad():
-            torch._foreach_copy_(self._own, self._shards)
+            torch._foreach_copy_(self._rows_in_block, self._shards)
             self._gather.start()
 
     def wait(self) -> None:

@@ -64,8 +64,14 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
     """
     backend = backend or _default_backend()
     outside = started_outside()
-    _check_world_size(world_size, backend, timeout_s, outside)
+    if world_size < 1:
+        raise UsageError(f"world size {world_size}: must be at least 1")
+    require_known("backend", backend, BACKENDS)
+    if not timeout_s > 0:
+        raise UsageError(f"timeout {timeout_s} s: must be positive")
     if outside is not None:
+        if outside.world_size != world_size:
+            raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")
         return JoinedRanks(outside, backend, timeout_s)
     _check_gpus(world_size, backend)
     _check_memory(world_size)
@@ -104,16 +110,6 @@ multiprocessing.util.Finalize(None, end_kept, exitpriority=1)
 
 def _default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _check_world_size(world_size: int, backend: str, timeout_s: float, outside: RankIdentity | None) -> None:
-    if world_size < 1:
-        raise UsageError(f"world size {world_size}: must be at least 1")
-    require_known("backend", backend, BACKENDS)
-    if not timeout_s > 0:
-        raise UsageError(f"timeout {timeout_s} s: must be positive")
-    if outside is not None and outside.world_size != world_size:
-        raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")
 
 
 def _check_gpus(rank_count: int, backend: str) -> None:

@@ -113,7 +113,7 @@ class ScatteredBucket(GradientBucket):
             slice_start += piece.slice_size
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
         # This rank's slices of the mean gradients, between launch() and finish().
-        self._own: Tensor | None = None
+        self._mean_slices: Tensor | None = None
 
     def launch(self) -> None:
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
@@ -132,8 +132,8 @@ class ScatteredBucket(GradientBucket):
             else:
                 sent.append(gradients[next(iter(piece.starts))])
         sizes = [piece.slice_size for piece in self._layout]
-        self._own = self.pieces[0].new_empty(sum(sizes))
-        self._scatter.start(self._own.split(sizes), sent)
+        self._mean_slices = self.pieces[0].new_empty(sum(sizes))
+        self._scatter.start(self._mean_slices.split(sizes), sent)
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.predecessor is not None:
@@ -145,19 +145,19 @@ class ScatteredBucket(GradientBucket):
 
     def finish(self, present_anywhere: list[bool]) -> None:
         """Give the optimizer its segments of the gradients that any rank had, and begin a new step."""
-        assert self._own is not None, "launch() comes before"
-        mean_slices = self._own.to(self._master_dtype or self._own.dtype)
+        assert self._mean_slices is not None, "launch() comes before"
+        gradients = self._mean_slices.to(self._master_dtype or self._mean_slices.dtype)
         for parameter, is_present in zip(self.parameters.values(), present_anywhere, strict=True):
             if not is_present:
                 continue
             self.ids_with_gradient.add(id(parameter))
             segment = self.segments.get(parameter)
             if segment is not None:
-                gradient, updated = mean_slices[segment.gradient_range], segment.updated
+                gradient, updated = gradients[segment.gradient_range], segment.updated
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self.has_arrived = any(present_anywhere)
-        self._own = None
+        self._mean_slices = None
         self.begin_step()
 
     @property

@@ -39,7 +39,7 @@ def train_with_lazy_operations(names):
             for own in args[0]:
                 own.fill_(torch.nan)
         elif isinstance(operation, collectives.SliceGather):
-            for whole, own in zip(operation._whole, operation._own, strict=True):
+            for whole, own in zip(operation._whole, operation._slices, strict=True):
                 kept = own.clone()
                 whole.fill_(torch.nan)
                 own.copy_(kept)
