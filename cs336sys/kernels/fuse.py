@@ -41,7 +41,10 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
 
 @functools.cache
 def gate_forward(layers: Gate) -> Callable:
-    """Return the forward pass of a SwiGLU with these layers."""
+    """Return the forward pass of a SwiGLU with these layers: by copies of their weights if it keeps any, else by them.
+
+    ``gate_up_copy`` has the weights of gate and up below each other, ``down_copy`` those of down.
+    """
 
     def forward(ffn: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
         (x,) = (*inputs, *named_inputs.values())

@@ -74,59 +74,48 @@ def _weighted_sum_backward_kernel(
     tl.store(partial_grad_weight_ptr + strip * num_columns + column, tl.sum(grad_weight, axis=0), mask=column_mask)
 
 
-def _forward(x: Tensor, weight: Tensor) -> Tensor:
-    """Check the tensors and return their weighted sum (...)."""
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if x.dtype != weight.dtype:
-        raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
-    check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
-    rows = as_rows(x)
-    output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
-    strides = *rows.stride(), *weight.stride()
-    with torch.cuda.device_of(x):
-        _weighted_sum_forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
-            rows, weight, output, *strides, *rows.shape, ROW_TILE=ROW_TILE, COLUMN_TILE=COLUMN_TILE
-        )
-    return output
-
-
-def _backward(x: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight."""
-    num_columns = x.shape[-1]
-    rows = as_rows(x)
-    grad_output = grad_output.reshape(len(rows))
-    grad_rows = torch.empty_like(rows)
-    column_tile = min(triton.next_power_of_2(max(1, num_columns)), MAX_BACKWARD_COLUMNS)
-    row_tile = BACKWARD_TILE_ELEMENTS // column_tile
-    strip_rows = max(row_tile, BACKWARD_ROWS)
-    num_strips = triton.cdiv(len(rows), strip_rows)
-    num_column_tiles = triton.cdiv(num_columns, column_tile)
-    partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
-    inputs = rows, weight, grad_output
-    strides = [stride for tensor in (*inputs, grad_rows) for stride in tensor.stride()]
-    constants = {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "ROWS": strip_rows, "STAGES": BACKWARD_STAGES}
-    with torch.cuda.device_of(x):
-        # One dimension, as the second of a CUDA grid ends at 65535.
-        _weighted_sum_backward_kernel[(num_strips * num_column_tiles,)](
-            *inputs, grad_rows, partial_grad_weight, *strides, *rows.shape, **constants
-        )
-    return grad_rows.reshape(x.shape), sum_of_partials(partial_grad_weight, weight.dtype)
-
-
 class WeightedSum(torch.autograd.Function):
     """``WeightedSum.apply(x, weight)``; see :func:`weighted_sum`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        if x.dim() == 0 or weight.shape != x.shape[-1:]:
+            raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
+        if x.dtype != weight.dtype:
+            raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
+        check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
         ctx.save_for_backward(x, weight)
-        return _forward(x, weight)
+        rows = as_rows(x)
+        output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+        strides = *rows.stride(), *weight.stride()
+        with torch.cuda.device_of(x):
+            _weighted_sum_forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
+                rows, weight, output, *strides, *rows.shape, ROW_TILE=ROW_TILE, COLUMN_TILE=COLUMN_TILE
+            )
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return _backward(x, weight, grad_output)
+        rows, num_columns = as_rows(x), x.shape[-1]
+        grad_output = grad_output.reshape(len(rows))
+        grad_rows = torch.empty_like(rows)
+        column_tile = min(triton.next_power_of_2(max(1, num_columns)), MAX_BACKWARD_COLUMNS)
+        row_tile = BACKWARD_TILE_ELEMENTS // column_tile
+        strip_rows = max(row_tile, BACKWARD_ROWS)
+        num_strips = triton.cdiv(len(rows), strip_rows)
+        num_column_tiles = triton.cdiv(num_columns, column_tile)
+        partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
+        inputs = rows, weight, grad_output
+        strides = [stride for tensor in (*inputs, grad_rows) for stride in tensor.stride()]
+        constants = {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "ROWS": strip_rows, "STAGES": BACKWARD_STAGES}
+        with torch.cuda.device_of(x):
+            # One dimension, as the second of a CUDA grid ends at 65535.
+            _weighted_sum_backward_kernel[(num_strips * num_column_tiles,)](
+                *inputs, grad_rows, partial_grad_weight, *strides, *rows.shape, **constants
+            )
+        return grad_rows.reshape(x.shape), sum_of_partials(partial_grad_weight, weight.dtype)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:

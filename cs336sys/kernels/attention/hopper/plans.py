@@ -289,17 +289,20 @@ class HopperBackwardPlan(BackwardPlan):
         return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
 
     def _only_pass_descriptors(self) -> list[Descriptors]:
+        """Return the kernel's first arguments: query, key, value, dO, statistics, reducer's sum of dQ, dK and dV."""
         dtype, head_dim = self._problem.dtype, self._problem.head_dim
+        # Of each sequence the row of logsumexps that prepare_kernel wrote, and below it the row of D = rowsum(dO * O).
         statistics = (2 * self._problem.num_sequences, self._padded_queries)
         descriptors: list[Descriptors] = [
             *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._operands),
             GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], torch.float32),
         ]
         if self._settings.kernel == "reducer":
-            # What a warpgroup holds in four registers, four numbers of 32 threads, is a row.
+            # In the order of convert.py: a row is what one warp holds of 8 columns, four numbers in each of 32 threads.
             rows = self._problem.num_sequences * self._padded_queries * head_dim // 128
             tile = [BACKWARD_QUERY_ROWS * head_dim // 128, 128]
             descriptors.append(GluonDescriptors((rows, 128), (128, 1), tile, torch.float32, swizzled=False))
+        # The kernel writes no dQ: another one makes it of the sum.
         descriptors += (_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:])
         return descriptors
 

@@ -136,15 +136,14 @@ def as_table_of_pieces(
     works = [(1, item) for item in range(num_whole)]
     all_pieces = range((len(items) - num_whole) * num_pieces)
     works += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
-    shares: list[list[tuple[int, int]]] = []
+    first_item = num_programs + len(works)
+    table = [(pieces, first_item + item) for pieces, item in works]
     if num_programs:
         num_tiles = len(costs) // 2
         kinds = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
         shares = share_out(kinds, costs, num_programs)
-        works = [works[work] for share in shares for _, work in share]
-    heads = [(len(share), len(shares) + sum(map(len, shares[:number]))) for number, share in enumerate(shares)]
-    first_item = len(heads) + len(works)
-    return heads + [(pieces, first_item + item) for pieces, item in works] + list(items)
+        table = as_table([[table[work] for _, work in share] for share in shares])
+    return table + list(items)
 
 
 def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal):
