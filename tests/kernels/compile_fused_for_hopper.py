@@ -4,16 +4,14 @@ Run without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR. Launchers choos
 only the driver below them is exchanged for one that compiles and does not launch.
 """
 
-import contextlib
 import gc
-import io
 import json
 import re
 import sys
 
 import torch
 import triton
-from attention.compile_for_hopper import CompileOnlyDriver, disassemble
+from attention.compile_for_hopper import CompileOnlyDriver, compile_and_describe, cubins, descriptions, disassemble
 
 from cs336sys.kernels import linear_cross_entropy, operators, rms_norm, rope, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
@@ -26,11 +24,6 @@ ROWS = 64
 MEMORY_INSTRUCTIONS = {"load_bits": "LDG", "staged_load_bits": "LDGSTS", "store_bits": "STG"}
 
 
-# By the hash of what was compiled: ptxas sees each once.
-descriptions = {}
-cubins = {}
-
-
 class Recorder:
     """A kernel in its module's place, which describes what each launch compiles."""
 
@@ -40,25 +33,10 @@ class Recorder:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            log = io.StringIO()
-            with contextlib.redirect_stdout(log):
-                compiled = self._kernel[grid](*args, **kwargs)
-            if compiled.hash not in descriptions:
-                descriptions[compiled.hash] = describe(compiled, log.getvalue())
-                cubins[compiled.hash] = compiled.asm["cubin"]
-            self._report.append((self._kernel.__name__, descriptions[compiled.hash]))
+            description = compile_and_describe(self._kernel[grid], *args, **kwargs)
+            self._report.append((self._kernel.__name__, description))
 
         return launch
-
-
-def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
-    """What ptxas says of a kernel."""
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
-        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
-        "num_warps": compiled.metadata.num_warps,
-        "shared_bytes": compiled.metadata.shared,
-    }
 
 
 def bits_of(instruction: str, sass: str) -> dict[int, int]:

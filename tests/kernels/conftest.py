@@ -1,6 +1,10 @@
 import dataclasses
 import functools
+import json
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,25 @@ from triton.runtime import interpreter
 @pytest.fixture
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def compile_by(tmp_path_factory):
+    """Run a script that compiles kernels in a process of its own: this one may be the interpreter's.
+
+    Returns what it prints as JSON.
+    """
+
+    def run(script, *arguments):
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # A cache hit would not run ptxas, whose log is read.
+        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
+        command = [sys.executable, script, *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return json.loads(result.stdout)
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

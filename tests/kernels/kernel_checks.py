@@ -47,7 +47,7 @@ def as_float64(values):
     )
 
 
-def assert_matches_float64(function, reference, inputs, grad_outputs, scale=1.0):
+def assert_matches_float64(function, reference, inputs, grad_outputs, scale=1.0, tolerances=TOLERANCES):
     """Each result has the reference's shape, the dtype of what it is a gradient of, and the value within its rounding.
 
     ``scale``: how many times the tolerance of its dtype, or of the least precise input, where sums are long.
@@ -60,7 +60,7 @@ def assert_matches_float64(function, reference, inputs, grad_outputs, scale=1.0)
         if name.startswith("grad "):
             assert tensor.dtype == inputs[name.removeprefix("grad ")].dtype, name
         assert tensor.shape == expected[name].shape, name
-        tolerance = {kind: scale * value for kind, value in TOLERANCES[coarsest].items()}
+        tolerance = {kind: scale * value for kind, value in tolerances[coarsest].items()}
         torch.testing.assert_close(
             tensor.double(), expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )

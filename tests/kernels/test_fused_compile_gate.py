@@ -1,9 +1,5 @@
 """The fused kernels as an H200 would run them, compiled for sm_90 on any machine: registers, spills, vector widths."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +12,9 @@ ADAMW = {"adamw copies": {"load_bits": 16, "store_bits": 14}}
 
 
 @pytest.fixture(scope="module")
-def compiled(tier, tmp_path_factory):
-    """{configuration: what came out of each launch}, from a process of its own: this one may be the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # A cache hit would not run ptxas, whose log is read.
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
-    command = [sys.executable, SCRIPT, *CONFIGURATIONS, *ADAMW, *tier.choose([], NIGHTLY_CONFIGURATIONS)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout)
+def compiled(tier, compile_by):
+    """{configuration: what came out of each launch}."""
+    return compile_by(SCRIPT, *CONFIGURATIONS, *ADAMW, *tier.choose([], NIGHTLY_CONFIGURATIONS))
 
 
 def launches(compiled, without=()):

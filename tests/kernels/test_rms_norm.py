@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import triton
 from kernel_checks import (
     DTYPES,
     as_float64,
@@ -15,7 +14,6 @@ from kernel_checks import (
     shape_id,
 )
 
-from cs336sys.errors import CapabilityError
 from cs336sys.kernels import rms_norm as module
 from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
 
@@ -216,18 +214,6 @@ def test_other_dtypes_and_devices_are_refused():
         rms_norm(x, weight.double())
     with pytest.raises(ValueError, match="x on cpu, weight on meta"):
         rms_norm(x, weight.to("meta"))
-
-
-def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(module, "rms_norm_forward_kernel", triton.JITFunction(module.rms_norm_forward_kernel.fn))
-    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
-        rms_norm(torch.ones(2, 3), torch.ones(3))
-
-
-def test_second_derivative_is_refused(device):
-    x, weight = torch.ones(2, 3, device=device, requires_grad=True), torch.ones(3, device=device)
-    with pytest.raises(RuntimeError, match="RMSNorm is differentiable once"):
-        torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
 
 
 def test_reference_is_torchs(device):

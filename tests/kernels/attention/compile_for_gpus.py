@@ -4,14 +4,11 @@
 ``--sample`` only the forward kernels of ``SAMPLE``. Run without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gc
-import io
 import itertools
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -19,7 +16,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from compile_for_hopper import CompileOnlyDriver
+from compile_for_hopper import CompileOnlyDriver, compile_and_describe, compile_plan_step
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -142,7 +139,7 @@ def launches(configuration: Configuration) -> Iterator[tuple[Launch, list[torch.
                 yield launch, [slots[number] for number in numbers]
 
 
-def describe(launch: Launch, log: str) -> dict:
+def name_and_tile(launch: Launch) -> dict[str, str]:
     config, options = launch.arguments[-1], launch._options
     passes = {"forward": launch._kernel is forward_kernel}
     if not passes["forward"]:
@@ -151,9 +148,6 @@ def describe(launch: Launch, log: str) -> dict:
     return {
         "kernel": ", ".join(name for name, is_computed in passes.items() if is_computed),
         "tile": tile + (", TMA" if config.tma else ""),
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
-        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        "shared_bytes": launch.compiled.metadata.shared,
     }
 
 
@@ -164,11 +158,10 @@ def compile_for(gpu: Gpu, configurations: Iterable[Configuration], *, forward_on
     with mock.patch.object(choice, "make_problem", functools.partial(make_problem_on, gpu)):
         for configuration in configurations:
             for launch, tensors in itertools.islice(launches(configuration), 1 if forward_only else None):
-                log = io.StringIO()
-                with contextlib.redirect_stdout(log):
-                    launch(*tensors)
+                facts = compile_and_describe(compile_plan_step, launch, *tensors)
                 if launch.compiled.hash not in descriptions:
-                    description = {"configuration": str(configuration), **describe(launch, log.getvalue())}
+                    sizes = {name: facts[name] for name in ("registers", "spilled_bytes", "shared_bytes")}
+                    description = {"configuration": str(configuration), **name_and_tile(launch), **sizes}
                     descriptions[launch.compiled.hash] = description
                     print(gpu.name, *description.values(), sep="; ", file=sys.stderr, flush=True)
     return list(descriptions.values())

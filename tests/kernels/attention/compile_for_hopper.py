@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -237,12 +237,16 @@ descriptions = {}
 cubins = {}
 
 
-def compile_and_describe(launch: Launch, *tensors) -> dict:
+def compile_plan_step(launch: Launch, *tensors) -> triton.compiler.CompiledKernel:
+    launch(*tensors)
+    return launch.compiled
+
+
+def compile_and_describe(compile_kernel: Callable[..., triton.compiler.CompiledKernel], *args, **kwargs) -> dict:
     """What is known so far: the code of all is looked at together, in the end."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        launch(*tensors)
-    compiled = launch.compiled
+        compiled = compile_kernel(*args, **kwargs)
     if compiled.hash not in descriptions:
         descriptions[compiled.hash] = describe(compiled, log.getvalue())
         cubins[compiled.hash] = compiled.asm["cubin"]
@@ -257,7 +261,7 @@ def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: t
     steps = plan.steps
 
     def described(launch, name):
-        return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
+        return lambda *tensors: report.update({name: compile_and_describe(compile_plan_step, launch, *tensors)})
 
     plan.steps = [
         (described(launch, name) if name else launch, slots) for name, (launch, slots) in zip(names, steps, strict=True)

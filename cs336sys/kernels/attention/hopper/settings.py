@@ -43,9 +43,10 @@ class HopperBackwardSettings:
     kernel: str
 
     @property
-    def registers(self) -> tuple[int, ...]:
+    def registers(self) -> dict[str, int]:
         """Registers of a consumer's thread and of the reducer's; with the producer's 24 that is all there are."""
-        return (208, 72) if self.kernel == "reducer" else (240,)
+        has_reducer = self.kernel == "reducer"
+        return {"consumer_registers": 208, "reducer_registers": 72} if has_reducer else {"consumer_registers": 240}
 
     @property
     def key_rows(self) -> int:

@@ -1,10 +1,6 @@
 """The settings of the plain Triton kernels on GPUs other than the H200, and what is compiled for them."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import compile_for_gpus
@@ -27,15 +23,9 @@ from cs336sys.kernels.attention.triton.settings import (
 
 
 @pytest.fixture(scope="module")
-def compiled(tier, tmp_path_factory):
-    """{GPU: kernels that its configurations choose}, from a process of its own: this one may be the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # A cache hit would not run ptxas, whose log is read.
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
-    command = [sys.executable, compile_for_gpus.__file__, *tier.choose(["--sample", "sm_80", "sm_120"], GPUS)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout)
+def compiled(tier, compile_by):
+    """{GPU: kernels that its configurations choose}."""
+    return compile_by(compile_for_gpus.__file__, *tier.choose(["--sample", "sm_80", "sm_120"], GPUS))
 
 
 def most_spilled_bytes(gpu, kernel):
