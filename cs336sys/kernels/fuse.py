@@ -443,6 +443,7 @@ def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: C
     """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
     replaced_classes = {name for kernel in kernels for name in KERNELS[kernel]}
     if kernels is KERNELS:
+        # Its fused forward pass differs only with copies of the weights, which need all kernels.
         replaced_classes.add("CausalMultiHeadSelfAttention")
     course_modules = {
         path: module
@@ -468,6 +469,7 @@ def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: C
             }
             replacements[module] = Replacement(forward, stacks)
     head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
+    # In this model modules are known by their names.
     if head is not None and head.layer is not getattr(model, HEAD, None):
         head = None
     if head is not None:
@@ -535,7 +537,8 @@ def _recognize(
 ) -> tuple[str | None, Replacement | None]:
     """Return the kernel that can replace a module, None for copies of a layer's weight, and the replacement if any.
 
-    Weights with several ``owners`` would have several copies, of which an optimizer writes one: they get none.
+    Copies need all kernels: where one is left out, linear layers stay as they are. Weights with several ``owners`` would
+    have several copies, of which an optimizer writes one: they get none.
     """
     if head is not None and module is head.layer:
         return "linear-cross-entropy", Replacement(head_forward)

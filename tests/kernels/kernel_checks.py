@@ -12,6 +12,21 @@ TOLERANCES = {
 }
 DTYPES = tuple(TOLERANCES)
 
+# Of a contiguous x (batches, rows, columns).
+LAYOUTS = {
+    "transposed": lambda x: x.flatten(0, 1).T.contiguous().T.unflatten(0, x.shape[:2]),
+    "transposed-in-batches": lambda x: x.mT.contiguous().mT,
+    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "rows-of-a-wider-tensor": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+    "half-of-a-projection": lambda x: torch.cat([x, x], dim=-1).chunk(2, dim=-1)[1],
+    "expanded": lambda x: x[:1, :1].expand_as(x),
+}
+
+
+def random(device, *shapes, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
 
 def shape_id(shape):
     return "x".join(map(str, shape))

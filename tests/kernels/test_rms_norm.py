@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_checks import (
     DTYPES,
+    LAYOUTS,
     as_float64,
     assert_equal_to_reference,
     assert_matches_float64,
@@ -88,15 +89,6 @@ def test_dtypes_may_differ(dtype, weight_dtype, residual_dtype, device):
     y, total = rms_norm(**inputs)
     assert y.dtype == total.dtype == torch.promote_types(dtype, residual_dtype)
     assert rms_norm(inputs["x"], inputs["weight"]).dtype == dtype
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.flatten(0, 1).T.contiguous().T.unflatten(0, x.shape[:2]),
-    "transposed-in-batches": lambda x: x.mT.contiguous().mT,
-    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    "rows-of-a-wider-tensor": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
-    "expanded": lambda x: x[:1, :1].expand_as(x),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -4,18 +4,13 @@ import functools
 
 import pytest
 import torch
-from kernel_checks import DTYPES, assert_equal_to_reference, assert_matches_float64, dtype_id, shape_id
+from kernel_checks import DTYPES, assert_equal_to_reference, assert_matches_float64, dtype_id, random, shape_id
 
 from cs336sys.kernels.rope import reference_rope, rope, rope_qkv
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 matches = functools.partial(assert_matches_float64, rope, reference_rope)
-
-
-def random(device, *shapes, dtype=torch.float32):
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
 def problem(shape, device, dtype=torch.float32):

@@ -4,18 +4,13 @@ import functools
 
 import pytest
 import torch
-from kernel_checks import DTYPES, assert_equal_to_reference, assert_matches_float64, dtype_id, shape_id
+from kernel_checks import DTYPES, LAYOUTS, assert_equal_to_reference, assert_matches_float64, dtype_id, random, shape_id
 
 from cs336sys.kernels.swiglu import reference_swiglu, swiglu, swiglu_linear_of_copy
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 matches = functools.partial(assert_matches_float64, swiglu, reference_swiglu)
-
-
-def random(device, *shapes, dtype=torch.float32):
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
 def problem(shape, device, dtype=torch.float32):
@@ -44,15 +39,6 @@ def test_dtypes_may_differ(device):
     inputs["up"] = inputs["up"].half()
     matches(inputs, grads)
     assert swiglu(**inputs).dtype == torch.float32
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.flatten(0, 1).T.contiguous().T.unflatten(0, x.shape[:2]),
-    "transposed-in-batches": lambda x: x.mT.contiguous().mT,
-    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    "half-of-a-projection": lambda x: torch.cat([x, x], dim=-1).chunk(2, dim=-1)[1],
-    "expanded": lambda x: x[:1, :1].expand_as(x),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -176,7 +176,9 @@ class HopperBackwardPlan(BackwardPlan):
     def _add_launches(self, deterministic: bool) -> None:
         self.fused, self._num_splits, self._takes_turns = True, 1, deterministic
         self._settings = hopper_backward_settings(self._problem, deterministic)
-        self._pad(BACKWARD_QUERY_ROWS, self._settings.key_rows)
+        window, key_rows = self._problem.window, self._settings.key_rows
+        self._window_tiles = 0 if window is None else tiles_of_window(window, BACKWARD_QUERY_ROWS, key_rows)
+        self._pad(BACKWARD_QUERY_ROWS, key_rows)
         self._add_prepared([self._only_pass()])
 
     def _only_pass(self) -> Launch:
@@ -197,6 +199,7 @@ class HopperBackwardPlan(BackwardPlan):
         self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole
         num_programs = self._num_whole + self._num_cut * self._num_pieces
+        # Programs share the items where one can load the next item while it ends; elsewhere each has one item.
         shared_by = 0
         if settings.kernel == "reducer" and not self._takes_turns:
             num_programs = shared_by = min(num_programs, problem.num_multiprocessors)
@@ -204,6 +207,7 @@ class HopperBackwardPlan(BackwardPlan):
         costs = [WHOLE_COST + visits for visits in num_visits]
         costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in num_visits]
         table = as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
+        # Behind all that programs are given come the items, and last of them those in pieces.
         self._first_cut = len(table) - self._num_cut
         self._add_tensor("schedule", _table(table, self._device))
         return Launch(
@@ -234,12 +238,6 @@ class HopperBackwardPlan(BackwardPlan):
             self._only_pass_descriptors(),
             **_BACKWARD_OPTIONS,
         )
-
-    @property
-    def _window_tiles(self) -> int:
-        if self._problem.window is None:
-            return 0
-        return tiles_of_window(self._problem.window, BACKWARD_QUERY_ROWS, self._settings.key_rows)
 
     def _row_bytes(self) -> int:
         """Return the bytes that a program streams for one query: query, gradient of the output, and the sum of dQ."""
