@@ -537,8 +537,8 @@ def _recognize(
 ) -> tuple[str | None, Replacement | None]:
     """Return the kernel that can replace a module, None for copies of a layer's weight, and the replacement if any.
 
-    Copies need all kernels: where one is left out, linear layers stay as they are. Weights with several ``owners`` would
-    have several copies, of which an optimizer writes one: they get none.
+    Copies need all kernels: where one is left out, linear layers stay as they are. Weights with several ``owners``
+    would have several copies, of which an optimizer writes one: they get none.
     """
     if head is not None and module is head.layer:
         return "linear-cross-entropy", Replacement(head_forward)
