@@ -4,6 +4,7 @@ The backward pass is written out: norms and the gate's product, which cost littl
 that add to the same gradient add it up themselves, and gate and up are kept or not, block by block. See docs/board.md.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +24,7 @@ from cs336sys.kernels.swiglu import swiglu
 
 # (query, key, value), each (B, H, S, D), to (B, H, S, D), causal.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return flash_attention(query, key, value, is_causal=True)
+_causal_attention: Attention = functools.partial(flash_attention, is_causal=True)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,17 @@ class OwnedFolder:
     """A new temporary folder at ``path``, locked as long as this process lives."""
 
     def __init__(self) -> None:
-        self.path, self._lock = _make()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix()))
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY)
+                # In a file system without locks nobody takes it for abandoned, either.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                # Another process saw the folder before its lock, took it for abandoned and removed it.
+                os.close(self._lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -38,21 +48,6 @@ def remove_abandoned() -> None:
             cleanup.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _make() -> tuple[Path, int]:
-    """Make a folder, and return its path and the descriptor that locks it."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=_prefix()))
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(path, os.O_RDONLY)
-            # In a file system without locks nobody takes it for abandoned, either.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():
-                return path, lock
-            # Another process saw the folder before its lock, took it for abandoned and removed it.
-            os.close(lock)
 
 
 def _prefix() -> str:

@@ -7,7 +7,6 @@ allocate is full of NaN, and its results are copied in the order of the caller's
 the next one. This is proof against shortcuts, not against code that looks into this process's memory.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,10 @@ from torch import Tensor
 from cs336sys.errors import UserCodeError
 from cs336sys.results.model import Samples
 from cs336sys.timing import relative_error
+from cs336sys.timing.phases import L2_FLUSH_BYTES
 
-# Bytes that are written to empty an L2 cache; clock cycles that a GPU waits, so that work on another stream finds the
-# old inputs.
-_L2_FLUSH_BYTES, _WAIT_CYCLES = 256_000_000, 2_000_000
+# Clock cycles that a GPU waits, so that work on another stream finds the old inputs.
+_WAIT_CYCLES = 2_000_000
 _FEWEST_CALLS, _MOST_CALLS, _WARM_UP_CALLS = 5, 200, 3
 
 # The functions that timing and checking call, by their owners: no file of the user's may replace them.
@@ -84,7 +83,7 @@ class KernelTimer:
         self.problem, self._device, self._tolerance = problem, device, tolerance
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if self._on_gpu else None
-        self._flushed = torch.empty(_L2_FLUSH_BYTES if self._on_gpu else 0, dtype=torch.uint8, device=device)
+        self._flushed = torch.empty(L2_FLUSH_BYTES if self._on_gpu else 0, dtype=torch.uint8, device=device)
         self._earlier: list[Tensor] = []
         self._calls = 0
         self.errors: dict[str, relative_error.RelativeError] = {}
@@ -106,8 +105,8 @@ class KernelTimer:
         Raises:
             WrongKernelError: a call was wrong, or too fast to be true.
         """
-        for count in itertools.count(1):
-            if (self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS) or count >= _MOST_CALLS:
+        for count in range(1, _MOST_CALLS + 1):
+            if self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS:
                 break
         times_ms: list[float] = []
         while len(times_ms) < _FEWEST_CALLS or (sum(times_ms) < repetition_ms and len(times_ms) < _MOST_CALLS):

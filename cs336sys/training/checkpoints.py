@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -106,10 +107,10 @@ class MemoryStep(TrainStep):
             return
         update = phases.pop("optimizer")
         inputs, targets = self.inputs, self.targets
-        for number in range(self.passes):
-            self.inputs, self.targets = tree_map_only(
-                Tensor, functools.partial(self._part, number=number), (inputs, targets)
-            )
+        sequences = self.workload.size.batch_size // self.micro_batches
+        for first in range(0, self.passes * sequences, sequences):
+            part = operator.itemgetter(slice(first, first + sequences))
+            self.inputs, self.targets = tree_map_only(Tensor, part, (inputs, targets))
             for name, phase in phases.items():
                 yield name, phase
                 # A fused kernel computes the loss in the forward pass.
@@ -118,10 +119,6 @@ class MemoryStep(TrainStep):
                     self.loss = self.loss / self.micro_batches
         self.inputs, self.targets = inputs, targets
         yield "optimizer", update
-
-    def _part(self, tensor: Tensor, number: int) -> Tensor:
-        size = self.workload.size.batch_size // self.micro_batches
-        return tensor[number * size : (number + 1) * size]
 
     def _accumulate(self) -> None:
         """Run the forward and backward passes of all micro-batches."""
@@ -152,8 +149,6 @@ class MemoryStep(TrainStep):
         size = self.workload.size
         block = self.blocks[len(self.blocks) // 2]
         names = None if self.workload.is_compiled else unique_names(block)
-        args: tuple[Any, ...]
-        kwargs: dict[str, Any]
         if self.workload.is_ours:
             shape = size.batch_size, size.context, size.d_model
             args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), {}

@@ -163,19 +163,16 @@ class GraphedStep:
         """
         if len(inputs) != len(self.inputs):
             raise UsageError(f"{len(inputs)} inputs: the step was captured with {len(self.inputs)}")
-        changed, sources = [], []
         for number, (new, captured) in enumerate(zip(inputs, self.inputs, strict=True)):
-            if new is not captured:
-                changed.append(captured)
-                sources.append(new)
             if new.shape != captured.shape or new.dtype != captured.dtype:
                 raise UsageError(
                     f"input {number} is {tuple(new.shape)} of {new.dtype}, and the step was captured with "
                     f"{tuple(captured.shape)} of {captured.dtype}: pad it, or capture a step for each shape"
                 )
+        changed = [(captured, new) for captured, new in zip(self.inputs, inputs, strict=True) if new is not captured]
         if changed:
             # One launch for all that are on the GPU already.
-            torch._foreach_copy_(changed, sources, non_blocking=True)
+            torch._foreach_copy_(*map(list, zip(*changed, strict=True)), non_blocking=True)
 
     @property
     def pool_bytes(self) -> int:

@@ -64,8 +64,7 @@ def _count_cached(workload: Workload) -> StepCount:
     numbers = WithoutValues()
     try:
         with attention_kept(), user_models.copied_code(), numbers:
-            scaler = torch.amp.GradScaler("cpu", enabled=False)
-            step = TrainStep(workload, torch.device("meta"), scaler=scaler)
+            step = TrainStep(workload, torch.device("meta"))
             numbers.guessed.clear()
             numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
@@ -101,11 +100,11 @@ class _MarkedTensors:
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._storages[storage.cdata] = storage
+    def update(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._storages[storage.cdata] = storage
 
     def __contains__(self, tensor: Tensor) -> bool:
         if tensor.layout is not torch.strided:
@@ -137,8 +136,7 @@ class AttentionCalls(TorchDispatchMode):
         self.is_upper_bound = False
         # What was computed from the batch, and scores that a mask computed from it hides.
         self._from_batch, self._masked_by_batch = _MarkedTensors(), _MarkedTensors()
-        for tensor in batch:
-            self._from_batch.add(tensor)
+        self._from_batch.update(batch)
         self._is_in_attention = False
         # The shape of the last batched product and its inner dimension; its hidden pairs, once softmax has taken it.
         self._scores: tuple[torch.Size, int] | None = None
@@ -181,15 +179,13 @@ class AttentionCalls(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         from_batch = [tensor for tensor in inputs if tensor in self._from_batch]
         if from_batch and not _SHAPE_OPERATIONS.match(name):
-            for output in outputs:
-                self._from_batch.add(output)
+            self._from_batch.update(outputs)
         if name in _PRODUCTS:
             if name in _BATCHED_PRODUCTS:
                 left, right = (args[position] for position in _BATCHED_PRODUCTS[name])
                 self._count_product(left, right, result)
         elif self._hides_by_batch(name, args, from_batch) or any(tensor in self._masked_by_batch for tensor in inputs):
-            for output in outputs:
-                self._masked_by_batch.add(output)
+            self._masked_by_batch.update(outputs)
         if name in ("_softmax", "_safe_softmax"):
             self._count_softmax(args[0])
         return result

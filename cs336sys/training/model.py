@@ -99,12 +99,9 @@ def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManag
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
     """After this, all models of the process compute attention as before it, whatever was built in it."""
-    model_attention, torch_attention = cs336_basics.model.scaled_dot_product_attention, F.scaled_dot_product_attention
-    try:
+    torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
         yield
-    finally:
-        cs336_basics.model.scaled_dot_product_attention = model_attention
-        F.scaled_dot_product_attention = torch_attention
 
 
 def torch_linear(weight: nn.Parameter) -> nn.Linear:

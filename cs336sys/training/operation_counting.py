@@ -151,8 +151,7 @@ def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int,
     counts = {"forward": OperationCount(), "backward": OperationCount()}
     try:
         with user_models.copied_code(), WithoutValues() as unlaunched:
-            scaler = torch.amp.GradScaler("cpu", enabled=False)
-            step = TrainStep(launched, torch.device("meta"), scaler=scaler)
+            step = TrainStep(launched, torch.device("meta"))
             with _as_on_a_gpu(calls):
                 with counts["forward"]:
                     step.forward()

@@ -84,11 +84,7 @@ def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: boo
             Blocks that are each compiled are fine, because their ranges lie outside the compiled code.
         attention: that of ``cs336_basics`` and torch's; not for compiled blocks or models, for the same reason.
     """
-    with contextlib.ExitStack() as annotations:
-        if blocks:
-            annotations.enter_context(_annotated_blocks(blocks, marks))
-        if attention:
-            annotations.enter_context(_annotated_attention(marks))
+    with _annotated_blocks(blocks, marks), _annotated_attention(marks) if attention else contextlib.nullcontext():
         yield
 
 
@@ -96,7 +92,12 @@ def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: boo
 def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     """Replace ``__call__`` of the blocks' classes: module hooks would become part of a block that is compiled."""
     names = {block: f"block {number}" for number, block in enumerate(blocks)}
-    backward = _OneRangeAtATime(marks)
+    # Holds what ends the range of a backward pass: it ends where the next one starts.
+    open_backward = contextlib.ExitStack()
+
+    def start_backward(name: str) -> None:
+        open_backward.close()
+        open_backward.callback(marks.start(name))
 
     def call(block: nn.Module, call_block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if block not in names:
@@ -104,8 +105,8 @@ def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[Non
         with marks.range(names[block]):
             output = call_block(block, *args, **kwargs)
         if block is blocks[0]:
-            _on_gradient((args, kwargs), backward.end)
-        _on_gradient(output, functools.partial(backward.start, f"{names[block]} backward"))
+            _on_gradient((args, kwargs), open_backward.close)
+        _on_gradient(output, functools.partial(start_backward, f"{names[block]} backward"))
         return output
 
     with contextlib.ExitStack() as replacements:
@@ -121,23 +122,6 @@ def _on_gradient(value: Any, action: Callable[[], None]) -> None:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda gradient: action())
             return
-
-
-class _OneRangeAtATime:
-    """Ranges that end where the next one starts."""
-
-    def __init__(self, marks: Marks):
-        self._marks = marks
-        self._end: Callable[[], None] | None = None
-
-    def start(self, name: str) -> None:
-        self.end()
-        self._end = self._marks.start(name)
-
-    def end(self) -> None:
-        if self._end is not None:
-            self._end()
-            self._end = None
 
 
 @contextlib.contextmanager

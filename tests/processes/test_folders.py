@@ -49,10 +49,10 @@ def test_a_folder_of_another_kernel_stays(temporary_directory, monkeypatch):
     """Whose locks this one does not know, in a file system that both use."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(folders, "_prefix", lambda: "cs336sys-0badf00d-")
-        path, lock = folders._make()
-        os.close(lock)
+        folder = OwnedFolder()
+        os.close(folder._lock)
     remove_abandoned()
-    assert path.exists()
+    assert folder.path.exists()
 
 
 @pytest.mark.parametrize(("module", "function"), [(os, "open"), (fcntl, "flock")])

@@ -51,7 +51,7 @@ def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: 
     """Average as :func:`averaging_replica`; each rank has the optimizer state of its share of whole parameters."""
     plain = build_plain_model(workload, device)
     model = BucketedDDP(plain, BUCKETS)
-    optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
+    optimizer = choice.shard(ShardedOptimizer, plain.parameters(), module=plain)
     replica = replica_of(model, plain, optimizer, sharded=optimizer)
     return replace(replica, whole_parameters=functools.partial(_parameters_once_received, plain, optimizer))
 
@@ -59,7 +59,7 @@ def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: 
 def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """Update a slice of every parameter on each rank, which gets the mean gradient of that slice alone."""
     model = build_plain_model(workload, device)
-    optimizer = ShardedOptimizer(model.parameters(), choice.optimizer_class, flat=True, module=model, **choice.settings)
+    optimizer = choice.shard(ShardedOptimizer, model.parameters(), flat=True, module=model)
     return Replica(
         model,
         optimizer,
@@ -142,8 +142,7 @@ def torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimiz
 
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
-    return replica_of_torch(model, optimizer)
+    return replica_of_torch(model, choice.shard(ZeroRedundancyOptimizer, model.parameters()))
 
 
 def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:

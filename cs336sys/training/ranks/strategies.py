@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 # torch's compiler asks, on every rank, for regions without operations in place. These have none.
-_CHECKPOINT_LOG = logging.getLogger("torch._higher_order_ops.wrap")
-
-
-def _without_warning(record: logging.LogRecord) -> bool:
-    return "context_fn is passed" not in record.getMessage()
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed" not in record.getMessage()
+)
 
 
 def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: int) -> None:
@@ -62,7 +60,6 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
 
 def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
     """Return a block's ``forward`` within torch's selective checkpoint."""
-    _CHECKPOINT_LOG.addFilter(_without_warning)
     policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -158,16 +155,12 @@ class OptimizerChoice:
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
         return build_optimizer(self.training, parameters, **self.changed)
 
-    @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        return choose_optimizer(self.training)[0]
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        defaults = choose_optimizer(self.training)[1]
-        if not is_user_code(self.training.optimizer):
-            return {**defaults, **self.changed}
-        return defaults | user_models.overriding_settings(defaults, self.changed)
+    def shard(self, wrapper: Callable[..., Any], parameters: Any, **options: Any) -> Any:
+        """Build ``wrapper``, a class that shares this optimizer out among ranks, with ``options`` of its own."""
+        optimizer_class, settings = choose_optimizer(self.training)
+        is_users = is_user_code(self.training.optimizer)
+        changed = user_models.overriding_settings(settings, self.changed) if is_users else self.changed
+        return wrapper(parameters, optimizer_class, **options, **{**settings, **changed})
 
 
 def sequences_of_rank(workload: ParallelWorkload) -> slice:

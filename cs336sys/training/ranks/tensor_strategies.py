@@ -165,39 +165,25 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     )
 
     between = Shard(1) if sequence_parallel else Replicate()
-    norms = {"ln1": SequenceParallel(), "ln2": SequenceParallel()} if sequence_parallel else {}
-
-    def entered() -> PrepareModuleInput:
-        return PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-
+    entered = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    norms = ("layers.*.ln[12]", "ln_final") if sequence_parallel else ()
     parallelize_module(
         model,
         mesh,
         {
             "token_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "layers.*.attn": entered,
+            "layers.*.attn.[qkv]_proj": ColwiseParallel(),
+            "layers.*.attn.output_proj": RowwiseParallel(output_layouts=between),
+            "layers.*.ffn": entered,
+            "layers.*.ffn.w[13]": ColwiseParallel(),
+            "layers.*.ffn.w2": RowwiseParallel(output_layouts=between),
+            **dict.fromkeys(norms, SequenceParallel()),
             "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
-            **({"ln_final": SequenceParallel()} if sequence_parallel else {}),
         },
     )
     # A compiled block may not be given what is still arriving: its backward pass would lose the layout (torch 2.13).
     model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
-    for block in model.layers:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attn": entered(),
-                "attn.q_proj": ColwiseParallel(),
-                "attn.k_proj": ColwiseParallel(),
-                "attn.v_proj": ColwiseParallel(),
-                "attn.output_proj": RowwiseParallel(output_layouts=between),
-                "ffn": entered(),
-                "ffn.w1": ColwiseParallel(),
-                "ffn.w3": ColwiseParallel(),
-                "ffn.w2": RowwiseParallel(output_layouts=between),
-                **norms,
-            },
-        )
 
 
 def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -235,18 +221,18 @@ def _ring(context: ContextGroup, workload: ParallelWorkload) -> RingAttention:
     return RingAttention(context, KernelBlocks(implementation))
 
 
-def _all_to_all(context: ContextGroup, workload: ParallelWorkload) -> AllToAllAttention:
-    of_model = functools.partial(models.model_attention, is_causal=True)
-    return AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
-
-
 def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Hold a slice of every sequence of its group on each rank, and all state or a slice of that."""
     record, ranks = workload.strategy_record, workload.group_ranks
     split = split_of(workload.strategy, workload.training.size, ranks)
     group = _own_group(process_group(None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
-    attention: Any = _all_to_all(context, workload) if record.trades_heads else _ring(context, workload)
+    attention: Any
+    if record.trades_heads:
+        of_model = functools.partial(models.model_attention, is_causal=True)
+        attention = AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
+    else:
+        attention = _ring(context, workload)
     if workload.training.is_compiled:
         # Its collectives are launched between the compiled parts.
         attention = torch.compiler.disable(attention)

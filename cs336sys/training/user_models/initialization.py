@@ -177,21 +177,21 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_again: Tensor) -> bool:
-    """Return whether a tensor, of two seeds each, is from one distribution built whole and filled by layers.
+def _start_alike(*tensors: Tensor) -> bool:
+    """Return whether a tensor is from one distribution built whole (two seeds) and filled by layers (the same two).
 
     Elements that both seeds draw alike are not random, and must be equal.
     """
-    tensors = first, second, of_layers, of_layers_again
     if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
         return False
-    first, second, of_layers, of_layers_again = (tensor.resolve_conj() for tensor in tensors)
+    # view_as_real takes none that is conjugated lazily.
+    first, second, of_layers, of_layers_again = resolved = [tensor.resolve_conj() for tensor in tensors]
     is_fixed = _equal(first, second)
     if not (_equal(first, of_layers) & _equal(first, of_layers_again))[is_fixed].all():
         return False
     if is_fixed.all():
         return True
-    drawn = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    drawn = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in resolved]
     if first.is_complex():
         is_fixed = is_fixed[..., None].expand_as(drawn[0])
     samples = [tensor.double()[~is_fixed] for tensor in drawn]
