@@ -21,6 +21,8 @@ from cs336sys.training.model import blocks_of, build_model, keeping_input
 from cs336sys.training.step import TrainStep
 from cs336sys.training.user_models import first_tensor
 
+RegionContext = Callable[[str], AbstractContextManager[None]]
+
 
 class MemoryStep(TrainStep):
     """A :class:`TrainStep` that can be recorded.
@@ -175,7 +177,7 @@ class MemoryStep(TrainStep):
         return tree_map_only(Tensor, detached, calls[0])
 
 
-def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> None:
+def checkpoint_calls(blocks: Sequence[nn.Module], region: RegionContext) -> None:
     """Let each call of a block keep its inputs alone, whoever calls it; enter ``region`` around recomputations."""
 
     def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -193,9 +195,6 @@ def unique_names(model: nn.Module) -> dict[nn.Module, str]:
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
     return {module: names[0] for module, names in paths.items() if len(names) == 1}
-
-
-RegionContext = Callable[[str], AbstractContextManager[None]]
 
 
 def _recomputation(region: RegionContext) -> AbstractContextManager[None]:

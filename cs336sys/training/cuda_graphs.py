@@ -194,7 +194,8 @@ class GraphedStep:
                 settings = [_captured_settings(optimizer) for optimizer in optimizers]
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 if 0 < number == warmup - 1:
-                    # Before, because torch's optimizers refuse to count on the CPU in other words.
+                    # Before it, once a first step has made the state: torch's optimizers refuse a capture in words of
+                    # their own, which do not name what is on the CPU.
                     _require_state_on_device(optimizers, device)
                     captured = pretend_capturing()
                 with around(number), captured:

@@ -87,9 +87,8 @@ def _count_cached(workload: Workload) -> StepCount:
 # Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.
 _HIDDEN_SCORE = -1e4
 
-# The products whose operands are the arguments at these places.
-_BATCHED_PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
-_PRODUCTS = (*_BATCHED_PRODUCTS, "mm", "addmm")
+# Products, and which of their arguments are the operands.
+PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Operations that take a shape, and no values, from their argument.
 _SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")
 
@@ -180,9 +179,10 @@ class AttentionCalls(TorchDispatchMode):
         from_batch = [tensor for tensor in inputs if tensor in self._from_batch]
         if from_batch and not _SHAPE_OPERATIONS.match(name):
             self._from_batch.update(outputs)
-        if name in _PRODUCTS:
-            if name in _BATCHED_PRODUCTS:
-                left, right = (args[position] for position in _BATCHED_PRODUCTS[name])
+        if name in PRODUCTS:
+            # Attention's products are batched.
+            if name.endswith("bmm"):
+                left, right = (args[position] for position in PRODUCTS[name])
                 self._count_product(left, right, result)
         elif self._hides_by_batch(name, args, from_batch) or any(tensor in self._masked_by_batch for tensor in inputs):
             self._masked_by_batch.update(outputs)
@@ -244,7 +244,7 @@ def visible_pairs(visible: Tensor) -> int:
     return int(pairs.sum().item())
 
 
-def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
+def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
     """Return ``parameters``, and of a user's model ``flops`` and ``notes`` on it; called before it is captured."""
     workload = step.workload
     if workload.is_ours:
@@ -276,7 +276,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     }
 
 
-def fused_notes(step: "TrainStep") -> list[str]:
+def fused_notes(step: TrainStep) -> list[str]:
     """Return a note that counts the modules of a user's model that fused kernels replace, or no note."""
     handle = step.fused
     if not step.workload.fused_kernels or handle is None or not handle.recognized:

@@ -74,7 +74,7 @@ def summary(
         "lost_events": timeline.lost_events,
         "largest": largest_allocations(timeline, LARGEST_ALLOCATIONS),
         "block": block if workload.checkpointing == "none" else None,
-        "timeline": thinned(timeline.bytes_by_category()),
+        "timeline": thinned(categories),
         "regions": [asdict(region) for region in timeline.phases()],
     }
 

@@ -19,10 +19,10 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
+from cs336sys.training.flop_counting import PRODUCTS
 from cs336sys.training.memory_prediction import predicted_timeline, timeline_peaks
 from cs336sys.training.step import TrainStep
 
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Operations that start no kernel: they make a tensor without writing it, or look at one in another way.
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh", "_reshape_alias")
 
@@ -49,8 +49,8 @@ class OperationCount(TorchDispatchMode):
         if function.is_view or name in _FREE:
             return result
         self.kernels += 1
-        if name in _PRODUCTS:
-            left, right = (args[index] for index in _PRODUCTS[name])
+        if name in PRODUCTS:
+            left, right = (args[index] for index in PRODUCTS[name])
             self.products.append((left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
             return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]

@@ -63,8 +63,8 @@ def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, cho
     return Replica(
         model,
         optimizer,
-        optimizer.finish_gradient_synchronization,
-        functools.partial(_parameters_once_received, model, optimizer),
+        synchronize=optimizer.finish_gradient_synchronization,
+        whole_parameters=functools.partial(_parameters_once_received, model, optimizer),
         scaler_class=ShardedGradScaler,
         sharded=optimizer,
     )
@@ -113,8 +113,8 @@ def fully_sharded(
     return Replica(
         model,
         optimizer(model.parameters()),
-        model.finish_gradient_synchronization,
-        model.gather_full_params,
+        synchronize=model.finish_gradient_synchronization,
+        whole_parameters=model.gather_full_params,
         scaler_class=ShardedGradScaler,
         watched_gathers=model.watched_gathers,
         wait_for_gathers=model.wait_for_gathers,
@@ -187,7 +187,7 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
                 part.forward = functools.partial(models.keeping_input, part.forward, keeps_random=not training.is_ours)
             fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
+    return Replica(model, optimizer(model.parameters()), synchronize=None, whole_parameters=lambda: full_tensors(model))
 
 
 def _parameters_once_received(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:

@@ -127,9 +127,9 @@ def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, *
     return Replica(
         model,
         optimizer,
-        model.finish_gradient_synchronization,
-        lambda: dict(plain.named_parameters()),
-        model.buckets,
+        synchronize=model.finish_gradient_synchronization,
+        whole_parameters=lambda: dict(plain.named_parameters()),
+        launched=model.buckets,
         **settings,
     )
 
@@ -137,7 +137,9 @@ def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, *
 def replica_of_torch(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
     """Build the replica of torch's classes, which wait for ranks in the backward pass or in the optimizer."""
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return Replica(model, optimizer, None, lambda: dict(plain.named_parameters()), **settings)
+    return Replica(
+        model, optimizer, synchronize=None, whole_parameters=lambda: dict(plain.named_parameters()), **settings
+    )
 
 
 @dataclass(frozen=True)

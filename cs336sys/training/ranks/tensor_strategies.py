@@ -78,9 +78,9 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
     return Replica(
         model,
         optimizer(model.parameters()),
-        _gradient_completion(model, shared),
-        whole,
-        getattr(model, "buckets", ()),
+        synchronize=_gradient_completion(model, shared),
+        whole_parameters=whole,
+        launched=getattr(model, "buckets", ()),
         scaler_class=ShardedGradScaler,
         wait_for_gathers=getattr(model, "wait_for_gathers", None),
         loss=functools.partial(shared.loss, compiles=training.is_compiled),
@@ -132,8 +132,8 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
     return Replica(
         model,
         optimizer([{"params": group} for group in groups if group]),
-        None,
-        lambda: full_tensors(model),
+        synchronize=None,
+        whole_parameters=lambda: full_tensors(model),
         around=loss_parallel,
         loss=_distributed_cross_entropy,
     )

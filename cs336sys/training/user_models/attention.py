@@ -63,12 +63,6 @@ class AttentionCall(NamedTuple):
         mask: Any = self.attn_mask
         return mask._materialize(self.query.device) if is_causal_bias(mask) else mask
 
-    @property
-    def repeated(self) -> tuple[Tensor, Tensor]:
-        """Return key and value with a head for each of the query's."""
-        groups = self.query.shape[-3] // self.key.shape[-3]
-        return self.key.repeat_interleave(groups, -3), self.value.repeat_interleave(groups, -3)
-
 
 # Why calls went to torch's attention, of all models of this process since its cell began.
 left_to_torch: set[str] = set()
@@ -137,7 +131,11 @@ def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], T
 
 def shape_of_attention(call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
     """Return a tensor of the right shape without any product, with gradients for query, key and value."""
-    key, value = call.repeated if call.enable_gqa else (call.key, call.value)
+    key, value = call.key, call.value
+    if call.enable_gqa:
+        # A head for each of the query's.
+        groups = call.query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     mean = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
     return mean + call.query.mean(-1, keepdim=True)
 
