@@ -153,7 +153,7 @@ class MemoryStep(TrainStep):
         names = None if self.workload.is_compiled else unique_names(block)
         if self.workload.is_ours:
             shape = size.batch_size, size.context, size.d_model
-            args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), {}
+            args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), dict[str, Any]()
         else:
             args, kwargs = self._inputs_of(block)
         with self._precision():

@@ -172,7 +172,8 @@ class GraphedStep:
         changed = [(captured, new) for captured, new in zip(self.inputs, inputs, strict=True) if new is not captured]
         if changed:
             # One launch for all that are on the GPU already.
-            torch._foreach_copy_(*map(list, zip(*changed, strict=True)), non_blocking=True)
+            targets, sources = zip(*changed, strict=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     @property
     def pool_bytes(self) -> int:

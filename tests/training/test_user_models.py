@@ -29,6 +29,7 @@ from cs336sys.training.model import blocks_of
 from cs336sys.training.operation_counting import count_model
 from cs336sys.training.optimizers import build_optimizer
 from cs336sys.training.step import TrainStep, training_warnings
+from cs336sys.training.user_models import initialization
 from cs336sys.training.user_models.loading import user_folders
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
@@ -599,3 +600,9 @@ def test_models_are_filled_layer_by_layer_only_where_that_changes_nothing(model,
     reason = user_models.why_built_whole(f"{FILE}:{model}", SIZE)
     assert reason == different if not different else different in reason
     assert (user_models.layer_initializer(f"{FILE}:{model}", SIZE) is None) == bool(different)
+
+
+def test_lazily_conjugated_tensors_are_compared():
+    first, *others = torch.randn(4, 64, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
+    assert initialization._start_alike(first, *others)
+    assert not initialization._start_alike(first, others[0], *(2 * tensor for tensor in others[1:]))

@@ -187,7 +187,7 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
                 part.forward = functools.partial(models.keeping_input, part.forward, keeps_random=not training.is_ours)
             fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Replica(model, optimizer(model.parameters()), synchronize=None, whole_parameters=lambda: full_tensors(model))
+    return Replica(model, optimizer(model.parameters()), whole_parameters=lambda: full_tensors(model))
 
 
 def _parameters_once_received(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:

@@ -96,14 +96,11 @@ class ParallelStep(TrainStep):
 
     def forward(self) -> None:
         """Compute this rank's loss, weighted, within what the strategy puts around both passes."""
-        if self.replica.around is None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.replica.around())
             super().forward()
-        else:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self.replica.around())
-                super().forward()
-                # Left after the backward pass.
-                self._around_passes = stack.pop_all()
+            # Left after the backward pass.
+            self._around_passes = stack.pop_all()
         if self.replica.loss_weight != 1.0:
             assert self.loss is not None
             self.loss = self.loss * self.replica.loss_weight

@@ -4,6 +4,7 @@ A strategy is a :data:`Prepare` function, which its record in :mod:`cs336sys.set
 (checking, timing, counting, tables) is the same for all.
 """
 
+import contextlib
 import functools
 import logging
 import types
@@ -89,9 +90,9 @@ class Replica:
 
     Attributes:
         model: called with this rank's token ids.
-        synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
         whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
             ranks call it together. The tensors may be the model's own.
+        synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
         launched: buckets, whose ``launch()`` starts a collective during a step, in order.
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
@@ -107,8 +108,8 @@ class Replica:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    synchronize: Callable[[], None] | None
     whole_parameters: Callable[[], Mapping[str, Tensor]]
+    synchronize: Callable[[], None] | None = None
     launched: Sequence[Any] = ()
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
@@ -117,7 +118,7 @@ class Replica:
     wait_for_gathers: Callable[[], None] | None = None
     share: Any = None
     loss_weight: float = 1.0
-    around: Callable[[], AbstractContextManager[Any]] | None = None
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     copy_engines: CopyEngines | None = None
 
@@ -137,9 +138,7 @@ def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, *
 def replica_of_torch(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
     """Build the replica of torch's classes, which wait for ranks in the backward pass or in the optimizer."""
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return Replica(
-        model, optimizer, synchronize=None, whole_parameters=lambda: dict(plain.named_parameters()), **settings
-    )
+    return Replica(model, optimizer, whole_parameters=lambda: dict(plain.named_parameters()), **settings)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,6 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
     return Replica(
         model,
         optimizer([{"params": group} for group in groups if group]),
-        synchronize=None,
         whole_parameters=lambda: full_tensors(model),
         around=loss_parallel,
         loss=_distributed_cross_entropy,
