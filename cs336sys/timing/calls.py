@@ -9,7 +9,7 @@ import torch
 from cs336sys.results.model import Samples
 
 # Bytes that are written to empty an L2 cache: several times an H200's 50 MB.
-_L2_FLUSH_BYTES = 256_000_000
+L2_FLUSH_BYTES = 256_000_000
 # A GPU's clock cycles in a millisecond, at most.
 _CYCLES_PER_MS = 2_000_000
 
@@ -40,7 +40,7 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
     """
     if device.type != "cuda":
         return time_calls(call, device, warmup_ms, repetition_ms)
-    cache = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    cache = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def run_queued(wait_ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -18,7 +18,7 @@ from torch import Tensor
 from cs336sys.errors import UserCodeError
 from cs336sys.results.model import Samples
 from cs336sys.timing import relative_error
-from cs336sys.timing.phases import L2_FLUSH_BYTES
+from cs336sys.timing.calls import L2_FLUSH_BYTES
 
 # Clock cycles that a GPU waits, so that work on another stream finds the old inputs.
 _WAIT_CYCLES = 2_000_000

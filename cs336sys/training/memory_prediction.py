@@ -148,9 +148,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     """Trace a step, of our models with many blocks steps of few, if what these add repeats to the byte."""
     size, checkpointing = workload.training.size, workload.checkpointing
     # Blocks after which memory repeats.
-    period = 1
-    if checkpointing not in (*SUBLAYERS, "none", "nested"):
-        period = group_sizes(checkpointing, size.num_layers)[0]
+    period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
     fewest_blocks = 2 * period + size.num_layers % period
     repeats = workload.training.is_ours and checkpointing != "nested"
     if not repeats or size.num_layers <= 3 * (fewest_blocks + period):

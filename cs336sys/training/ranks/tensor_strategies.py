@@ -226,10 +226,9 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     split = split_of(workload.strategy, workload.training.size, ranks)
     group = _own_group(process_group(None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
-    attention: Any
     if record.trades_heads:
         of_model = functools.partial(models.model_attention, is_causal=True)
-        attention = AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
+        attention: Any = AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
     else:
         attention = _ring(context, workload)
     if workload.training.is_compiled:
