@@ -60,8 +60,7 @@ def compare(
     try:
         output.emit(comparison_tables(matched.pairs, compared, confidence))
     except UsageError as error:
-        # Raised last: --columns may name one that no table has because the cells of B failed, and the regressions of
-        # others must be said first.
+        # Raised last: a column that is missing because the cells of B failed must not hide a regression.
         fault = error
     slower, unknown = [], []
     if limit_percent is not None:
