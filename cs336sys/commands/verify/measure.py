@@ -163,12 +163,11 @@ class _Case:
         """Return that the case is ``ok``; refused where parameters could not be compared."""
         moments = [moment for record in compared.records for moment in record.moments.items()]
         seen = {name for (kind, _), tensors in moments if kind in ("start", "weight") for name in tensors}
-        missing = sorted(compared.shapes.keys() - seen)
-        if missing and not set(missing) <= compared.unknown:
-            unmatched = [name for report in compared.reports for name in report.unmatched]
-            return _refused(
-                sentence(__package__, "unnamed parameter", missing=missing[0], unmatched=min(unmatched, default=""))
-            )
+        # Unknown ones have a name, but slices that make no whole: they are among not_compared.
+        missing = sorted(compared.shapes.keys() - seen - compared.unknown)
+        if missing:
+            unmatched = min((name for report in compared.reports for name in report.unmatched), default="")
+            return _refused(sentence(__package__, "unnamed parameter", missing=missing[0], unmatched=unmatched))
         if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         return _ok(", ".join(compared.not_compared), self._notes(compared.reports, ()), compared)

@@ -1,13 +1,16 @@
 """Slices that ranks hold are put together, or said not to fit."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cs336sys.commands.verify.comparison import TensorDifference
 from cs336sys.commands.verify.diagnosis import _holds_twice
+from cs336sys.commands.verify.measure import _Case
 from cs336sys.parity.assembly import assemble, model_name
+from cs336sys.parity.record import RankReport, Record
 
 SHAPE = torch.Size([5, 3])
 WHOLE = torch.arange(15.0).view(SHAPE)
@@ -30,6 +33,15 @@ def test_slices_that_do_not_add_up_are_unknown():
     whole, unknown = together(WHOLE[:3], WHOLE[:3])
     assert unknown == {"w"}
     assert whole == [{}, {}]
+
+
+def test_parameter_without_a_name_is_refused_by_its_name_and_not_by_that_of_unknown_slices():
+    reports = [RankReport(Record(), unmatched=("c.renamed",))]
+    shapes = {"a.weight": SHAPE, "b.weight": SHAPE}
+    compared = SimpleNamespace(records=[Record()], shapes=shapes, unknown={"a.weight"}, reports=reports)
+    outcome = _Case._nothing_found(SimpleNamespace(), compared)
+    assert outcome.derived["verdict"] == "refused"
+    assert "no parameter that is the model's b.weight; c.renamed is none of the model's" in outcome.reason
 
 
 def test_a_rank_without_the_parameter_has_none():
