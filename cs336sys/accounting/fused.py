@@ -104,8 +104,8 @@ class FusedStep(StepChoices):
 
         The inputs of its two norms, fp32, with a number a row each (``8 T d + 8 T``); their outputs, which three and
         two projections share (``2 e T d``); rotated q and k, and v (``3 e T d``); attention's output as the projection
-        after it reads it (``e T d``) and a number a query; gate and up; and casts of the weights where there are no
-        copies. Reference attention saves mask, exponentials and probabilities besides.
+        after it reads it (``e T d``) and a number a query; gate and up; without copies of the weights, also the product
+        of gate and up, and casts of the weights. Reference attention adds mask, exponentials and probabilities.
         """
         e = self.e
         attention = self.size.context**2 + (4 + e) * self.scores if self.scores else 0

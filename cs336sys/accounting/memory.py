@@ -189,11 +189,11 @@ _WidestMoment = tuple[str, int, int]
 
 
 def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: bool) -> list[_WidestMoment]:
-    """Return what a forward pass without gradients holds where it is widest, with the batch (``16 T``).
+    """Return what a forward pass without gradients holds where it is widest: the batch (``16 T``) and activations.
 
     - Softmax of reference attention: the block's input and the norm's output (``2 r T d``), q, k, v, the mask, and 12
-      bytes a score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the
-      scores, the exponentials, the fp32 probabilities and their cast.
+      bytes a score: in fp32 the scores, the exponentials and the probabilities, with the reciprocal of a query's sum
+      (4 bytes); in half precision the scores, the exponentials, the fp32 probabilities and their cast.
     - Feed-forward: the block's input, the residual stream and the norm's output (``3 r T d``), and three of ``e T f``:
       ``w1(x)``, sigmoid and SiLU, or SiLU, ``w3(x)`` and product. Under autocast ``w3(x)`` needs casts of input and
       weight next to SiLU and result, which is more where a batch has few tokens.
@@ -214,7 +214,7 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
     }
     if ATTENTION[attention].keeps_scores:
         moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * size.scores + 4 * size.queries
-    return [(name, 0, 16 * size.tokens + activation_bytes) for name, activation_bytes in moments.items()]
+    return [(name, 0, 16 * size.tokens + held_bytes) for name, held_bytes in moments.items()]  # 0: no gradients.
 
 
 def _backward_moments(

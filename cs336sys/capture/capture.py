@@ -306,6 +306,6 @@ class Capture:
 
     def is_named(self, numbers: Times, test: Any) -> NDArray[np.bool_]:
         """Return for each number of a text whether the text passes a test; False for -1."""
-        distinct, place = np.unique(numbers, return_inverse=True)
+        distinct, index_in_distinct = np.unique(numbers, return_inverse=True)
         passes = [number >= 0 and bool(test(self.texts[number])) for number in distinct.tolist()]
-        return np.array(passes, bool)[place.reshape(-1)]
+        return np.array(passes, bool)[index_in_distinct]

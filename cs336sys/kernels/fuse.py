@@ -158,7 +158,7 @@ def head_forward(head: Any, hidden: Tensor) -> Tensor:
     options = {"copy": head.copy, "gradient_dtype": head.gradient_dtype, "softcap": head.softcap, **head.loss_options}
     loss = linear_cross_entropy(hidden, head.weight, head.targets, **options)
     assert isinstance(loss, Tensor)
-    # A model that caps takes the loss for logits (B, S, V), and caps it.
+    # A model that caps takes the loss for logits (B, S, V): scaled down, it passes the cap. Fused.loss scales it back.
     return loss if head.softcap is None else CAPPED_LOSS_SCALE * loss.reshape(*(loss.shape or (1, 1)), 1)
 
 
@@ -248,7 +248,7 @@ class Fused:
         for module, (forward, stacks) in replacements.items():
             # An attribute of the instance goes before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
-            for name in stacks:
+            for name in stacks:  # Read by the forward passes; _stack() and keep_copies() set them.
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
         self._head: Any = None if head is None else head.layer
         if head is not None:

@@ -51,7 +51,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     on_gpu = training.device != "cpu"
     has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
     changes: list[SettingChange] = []
-    if training.updates_parameters and training.update == "step" and training.cuda_graph == "off":
+    if training.updates_parameters and training.update == "step" and training.cuda_graph == "off":  # Else refused.
         changes += _micro_batches(workload)
     if training.is_ours and training.keeps_scores:
         changes.append(_SDPA)
@@ -63,8 +63,10 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
         changes.append(_BF16)
     if on_gpu and has_moments and training.keeps_fp32_state:
         changes.append(_BF16_STATE)
+    # Formulas predict ranks of our model. Those of another share an optimizer's moments, which a user's may not have.
+    can_predict_ranks = training.memory_is_known if training.is_ours else has_moments
     # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
-    if on_gpu and training.updates_parameters and (training.memory_is_known if training.is_ours else has_moments):
+    if on_gpu and training.updates_parameters and can_predict_ranks:
         changes += _rank_changes(workload)
     return changes
 

@@ -294,7 +294,7 @@ def _flop_notes(workload: Workload, count: StepCount, attention: AttentionCalls)
     name = str(workload.user.model)
     notes = []
     if workload.attention_record.is_ours:
-        if ours := attention.calls[""]:
+        if ours := attention.calls[""]:  # Counted by the reason why flash cannot compute them, "" where it can.
             notes.append(f"{name}: {ours} calls of torch's scaled_dot_product_attention are computed by flash")
         elif not attention.calls.total():
             notes.append(f"{name}: never calls torch's scaled_dot_product_attention, so flash takes the place of none")

@@ -83,10 +83,10 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     """Return the changes of memory over one block, in the middle of the model, in bytes.
 
     Returns:
-        ``forward_growth``: from the first allocation of the block before to the block's own; ``backward_change``: from
-        the block's own to that of the block before, both for one block, as blocks are alike, and None in compiled code,
-        whose modules are not seen; ``gradients``: of the block's parameters. None without a backward pass or a second
-        block.
+        ``forward_growth``: between the first allocations of the block before and of the block; ``backward_change``:
+        between those of the block and of the block before; both for one block, as blocks are alike, and None in
+        compiled code, whose modules are not seen; ``gradients``: of the block's parameters. None without a backward
+        pass or a second block.
     """
     block = len(block_names) // 2
     if block == 0:
@@ -103,7 +103,7 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
             for allocation in timeline.allocations
             if allocation.phase == phase and allocation.origin.module.startswith(f"{block_names[index]}.")
         )
-        first = min(starts, default=None)
+        first = min(starts, default=None)  # At least 1: what is there at 0, before the first event, has no phase.
         return None if first is None else totals[first - 1]
 
     changes = {"forward_growth": ("forward", block - 1, block), "backward_change": ("backward", block, block - 1)}

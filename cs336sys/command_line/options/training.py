@@ -53,11 +53,12 @@ class OptionGroup:
 
         Args:
             order: fields, the one first that changes slowest; others come after them.
-            values: of fields without options, or in place of the options' values.
+            values: of fields without options here, or instead of options' values; fields with neither keep defaults.
         """
-        options = {name: described.option or name for name, described in owner.direct_settings().items()}
-        chosen = {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)} | values
-        return owner.combinations({name: chosen[name] for name in dict.fromkeys((*order, *options)) if name in chosen})
+        option_of_field = {name: described.option or name for name, described in owner.direct_settings().items()}
+        chosen = {name: getattr(self, option) for name, option in option_of_field.items() if hasattr(self, option)}
+        chosen |= values
+        return owner.combinations({name: chosen[name] for name in (*order, *option_of_field) if name in chosen})
 
 
 Group = TypeVar("Group", bound=OptionGroup)

@@ -202,7 +202,7 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
                     query_position = start + torch.arange(scores.shape[0], device=device)[:, None]
                     key_position = first_key + torch.arange(scores.shape[1], device=device)
                     invisible = key_position > query_position
-                    if workload.window is not None:
+                    if workload.window is not None:  # AttentionWorkload refuses one without the causal mask.
                         invisible |= key_position <= query_position - workload.window
                     scores.masked_fill_(invisible, -math.inf)
                 weights = scores.softmax(-1)

@@ -208,7 +208,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
 def _commands(checks: list[Check]) -> list[Check]:
     """Say what each command can do with the model."""
     is_ok = {check.name: check.verdict == "ok" for check in checks}
-    graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"
+    graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"  # Not checked where no step could be counted.
     blocks = "" if is_ok["blocks"] else ", but --compile block, ranges and tables of blocks"
     return [
         Check("bench", f"all{graphs}{blocks}"),

@@ -219,7 +219,7 @@ class _Planner:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1
         try:
-            if ranks is not None:
+            if ranks is not None:  # Of a user's model: for ours, _peak_bytes() has a formula.
                 return bytes_with_shared_state(workload, memory_changes.number_of_ranks(ranks))
             traced = prediction.predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:

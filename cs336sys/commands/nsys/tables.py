@@ -217,7 +217,8 @@ def report_tables(report: AnalysedCaptures, profile: Profile, *, top: int, full_
     """Build all tables of one report: its phases, and where its step goes, as ``trace`` has it."""
     measured, labels = _labelled_report(profile)
     notes = [profile.phases_are] if profile.phases_are else []
-    phases = phase_table(measured, [], labels, f"nsys: {report.analyses[0].file}, made by {profile.profiler}", notes)
+    title = f"nsys: {report.analyses[0].file}, made by {profile.profiler}"
+    phases = phase_table(measured, failed=[], labels=labels, title=title, notes=notes)
     sentences = verdict(report.analyses, report.ranks.matching if report.ranks else None)
     others = attention_table(measured, labels), verdict_table(sentences, "nsys: verdict"), part_table(report.analyses)
     return with_rows(phases, *phase_kernel_tables(measured, labels, top, full_names), *others)

@@ -55,7 +55,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     workload = ParallelWorkload.from_configuration(configuration)
     ranks = kept_ranks(workload)
     round_number, key = configuration.get("round", 1), configuration_key(workload.configuration())
-    # The first round's is that of all.
+    # Later rounds keep the first's columns, unless that was in another process, as after a crash or on --resume.
     if round_number == 1 or key not in _checked_columns:
         progress(f"checking {workload.strategy} against one process")
         # Weights in half precision are rounded after every step, which hides errors: gradients are compared.

@@ -373,7 +373,7 @@ class _Race:
         self.configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
         keys = [configuration_key(configuration) for configuration in self.configurations]
         self.count, self.chosen_keys = count, keys[: len(chosen)]
-        self.best_keys = {*keys[:count], *keys[len(chosen) :]}
+        self.best_keys = {*keys[:count], *keys[len(chosen) :]}  # All but the plain configuration.
         self.predictions: dict[str, dict[str, float | None]] = {}
         for key, candidate in zip(keys, candidates, strict=True):
             predicted_ms = None if candidate.time.unknown else 1e3 * candidate.time.step_s
@@ -388,7 +388,7 @@ class _Race:
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
             runs = self.best_keys & fully_measured(by_configuration(cells)).keys()
-            return key in self.chosen_keys or len(runs) < self.count
+            return key in self.chosen_keys or len(runs) < self.count  # A reserve, while too few of the best run.
         if time.monotonic() > self.end_s:
             return False
         groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])

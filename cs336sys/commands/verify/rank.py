@@ -34,8 +34,9 @@ def train_on_rank(training: Training, program: Program, **settings: Any) -> Rank
     report = run.report
     try:
         with (
+            # One process would draw other masks: only the case that compares the ranks' masks has any.
             nullcontext() if program.masks else user_models.nothing_dropped(),
-            run.watcher if run.watch or program.late_rank is not None else nullcontext(),
+            run.watcher if run.watch or program.late_rank is not None else nullcontext(),  # Delays a late rank.
         ):
             run.all_steps()
     except CapabilityError as error:

@@ -278,6 +278,7 @@ class UnitRunner(SynchronizationSwitch):
         for bucket in self.replicated:
             bucket.wait()
             bucket.finish([True] * len(bucket.parameters))
+        # Every parameter has a mean now; one that is new and of no rank's gradient is taken back.
         parameters = list(self._present)
         if parameters:
             anywhere = AnyRank(list(self._present.values()), parameters[0].device, self._group).wait()

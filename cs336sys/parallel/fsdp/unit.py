@@ -93,6 +93,7 @@ class _GradientGroup:
             self._sent = sent = [in_own_memory(gradient) for gradient in gradients]
             self._scatter.start(self._of_each(mean), sent)
             return
+        # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
         slices = [
             gradient.view(-1).split_with_sizes(sizes)
             for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)

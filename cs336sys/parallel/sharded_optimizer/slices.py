@@ -346,13 +346,14 @@ class SlicePartition:
             self._drop(ids_here, set_to_none)
 
     def _drop(self, ids: AbstractSet[int], set_to_none: bool) -> None:
+        """Drop or zero gradients, and forget that they were used or late; after the last of them a new step begins."""
         if all(bucket.ids_with_gradient <= ids for bucket in self._buckets):
             self.synchronizer.is_complete = False
         for bucket in self._buckets:
             bucket.drop(ids, set_to_none)
         self.synchronizer.late.difference_update(ids)
         self._used = {id_: name for id_, name in self._used.items() if id_ not in ids}
-        self.synchronizer.holds_back = bool(self._used)
+        self.synchronizer.holds_back = bool(self._used)  # Passes still add to gradients of the last step.
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""

@@ -48,6 +48,7 @@ def their_course_package() -> Iterator[None]:
     """
     ours = _pop_course_modules()
     folder = first_folder(user_folders)
+    # What was imported last time stays in use, unless a file loaded since then has brought a package that comes first.
     if folder is not None and PACKAGE in _user_modules and str(folder) in _user_modules[PACKAGE].__path__:
         sys.modules.update(_user_modules)
     finder = _CoursePackageFinder(ours)

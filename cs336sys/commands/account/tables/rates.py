@@ -44,7 +44,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """Return the bytes/s that a rank sent in the largest all-reduce, its bus bandwidth; NCCL's before Gloo's."""
+    """Return bytes/s that a rank sent (bus bandwidth) in the largest of :func:`_all_reduces`, NCCL's or else Gloo's."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
         raise UsageError(*sentences(__name__, "no_bandwidth"))

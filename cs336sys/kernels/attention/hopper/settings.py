@@ -172,6 +172,7 @@ def why_unavailable(query: torch.Tensor) -> str | None:
         choices = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
         return f"implementation 'hopper' takes head dimension {choices}, got {query.shape[-1]}"
     num_sequences = query.shape[:-2].numel()
+    # As make_problem: scratch memory pads each sequence to whole tiles, by less than 256 rows.
     if num_sequences * (query.shape[-2] + 256) >= 2**31:
         return f"implementation 'hopper' addresses fewer than 2^31 rows, got {num_sequences} x {query.shape[-2]}"
     return None

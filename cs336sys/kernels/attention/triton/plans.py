@@ -254,7 +254,7 @@ class BackwardPlan(Plan):
         element_bytes = problem.dtype.itemsize
         if backward_pass.computes_dkv:
             row_bytes = problem.head_dim * 2 * element_bytes + (4 * self._block_dim if self.fused else 0)
-            # Of the sequences of keys that a pass over them counts, each streams the queries of its group.
+            # A program of dK and dV reads the queries of all group_size sequences that share its keys.
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES
         else:
             key_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes
@@ -279,6 +279,8 @@ class BackwardPlan(Plan):
                     num_keys=problem.num_keys,
                     window=problem.window or 0,
                     diagonal=problem.diagonal,
+                    # For dK and dV these are sequences of keys. If these are fewer, groups are less even in size, but
+                    # none is larger than fits into L2. If one launch computes all, dQ has the groups of dK and dV.
                     sequences_per_group=sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                     key_programs=key_programs,
                     num_splits=self._num_splits,

@@ -216,6 +216,7 @@ def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
 
 
 def _float32_forward(problem: AttentionProblem) -> TileSettings:
+    """Return a tile: rows of queries, then of keys. Comments: ms of the choice for a shape, then of other tiles."""
     if problem.head_dim > 128:
         return TileSettings(32, 16, num_warps=4, num_stages=1)
     if problem.float32_precision == "ieee":
