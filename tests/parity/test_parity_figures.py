@@ -21,7 +21,6 @@ from cs336sys.parity.orders import Order, draw_alike, random_state
 from cs336sys.parity.rounding import Rounding, rounding_in, stay_near, tolerance
 from cs336sys.parity.step import Checked
 from cs336sys.parity.weights import Distance, TensorComparison, WeightDifference, rounding_note
-from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 
@@ -40,10 +39,6 @@ WRAPPERS = (
 
 def workload(**settings):
     return Workload(TINY, device="cpu", **settings)
-
-
-def sent(gradient_dtype, **settings):
-    return ParallelWorkload(workload(**settings), "flat", 2, gradient_dtype=gradient_dtype)
 
 
 def count(*shape):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.utils.benchmark
 
-from cs336sys.timing import phases as timing
+from cs336sys.timing import calls, phases
 from cs336sys.timing.calls import time_calls
 from cs336sys.timing.phases import covered, time_phases
 
@@ -21,7 +21,8 @@ def clock(monkeypatch):
         clock.now_s += duration_ms / 1e3
 
     clock.pass_ms = pass_ms
-    monkeypatch.setattr(timing, "time", clock)
+    for module in (calls, phases):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -321,8 +321,11 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
     times_s = {}
     for size_bytes in _LINK_BYTES[device.type]:
         tensor = torch.zeros(size_bytes // 4, device=device)
-        launchers = [functools.partial(dist.all_reduce, tensor, async_op=True)] * _LINK_CALLS
-        times_s[size_bytes] = _time_alone(launchers, _LINK_REPETITIONS, device).median / 1e3 / _LINK_CALLS
+
+        def launch(tensor: Tensor = tensor) -> Callable[[], Any]:
+            return dist.all_reduce(tensor, async_op=True).wait
+
+        times_s[size_bytes] = _time_alone([launch] * _LINK_CALLS, _LINK_REPETITIONS, device).median / 1e3 / _LINK_CALLS
     return times_s
 
 

@@ -170,9 +170,10 @@ def test_each_rank_has_four_boxes_and_writes_those_of_the_other(symmetric_memory
         ("rendezvous", (640,), rank),
         ("buffer", 1 - rank, (640,), torch.uint8),
     ]
-    assert [tuple(box.shape) for box in engines._own_boxes] == 4 * [(640,)]
-    assert engines._other_boxes == 4 * [f"of rank {1 - rank}"]
-    assert [handle.number for handle in engines._handles] == [0, 1, 2, 3]
+    boxes, others, handles = zip(*engines._boxes, strict=True)
+    assert [tuple(box.shape) for box in boxes] == 4 * [(640,)]
+    assert list(others) == 4 * [f"of rank {1 - rank}"]
+    assert [handle.number for handle in handles] == [0, 1, 2, 3]
 
 
 def test_collectives_average_while_engines_are_switched_off(symmetric_memory, monkeypatch):
