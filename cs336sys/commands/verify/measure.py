@@ -250,9 +250,8 @@ class _Case:
         if lower:
             lowest = _least_precise(lower)
             uses = sorted(use for use, dtype in lower if dtype == lowest)
-            notes.append(
-                sentence(__package__, "note precision", wrap=wrap, uses=uses, dtype=str(lowest).removeprefix("torch."))
-            )
+            dtype_name = str(lowest).removeprefix("torch.")
+            notes.append(sentence(__package__, "note precision", wrap=wrap, uses=uses, dtype=dtype_name))
         return notes
 
     def _agreed(self, diagnosis: Finding | None, not_compared: Sequence[str] = ()) -> Outcome:

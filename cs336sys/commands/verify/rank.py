@@ -51,9 +51,8 @@ def train_on_rank(training: Training, program: Program, **settings: Any) -> Rank
             report.failure = f"{where}{type(error).__name__}: {first_line}"
     report.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     report.launches = run.watcher.launches
-    precise = torch.finfo(run.dtype).eps
-    less_precise = {(use, dtype) for use, dtype in run.watcher.dtypes if torch.finfo(dtype).eps > precise}
-    report.dtypes = tuple(sorted(less_precise, key=str))
+    lower = {(use, dtype) for use, dtype in run.watcher.dtypes if torch.finfo(dtype).eps > torch.finfo(run.dtype).eps}
+    report.dtypes = tuple(sorted(lower, key=str))
     return report
 
 
