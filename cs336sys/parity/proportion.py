@@ -1,4 +1,4 @@
-"""Whether tensors are in proportion, and coefficients equal."""
+"""Tests of proportion between tensors, and of equal coefficients."""
 
 import torch
 from torch import Tensor

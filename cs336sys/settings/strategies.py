@@ -1,4 +1,4 @@
-"""How ranks train one model together: a record for each strategy of ``ddp`` and ``shard``. No torch.
+"""Ways in which ranks train one model together: a record for each strategy of ``ddp`` and ``shard``. No torch.
 
 Functions are named, and imported where a rank or a table asks for them. A new strategy is a record and its function.
 """
@@ -14,7 +14,7 @@ from cs336sys.settings.choices import import_named
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks train one model together.
+    """A way in which ranks train one model together.
 
     Attributes:
         wraps: dotted name of the function that wraps a model and an optimizer on a rank, ``training.ranks``'s

@@ -51,7 +51,7 @@ SAVED_AFTER = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What a wrap is put through."""
+    """A program that a wrap is put through, and its meaning."""
 
     meaning: str  # What happens, in words.
     program: Program

@@ -61,7 +61,7 @@ def _markdown_table(table: Table) -> str:
 
 
 class _Markup(NamedTuple):
-    """How a format marks up text, code and tables; its template marks up the rest."""
+    """The markup of text, code and tables in a format, whose template marks up the rest."""
 
     text: Callable[[str], str]
     code: Callable[[str], str]
