@@ -9,9 +9,9 @@ Times = NDArray[np.int64]
 def uncovered_parts(start: Times, stop: Times) -> tuple[Times, Times]:
     """Return begin and end of the part of each interval that no interval before it covers; ``start`` is ordered.
 
-    These parts do not overlap and make up the union.
+    These parts do not overlap and make up the union; that of an interval that is covered wholly is empty.
     """
-    covered_until = np.maximum.accumulate(stop) if len(stop) else stop
+    covered_until = np.maximum.accumulate(stop)
     begin = start.copy()
     begin[1:] = np.maximum(start[1:], covered_until[:-1])
     return begin, np.maximum(stop, begin)
@@ -19,37 +19,43 @@ def uncovered_parts(start: Times, stop: Times) -> tuple[Times, Times]:
 
 def first_rows(keys: Times, numbers: Times) -> Times:
     """Return for each number the first row of ``keys`` that equals it; -1 for none, and for numbers below 0."""
-    order = np.append(np.argsort(keys, kind="stable"), -1)
-    row = order[np.searchsorted(keys[order[:-1]], numbers)]
+    order = np.argsort(keys, kind="stable")
+    # A number beyond all keys finds the -1 at the end of the rows, which points at the -1 at the end of the keys.
+    row = np.append(order, -1)[np.searchsorted(keys[order], numbers)]
     return np.where((np.append(keys, -1)[row] == numbers) & (numbers >= 0), row, -1)
 
 
 def containing(windows: Times, times: Times) -> Times:
     """Return in which window each instant lies, -1 for none; ``windows``, (windows, 2), are ordered and apart."""
-    place = np.searchsorted(windows[:, 0], times, side="right") - 1
+    window = np.searchsorted(windows[:, 0], times, side="right") - 1
+    # Before the first window it is -1, which points at the last of the ends: none is before that.
     ends = np.append(windows[:, 1], np.iinfo(np.int64).min)
-    return np.where(times < ends[place], place, -1)
+    return np.where(times < ends[window], window, -1)
 
 
 def group_numbers(*keys: Times) -> Times:
-    """Return a number for each combination of keys, from 0."""
+    """Return for each row the number of its combination of keys: 0 and more, but not every number is used."""
     groups = np.zeros(len(keys[0]), np.int64)
     for key in keys:
         distinct, numbers = np.unique(key, return_inverse=True)
-        groups = groups * len(distinct) + numbers.reshape(-1)
+        groups = groups * len(distinct) + numbers
     return groups
 
 
 def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.bool_]:
-    """Return which intervals lie in another of equal keys."""
+    """Return which intervals lie in another of equal keys; of equal intervals, all but the first do."""
     _, group = np.unique(group_numbers(*keys), return_inverse=True)
     stops, stop_rank = np.unique(stop, return_inverse=True)
+    # Of intervals that begin together the longest comes first, so that only later ones lie in earlier ones.
     order = np.lexsort((-stop, start, group))
-    # Increases with the group, and in it with the stop, so that its maximum so far is of the same group.
-    reach = (group * len(stop) + stop_rank)[order]
-    latest = np.maximum.accumulate(reach)[:-1]
+    # One number for group and stop, of which the group counts more. Its maximum so far is of the interval of this group
+    # that stops last; where the group has just begun, of an earlier one, and less than any of this.
+    group_and_stop = (group * len(stops) + stop_rank)[order]
+    latest = np.maximum.accumulate(group_and_stop)[:-1]
+    latest_stop = stops[latest % len(stops)]
     is_inner = np.zeros(len(start), bool)
-    is_inner[order[1:]] = (reach[1:] <= latest) & (start[order[1:]] < stops[latest % max(1, len(stop))])
+    # One without length, just where another ends, follows it.
+    is_inner[order[1:]] = (group_and_stop[1:] <= latest) & (start[order[1:]] < latest_stop)
     return is_inner
 
 
@@ -60,20 +66,21 @@ class Cover:
         begin, end = uncovered_parts(start, stop)
         is_some = end > begin
         self.start, self.stop = begin[is_some], end[is_some]
-        self._before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
+        # Covered time before each part, and at the end that of all.
+        self._covered_before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
 
     @property
     def total(self) -> int:
-        return int(self._before[-1])
+        return int(self._covered_before[-1])
 
     def until(self, time: Times) -> Times:
         """Return the covered time before each instant."""
         if not len(self.start):
             return np.zeros_like(time)
-        place = np.searchsorted(self.start, time, side="right") - 1
-        last = np.maximum(place, 0)
+        # The part that began last; the first one for instants before all, which have no covered time before them.
+        last = np.maximum(np.searchsorted(self.start, time, side="right") - 1, 0)
         within_last = np.minimum(time, self.stop[last]) - self.start[last]
-        return np.where(place >= 0, self._before[last] + within_last, 0)
+        return np.maximum(self._covered_before[last] + within_last, 0)
 
     def within(self, start: Times, stop: Times) -> Times:
         """Return the covered time in each interval."""
@@ -104,17 +111,15 @@ class Nested:
             open_intervals.append(number)
 
     def innermost(self, time: Times, thread: Times) -> Times:
-        """Return the number of the innermost interval of the thread around each instant; -1 for none."""
+        """Return the number of the innermost interval around each instant on its ``thread``; -1 for none."""
         innermost = np.full(len(time), -1)
-        for thread_number in np.unique(thread).tolist():
+        for thread_number in np.unique(self._thread).tolist():
             of_thread = self.order[self._thread[self.order] == thread_number]
-            if not len(of_thread):
-                continue
-            chosen = np.flatnonzero(thread == thread_number)
-            place = np.searchsorted(self._start[of_thread], time[chosen], side="right") - 1
-            # The last to begin; where it has ended, the one around it, and so on.
-            last = np.where(place >= 0, of_thread[place], -1)
-            while np.any(has_ended := (last >= 0) & (self._stop[last] < time[chosen])):
+            instants = np.flatnonzero(thread == thread_number)
+            place = np.searchsorted(self._start[of_thread], time[instants], side="right")
+            # The last to begin, -1 before all; where it has ended, the one around it, and so on.
+            last = np.append(-1, of_thread)[place]
+            while np.any(has_ended := (last >= 0) & (self._stop[last] < time[instants])):
                 last[has_ended] = self.parent[last[has_ended]]
-            innermost[chosen] = last
+            innermost[instants] = last
         return innermost
