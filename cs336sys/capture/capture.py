@@ -5,7 +5,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin
@@ -56,6 +56,7 @@ say_capture = partial(sentence, __package__, number="{:,.0f}".format)
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, Gloo's, or that of NCCL's kernel."""
     letters = name.replace("_", "").lower()
+    # Own kernels of inference engines do not say "all".
     if re.search("(oneshot|twoshot|crossdevice)reduce", letters):
         return "all_reduce"
     return next((kind for kind in _KINDS if kind.replace("_", "") in letters), "other")
@@ -70,6 +71,7 @@ def collective_bytes(arguments: Mapping[str, Any]) -> int:
     if (dtype := arguments.get("dtype")) is not None:
         recorded = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
         counts = [count for count in recorded if type(count) is int and count >= 0]
+        # Byte, Char and the Float8s are not in the table.
         return max(counts, default=0) * _ELEMENT_BYTES.get(str(dtype).lower(), 1)
     shapes, dtypes = arguments.get("Input Dims"), arguments.get("Input type")
     if not isinstance(shapes, list) or not isinstance(dtypes, list):
@@ -106,7 +108,10 @@ class CollectiveRecord(NamedTuple):
 
 
 def _from_json(value: Any, annotation: Any) -> Any:
-    """Return a JSON value as its annotation has it: dataclasses and tuples where JSON has objects and lists."""
+    """Return a JSON value as its annotation has it: dataclasses and tuples where JSON has objects and lists.
+
+    Annotations are those of our records: dataclasses, ``X | None``, ``tuple[X, ...]``, ``Mapping[str, X]``, scalars.
+    """
     if isinstance(annotation, type) and is_dataclass(annotation):
         types = {member.name: member.type for member in fields(annotation)}
         # Files of earlier versions hold fields that no longer exist.
@@ -115,6 +120,7 @@ def _from_json(value: Any, annotation: Any) -> Any:
     if value is not None and type(None) in arguments:
         return _from_json(value, arguments[0])
     if origin is tuple:
+        # Without a call for each number of a long series.
         has_scalars = arguments[0] in (int, float, str)
         return tuple(value if has_scalars else (_from_json(item, arguments[0]) for item in value))
     if origin is Mapping:
@@ -133,10 +139,12 @@ class SavedRecord:
         return _from_json(record, cls)
 
 
-# Times are nanoseconds on one clock. Names, threads and streams are numbers into the texts of a capture; -1 is none.
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length, a value for each event."""
+    """Columns of equal length, a value for each event.
+
+    Times are nanoseconds on one clock. Names, threads and streams are numbers of the capture's texts; -1 is none.
+    """
 
     name: Times
     start: Times
@@ -166,7 +174,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class DeviceWork(Rows):
-    """Work of a GPU; ``correlation`` is the profiler's number of the launch, ``collective`` torch's record's place."""
+    """Work of a GPU: kernels, copies and fills.
+
+    Attributes:
+        correlation: the profiler's number of the launch, which the call in :class:`Calls` has, too.
+        operation: :attr:`Operations.number` of the operator that launched it.
+        collective: the place of torch's record in :attr:`Capture.collectives`.
+    """
 
     process: Times
     correlation: Times
@@ -196,7 +210,10 @@ class Ranges(Rows):
 
 @dataclass(frozen=True)
 class Operations(Rows):
-    """Torch's operators. Their kernels carry ``number``; forward and backward operator share ``sequence``."""
+    """Torch's operators. Their kernels carry ``number``; forward and backward operator share ``sequence``.
+
+    ``shape`` is the number of a text, JSON with the shapes and dtypes of the inputs.
+    """
 
     number: Times
     thread: Times
@@ -220,6 +237,7 @@ class Texts(dict[str, int]):
         if len(self.list) >= _NAMES:
             text = "(other names)"
         number = self.setdefault(text, len(self.list))
+        # Else it was "(other names)", and not the first of these.
         if number == len(self.list):
             self.list.append(printable(text))
         return number
@@ -288,7 +306,7 @@ class Capture:
         counts = Counter(self.texts[number] for number in self.ranges.name.tolist())
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
-    def rows_named(self, rows: AnyRows, test: Any) -> AnyRows:
+    def rows_named(self, rows: AnyRows, test: Callable[[str], Any]) -> AnyRows:
         """Return the rows whose names pass a test."""
         return rows.select(self.is_named(rows.name, test))
 
@@ -304,7 +322,7 @@ class Capture:
             listed = ", ".join(f"'{choice}'" for choice in shown)
             raise UsageError(f"{option} '{name}': the capture has no range of this name; it has {listed}{more}")
 
-    def is_named(self, numbers: Times, test: Any) -> NDArray[np.bool_]:
+    def is_named(self, numbers: Times, test: Callable[[str], Any]) -> NDArray[np.bool_]:
         """Return for each number of a text whether the text passes a test; False for -1."""
         distinct, index_in_distinct = np.unique(numbers, return_inverse=True)
         passes = [number >= 0 and bool(test(self.texts[number])) for number in distinct.tolist()]

@@ -1,5 +1,6 @@
 """Reads the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or compressed."""
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -45,7 +46,7 @@ from cs336sys.results.model import json_text
 _GLOO = "gloo:"
 
 GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
-UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
 _MOST_EXPANSION = 40
 _EXPANDED_FREELY_BYTES = 64 * MIB

@@ -1,5 +1,6 @@
 """Opens a profiler's file, of whatever kind it is, and the files of several ranks."""
 
+import codecs
 import re
 import sqlite3
 import zipfile
@@ -26,13 +27,14 @@ _DAMAGE = (
     *(OSError, EOFError, zlib.error, zipfile.BadZipFile, sqlite3.DatabaseError, ArithmeticError, RecursionError),
     *(ValueError, KeyError, TypeError, AttributeError),
 )
+_ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
 
 
 def open_capture(path: Path, called: str | None = None) -> Capture:
     """Read an nsys report (``.nsys-rep``, exported by the installed nsys), its export, or a trace of torch.profiler.
 
     Args:
-        called: what errors call the file instead of its path.
+        called: what errors call the file instead of its path, such as the report that a database was exported from.
 
     Raises:
         UsageError: the file cannot be read, or is none of these, or lacks what is needed.
@@ -40,6 +42,7 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
     """
     called = called or str(path)
     try:
+        # Opening what is missing, or a folder, raises an error that says so; opening a pipe would wait.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"{called} {say_capture('pipe')}")
         with path.open("rb") as stream:
@@ -60,21 +63,19 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
             return open_capture(database, called)
     if path.suffix == ".qdstrm":
         raise UsageError(f"{called} {say_capture('failed importer')}")
-    is_text = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
-    if not is_database and not is_text and not head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
+    is_json = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
+    if not is_database and not is_json and not head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
         raise UsageError(f"{called} {say_capture('no report')}")
     try:
         return check_capture(load_export(path) if is_database else load_trace(path))
     except UsageError as error:
         raise UsageError(f"{called} {error}") from error
     except _DAMAGE as error:
+        # load_export lets SQLite interrupt itself after READING_S.
         if getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT":
             raise UsageError(f"{called} {TOO_SLOW}") from error
         kind = "an SQLite database" if is_database else "a trace of torch.profiler"
         raise UsageError(f"{called} cannot be read as {kind}: {error}") from error
-
-
-_ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def _natural_key(path: Path) -> list[tuple[int, str]]:
 
 
 class _GpuCapture(NamedTuple):
-    """One GPU of one file; ``gpus`` is how many the file has."""
+    """One GPU of one file."""
 
     path: Path
     capture: Capture
     timeline: Timeline
-    gpus: int
+    gpus_in_file: int
 
 
 def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCaptures:
@@ -142,10 +143,10 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
     for path in capture_files(paths):
         capture = open_capture(path)
         try:
-            of_file = timelines(capture, step)
+            file_timelines = timelines(capture, step)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
-        gpus += [_GpuCapture(path, capture, timeline, len(of_file)) for timeline in of_file]
+        gpus += [_GpuCapture(path, capture, timeline, len(file_timelines)) for timeline in file_timelines]
     rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus})
     gpus.sort(key=lambda gpu: (rank_of_file[gpu.path], gpu.timeline.gpu[0]))
     gpu_timelines = tuple(gpu.timeline for gpu in gpus)
@@ -161,6 +162,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
             continue
         waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[place]
         analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, ranks=len(gpus))
+        # Those of match_ranks, in which equal numbers are one step on all ranks.
         analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
 
@@ -169,9 +171,15 @@ _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 
 
 def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
-    """Return the rank of each file, and notes on them; ``recorded_ranks`` has the rank that each file itself names."""
+    """Return the rank of each file, and notes on how they were told apart.
+
+    Args:
+        recorded_ranks: the rank that each file itself names. Where one names none, or two the same, the files' names
+            decide, and without ranks in these the order of the files, or an error for two of the same.
+    """
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
+        # A single file that names none is rank 0.
         return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()
     matches = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded_ranks]
     ranks_in_names = [int(match[1]) for match in matches if match]
@@ -179,37 +187,53 @@ def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Pat
         return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
     if len(ranks) < len(recorded_ranks):
         return {path: place for place, path in enumerate(recorded_ranks)}, (_RANKS_BY_ORDER,)
-    twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-    both = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == twice)
-    raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
+    repeated_rank = next(rank for rank in ranks if ranks.count(rank) > 1)
+    files = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == repeated_rank)
+    raise UsageError(f"{files} are both of rank {repeated_rank}: give one file for each rank")
 
 
-def _labels(gpus: Sequence[_GpuCapture], rank_of: Mapping[Path, int]) -> list[str]:
+def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> list[str]:
     """Return what tells each GPU from the others; "" for the only one."""
-    if len(rank_of) > 1:
-        return [f"rank {rank_of[gpu.path]}" + (f", GPU {gpu.timeline.gpu[0]}" if gpu.gpus > 1 else "") for gpu in gpus]
-    numbers = [gpu.timeline.gpu[0] for gpu in gpus]
-    if len(set(numbers)) < len(gpus):
-        return [f"GPU {gpu.timeline.gpu[0]} of process {gpu.timeline.process[0]}" for gpu in gpus]
-    return [f"GPU {number}" if len(gpus) > 1 else "" for number in numbers]
+    names = [f"GPU {gpu.timeline.gpu[0]}" for gpu in gpus]
+    if len(rank_of_file) > 1:
+        ranks = [f"rank {rank_of_file[gpu.path]}" for gpu in gpus]
+        rows = zip(gpus, ranks, names, strict=True)
+        return [f"{rank}, {name}" if gpu.gpus_in_file > 1 else rank for gpu, rank, name in rows]
+    if len(set(names)) < len(gpus):
+        # Several processes of the file ran on the same GPU.
+        return [f"{name} of process {gpu.timeline.process[0]}" for gpu, name in zip(gpus, names, strict=True)]
+    return names if len(gpus) > 1 else [""]
 
 
 def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int], *, is_order: bool) -> str:
-    """Name the ranks of the world that have no file, if ranks are just the files' order their number; "" for none."""
+    """Name the ranks that have no file, or say how many these are; "" for none.
+
+    The world is as large as any file says: by its world size, by the sizes of groups, or by the ranks that they list.
+
+    Args:
+        is_order: ranks are merely the files' order, so that nobody knows which are missing.
+    """
+    # One file may hold the GPUs of all ranks.
     if len(rank_of_file) == 1:
         return ""
     world_sizes = [gpu.capture.ranks for gpu in gpus]
     for gpu in gpus:
         records = gpu.timeline.collective_records
+        # The steps repeat the same collectives.
         world_sizes += [record.ranks for record in records[:1000]]
+        # torch shortens long lists of ranks with "...".
         for group in {record.group for record in records if "..." not in record.group}:
             listed = re.search(r"\[[\d, ]*\]", group)
             world_sizes += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
     world, files = max(world_sizes), len(rank_of_file)
-    missing = [] if is_order else sorted(set(range(min(world, 100_000))) - set(rank_of_file.values()))
-    if not missing and (not is_order or files >= world):
+    count_text = f"{world - files} of {world} ranks have no file"
+    if is_order:
+        return count_text if files < world else ""
+    # A damaged file may name any number.
+    missing = sorted(set(range(min(world, 100_000))) - set(rank_of_file.values()))
+    if not missing:
         return ""
-    if is_order or len(missing) > 8:
-        return f"{world - files} of {world} ranks have no file"
+    if len(missing) > 8:
+        return count_text
     noun, verb = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
     return f"{noun} {', '.join(map(str, missing))} of {world} {verb} no file"
