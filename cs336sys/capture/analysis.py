@@ -75,7 +75,8 @@ class Analysis(SavedRecord):
         has_steps: False where the capture as a whole replaces steps.
         step_ms: length of each step; ``parts`` make it up.
         totals: of the whole capture, in and outside of steps: ``events``, ``kernel_ms`` (durations added up),
-            ``busy_ms`` (at least one ran), ``communication_ms`` (at least one collective ran), ``span_ms``.
+            ``busy_ms`` (at least one ran), ``computing_ms`` and ``communication_ms`` (at least one of these ran),
+            ``span_ms`` (from the first start to the last end).
         waits: calls that wait for the GPU, by name: how many, and their ms.
         peak_bytes: allocated by torch, where recorded.
         step_numbers: as the profiler counted the steps; empty where it did not.
@@ -127,8 +128,8 @@ def analyze(
     """Sum up one GPU of a capture.
 
     Args:
-        waiting_ns: how long each collective waited for the last rank, -1 where that is not known, and each kernel took
-            longer next to one that waited; None: of all.
+        waiting_ns: of each work: how long a collective waited for the last rank, -1 where that is not known; how much
+            longer a kernel took next to a collective that waited. None where nothing is known of any.
         ranks: how many there are, for collectives whose group was not recorded.
     """
     breakdown = break_down(timeline, waiting_ns)
@@ -146,6 +147,7 @@ def analyze(
         parts={
             part: _ns_to_ms(ns)
             for part, ns in breakdown.parts.items()
+            # That no rank waited is a result, too.
             if ns.any() or (part == StepPart.WAITING and waiting_ns is not None)
         },
         kernels=_kernel_groups(timeline, breakdown),
@@ -169,7 +171,7 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     steps = len(timeline.steps.bounds)
     keys = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
     groups, group_of = np.unique(keys, axis=0, return_inverse=True)
-    group_of = group_of.reshape(-1)
+    group_of = group_of.reshape(-1)  # NumPy 2.0 has places along an axis in two dimensions.
     step = timeline.step_of(timeline.start)
     inside = step >= 0
 
@@ -180,8 +182,9 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     counts = sums(group_of[inside], step[inside], None)
     ms = sums(group_of[inside], step[inside], timeline.length[inside]) / 1e6
     exclusive_ms = sums(group_of[breakdown.work], breakdown.step, breakdown.exclusive_ns) / 1e6
-    is_some = counts.sum(axis=1) + exclusive_ms.sum(axis=1) > 0
-    order = [number for number in np.argsort(-ms.sum(axis=1), kind="stable").tolist() if is_some[number]]
+    # A kernel that began before a step may take time in it.
+    is_in_steps = counts.sum(axis=1) + exclusive_ms.sum(axis=1) > 0
+    order = [number for number in np.argsort(-ms.sum(axis=1), kind="stable").tolist() if is_in_steps[number]]
     # The number of no text and no module, -1, points at the last.
     texts, modules = [*timeline.texts, ""], [*timeline.modules, ""]
     rows = []
@@ -201,13 +204,14 @@ def _copy_times(timeline: Timeline) -> tuple[CopyTime, ...]:
     for name in np.unique(timeline.name[chosen]).tolist():
         of_name = chosen[timeline.name[chosen] == name]
         sizes = timeline.bytes[of_name]
-        total = int(sizes.sum()) if len(sizes) and sizes.min() >= 0 else -1
-        rows.append(CopyTime(timeline.texts[name], len(of_name), total, float(timeline.length[of_name].sum() / 1e6)))
+        total_bytes = int(sizes.sum()) if sizes.min() >= 0 else -1
+        ms = float(timeline.length[of_name].sum() / 1e6)
+        rows.append(CopyTime(timeline.texts[name], len(of_name), total_bytes, ms))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
-    """Return the collectives of a rank within the steps by kind, group and size, the longest first."""
+    """Return the collectives of a rank within the steps by kind, group, ranks and size, the longest first."""
     step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns[timeline.collective_places]
     members: dict[tuple[str, str, int, int], list[int]] = {}
@@ -217,13 +221,15 @@ def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) 
         members.setdefault(key, []).append(number)
     rows = []
     for key, numbers in members.items():
-        known_ns = [waits_ns[number] for number in numbers if waits_ns[number] >= 0]
-        waiting_ms = float(sum(wait_ns / 1e6 for wait_ns in known_ns)) if known_ns else None
+        # Of collectives whose waiting is not known, none counts.
+        measured_ns = [waits_ns[number] for number in numbers if waits_ns[number] >= 0]
+        waiting_ms = float(sum(wait_ns / 1e6 for wait_ns in measured_ns)) if measured_ns else None
         rows.append(CollectiveTime(*key, len(numbers), float(sum(lengths[numbers] / 1e6)), waiting_ms))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
+    """Return :attr:`Analysis.waits`."""
     waits = timeline.waits.select(timeline.step_of(timeline.waits.start) >= 0)
     lengths_ms = waits.length / 1e6
     return {

@@ -58,71 +58,90 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
         waiting_ns: how long each collective waited for the last rank, and how much longer each kernel took next to one
             that waited, which is waiting, too; None where nobody can tell.
     """
-    bounds = timeline.steps.bounds
-    parts: dict[str, Times] = {part: np.zeros(len(bounds), np.int64) for part in StepPart}
+    step_bounds = timeline.steps.bounds.tolist()
+    parts: dict[str, Times] = {part: np.zeros(len(step_bounds), np.int64) for part in StepPart}
     pieces: list[tuple[NDArray[np.int64], ...]] = []
-    classes = timeline.work_class
-    start, places = timeline.start.copy(), timeline.collective_places
-    wait_stop = start[places]
-    if waiting_ns is not None:
-        wait_stop = wait_stop + np.maximum(waiting_ns[places], 0)
-        # A kernel of the main stream that begins while a collective waits has not waited for it.
-        main_stream = statistics.mode(timeline.stream[classes == COMPUTING].tolist() or [-1])
-        kernels = np.flatnonzero((classes == COMPUTING) & (timeline.stream == main_stream))
-        last_kernel_stop = np.append(0, timeline.stop[kernels])[np.searchsorted(start[kernels], wait_stop)]
-        start[places] = np.clip(last_kernel_stop, start[places], wait_stop)
-    by_start = np.argsort(start[places])
-    waits = Cover(start[places][by_start], wait_stop[by_start])
+    classes, stop = timeline.work_class, timeline.stop
+    start, waits = _starts_and_waits(timeline, waiting_ns)
     order = np.argsort(start, kind="stable")
     for work_class in (COMPUTING, COMMUNICATING, COPYING):
         of_class, before_class = order[classes[order] == work_class], order[classes[order] < work_class]
-        cover = Cover(start[before_class], timeline.stop[before_class])
-        begin, end = uncovered_parts(start[of_class], timeline.stop[of_class])
-        for step, (first, last) in enumerate(bounds.tolist()):
-            low, high = np.searchsorted(end, first, side="right"), np.searchsorted(begin, last)
-            begins, ends = np.maximum(begin[low:high], first), np.minimum(end[low:high], last)
-            exclusive_ns = np.maximum(ends - begins - cover.within(begins, ends), 0)
+        covered = Cover(start[before_class], stop[before_class])
+        begin, end = uncovered_parts(start[of_class], stop[of_class])
+        for step, bounds in enumerate(step_bounds):
+            in_step = slice(np.searchsorted(end, bounds[0], side="right"), np.searchsorted(begin, bounds[1]))
+            work = of_class[in_step]
+            exclusive_ns = _uncovered_ns(begin[in_step], end[in_step], bounds, covered)
             if work_class == COMPUTING and waiting_ns is not None:
-                slowed_ns = np.minimum(waiting_ns[of_class[low:high]], exclusive_ns)
-                # Some kernels are shorter by chance, as others are longer.
-                slowed_ns *= slowed_ns.sum() > 0
-                exclusive_ns -= slowed_ns
-                parts[StepPart.WAITING][step] += slowed_ns.sum()
+                slowed_ns = np.minimum(waiting_ns[work], exclusive_ns)
+                # Some are below 0: by chance kernels are shorter, too. Only on the whole they say that a step is slowed.
+                if slowed_ns.sum() > 0:
+                    exclusive_ns -= slowed_ns
+                    parts[StepPart.WAITING][step] += slowed_ns.sum()
             if work_class == COMMUNICATING:
-                begins, ends = np.clip(waits.start, first, last), np.clip(waits.stop, first, last)
-                waited_ns = (ends - begins - cover.within(begins, ends)).sum()
+                # It is a part of the collectives' time, which is added below.
+                waited_ns = _uncovered_ns(waits.start, waits.stop, bounds, covered).sum()
                 parts[StepPart.WAITING][step] += waited_ns
                 parts[StepPart.COMMUNICATION][step] -= waited_ns
-            is_some = exclusive_ns > 0
             parts[_PART_OF_CLASS[work_class]][step] += exclusive_ns.sum()
-            pieces.append((of_class[low:high][is_some], np.full(is_some.sum(), step), exclusive_ns[is_some]))
-    _add_gaps(timeline, parts, Cover(start[order], timeline.stop[order]))
+            is_some = exclusive_ns > 0
+            pieces.append((work[is_some], np.full(is_some.sum(), step), exclusive_ns[is_some]))
+    _add_gaps(timeline, parts, Cover(start[order], stop[order]))
     return Breakdown(parts, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+
+def _uncovered_ns(begin: Times, end: Times, bounds: list[int], covered: Cover) -> Times:
+    """Return how long each interval is within a step's bounds, but for what is covered already."""
+    begin, end = np.clip(begin, *bounds), np.clip(end, *bounds)
+    return end - begin - covered.within(begin, end)
+
+
+def _starts_and_waits(timeline: Timeline, waiting_ns: Times | None) -> tuple[Times, Cover]:
+    """Return when each work starts, and the time in which collectives wait for other ranks.
+
+    A kernel of the main stream that begins while a collective waits has not waited for it. So a collective starts only
+    when the last such kernel has ended: until then this rank was busy, or idle for other reasons.
+    """
+    start, places = timeline.start.copy(), timeline.collective_places
+    if waiting_ns is None:
+        return start, Cover(start[:0], start[:0])
+    wait_stop = start[places] + np.maximum(waiting_ns[places], 0)
+    is_computing = timeline.work_class == COMPUTING
+    main_stream = statistics.mode(timeline.stream[is_computing].tolist() or [-1])
+    kernels = np.flatnonzero(is_computing & (timeline.stream == main_stream))
+    # 0 where no kernel began before.
+    last_kernel_stop = np.append(0, timeline.stop[kernels])[np.searchsorted(start[kernels], wait_stop)]
+    start[places] = np.clip(last_kernel_stop, start[places], wait_stop)
+    by_start = np.argsort(start[places])
+    return start, Cover(start[places][by_start], wait_stop[by_start])
 
 
 def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
     """Add each step's idle time to the parts that say what the GPU waited for."""
-    waits = Cover(timeline.waits.start, timeline.waits.stop)
+    waiting_calls = Cover(timeline.waits.start, timeline.waits.stop)
     loading = Cover(timeline.loading.start, timeline.loading.stop)
     by_stop = np.argsort(timeline.stop, kind="stable")
     # After the last work comes none, which has no launch.
     launched_of_work = np.append(timeline.launched, -1)
     for step, (first, last) in enumerate(timeline.steps.bounds.tolist()):
+        # Gaps are between what is busy, and at both ends of the step.
         low, high = np.searchsorted(busy.stop, first, side="right"), np.searchsorted(busy.start, last)
-        begin = np.concatenate(([first], np.maximum(busy.stop[low:high], first)))
-        end = np.concatenate((np.minimum(busy.start[low:high], last), [last]))
+        begin = np.append(first, busy.stop[low:high])
+        end = np.append(busy.start[low:high], last)
         is_gap = end > begin
         begin, end = begin[is_gap], end[is_gap]
         next_work = np.searchsorted(timeline.start, end)
         launched = launched_of_work[next_work]
-        place = np.searchsorted(timeline.stop[by_stop], begin, side="right") - 1
+        last_ended = np.searchsorted(timeline.stop[by_stop], begin, side="right") - 1
         next_stream = timeline.stream[np.minimum(next_work, len(timeline) - 1)]
-        changes_stream = (place >= 0) & (timeline.stream[by_stop[place]] != next_stream)
+        changes_stream = (last_ended >= 0) & (timeline.stream[by_stop[last_ended]] != next_stream)
         gap_ns = end - begin
+        # Until the next work is launched; without a launch, nothing.
         loading_ns = loading.within(begin, np.clip(launched, begin, end))
         is_queued = (launched >= 0) & (launched <= begin)
         is_launched_late = launched > begin
-        is_synchronizing = is_launched_late & (waits.within(begin, begin + 1) > 0)
+        # The call had not returned when the GPU became idle.
+        is_synchronizing = is_launched_late & (waiting_calls.within(begin, begin + 1) > 0)
         parts[StepPart.LOADING][step] = loading_ns.sum()
         parts[StepPart.UNKNOWN][step] = gap_ns[launched < 0].sum()
         parts[StepPart.OTHER_STREAM][step] = gap_ns[is_queued & changes_stream].sum()
