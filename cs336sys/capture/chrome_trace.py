@@ -117,7 +117,7 @@ def _check_expansion(path: Path) -> None:
     expanded_bytes = 0
     with _open_decompressed(path) as stream:
         is_compressed = not isinstance(stream, io.FileIO)
-        while is_compressed and (part := stream.read(_CHUNK_CHARACTERS)):
+        while is_compressed and (part := stream.read(MIB)):
             expanded_bytes += len(part)
             if expanded_bytes > limit:
                 raise UsageError(say_capture("expanded too large", size_mib=size / MIB, limit_mib=limit // MIB))
@@ -133,7 +133,10 @@ def _column_value(value: Any) -> int:
 
 
 class _Loader:
-    """Sorts events into columns: values of all rows, one row after another."""
+    """Sorts events into columns: values of all rows, one row after another, in the order of the fields of their class.
+
+    Where an argument of an event has several keys, they are of different versions of torch.
+    """
 
     def __init__(self) -> None:
         self.work, self.gloo, self.calls = array("q"), array("q"), array("q")
@@ -162,6 +165,7 @@ class _Loader:
         if phase in ("B", "E"):
             event = self._join_begin_and_end(event)
         elif phase != "X":
+            # An instant, of which those of torch's allocator are read.
             if event.get("name") == "[memory]":
                 self._add_allocation(event.get("args", {}))
             return
@@ -184,7 +188,10 @@ class _Loader:
         add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))
 
     def _join_begin_and_end(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return the complete event of an end and its begin; for a begin, an event of a category that is not read."""
+        """Return the complete event of an end and its begin; for a begin, an event of a category that is not read.
+
+        An end without a begin raises a KeyError, and so is unreadable.
+        """
         open_begins = self._open_begins.setdefault((event.get("pid"), event.get("tid")), [])
         if event["ph"] == "B":
             open_begins.append(event)
@@ -211,7 +218,9 @@ class _Loader:
         else:
             self._refuse_without_operations(calls, unreadable)
             work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
+            # As the operations, whose process is not kept.
             ranges.process[:] = _PROCESS
+        # Where the kernel does not describe its collective, the operator that launched it may.
         for place in np.flatnonzero((work.collective < 0) & np.isin(work.operation, list(self.collective_of_operator))):
             work.collective[place] = self.collective_of_operator[work.operation[place]]
         return Capture(
@@ -295,7 +304,9 @@ class _Loader:
             return
         # A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream.
         stream, collective = self.texts[f"gloo {thread}"], len(self.collectives)
-        self.gloo.extend((self._name(event), start, stop, _PROCESS, -1, 0, stream, -1, -1, collective))
+        launch, gpu, size, operation = -1, 0, -1, -1
+        row = (self._name(event), start, stop, _PROCESS, launch, gpu, stream, size, operation, collective)
+        self.gloo.extend(row)
         kind = collective_kind(event["name"].removeprefix(_GLOO))
         self.collectives.append(CollectiveRecord(kind, bytes=collective_bytes(event["args"])))
 
@@ -336,9 +347,10 @@ def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[Devic
     """
     nested = Nested(operations.start, operations.stop, operations.thread)
     is_inner = nested.parent >= 0
-    exclusive_ns = operations.length
+    exclusive_ns = operations.stop - operations.start
     np.subtract.at(exclusive_ns, nested.parent[is_inner], operations.length[is_inner])
     chosen, is_outermost = operations.select(nested.order), ~is_inner[nested.order]
+    # Below 0 where inner ones, by rounding, take longer than the one around them.
     exclusive_ns = np.maximum(exclusive_ns, 0)[nested.order]
     # End to end, in order of start; then each outermost one, with those inside it, is moved to where it began.
     ends = np.cumsum(exclusive_ns)
@@ -375,19 +387,17 @@ class _Events:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the events; on an error of JSON read more text if the event is incomplete, else mend or skip it."""
-        # Control characters stand in names that torch writes.
-        decode = json.JSONDecoder(strict=False).raw_decode
-        match_separators = re.compile(r"[ \t\r\n,]*").match
         text, position = self._find_list()
         self._outside_events = text[:position]
         count = 0
         while True:
-            position = match_separators(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+            position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
             try:
-                event, position = decode(text, position)
+                event, position = _decode_value(text, position)
             except json.JSONDecodeError as error:
                 if text[position : position + 1] == "]":
                     break
+                # The end of the text may cut a literal, a number or an escape of up to 16 characters in two.
                 is_incomplete = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated string")
                 # Twice as much each time, for an event of many chunks is decoded from its start again.
                 more = self._read(max(_CHUNK_CHARACTERS, len(text) - position)) if is_incomplete else ""
@@ -396,7 +406,7 @@ class _Events:
                 if more:
                     text, position = text[position:] + more, 0
                     continue
-                event, position = self._mend(text, position, decode)
+                event, position = self._mend(text, position)
                 if event is None:
                     if position >= len(text):
                         text, position = self._read(_CHUNK_CHARACTERS), 0
@@ -412,13 +422,13 @@ class _Events:
         # After the events come a few lines.
         self._outside_events += text[position:] + self._stream.read(1 << 22)
 
-    def _mend(self, text: str, position: int, decode: Callable[[str, int], tuple[Any, int]]) -> tuple[Any, int]:
+    def _mend(self, text: str, position: int) -> tuple[Any, int]:
         """Return an event with its wrong escapes corrected, None where that does not help, and where it ends."""
         # Its own text may look like its end, so that the next three are tried, too.
         ends = [match.start() + 1 for match in itertools.islice(_EVENT_END.finditer(text, position), 4)]
         for end in ends:
             with contextlib.suppress(json.JSONDecodeError):
-                return decode(_WRONG_ESCAPE.sub(r"\\\\", text[position:end]), 0)[0], end
+                return _decode_value(_WRONG_ESCAPE.sub(r"\\\\", text[position:end]), 0)[0], end
         if text[position:].strip():
             self.unreadable += 1
             self.is_cut |= not ends
@@ -453,6 +463,9 @@ class _Events:
         return text, list_begin.end()
 
 
+# Control characters stand in names that torch writes.
+_decode_value = json.JSONDecoder(strict=False).raw_decode
+_SEPARATORS = re.compile(r"[ \t\r\n,]*")
 # An event ends before the next one, or at the end of the list.
 _EVENT_END = re.compile(r'\}(?=\s*(,\s*\{\s*"|\]|$))')
 _WRONG_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
