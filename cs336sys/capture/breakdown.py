@@ -74,7 +74,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
             exclusive_ns = _uncovered_ns(begin[in_step], end[in_step], bounds, covered)
             if work_class == COMPUTING and waiting_ns is not None:
                 slowed_ns = np.minimum(waiting_ns[work], exclusive_ns)
-                # Some are below 0: by chance kernels are shorter, too. Only on the whole they say that a step is slowed.
+                # Some are below 0, for by chance kernels are shorter, too: the sum says whether they were slowed.
                 if slowed_ns.sum() > 0:
                     exclusive_ns -= slowed_ns
                     parts[StepPart.WAITING][step] += slowed_ns.sum()

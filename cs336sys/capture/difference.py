@@ -153,17 +153,18 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
         # Waiting for ranks is part of the collectives' time.
         parts = [part for part in IDLE_PARTS if part in before.parts or part in after.parts]
         pairs += [([_as_group(before, part)], [_as_group(after, part)]) for part in parts]
-    steps = len(before.step_ms), len(after.step_ms)
-    changes = [TimeChange(_side_time(old, steps[0]), _side_time(new, steps[1])) for old, new in pairs]
+    before_steps, after_steps = len(before.step_ms), len(after.step_ms)
+    changes = [TimeChange(_side_time(old, before_steps), _side_time(new, after_steps)) for old, new in pairs]
     kernels = [change for change in changes if change.is_kernel and change.typical_ms]
     noise_share = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
+    # Each row has an equal part of the chance (Bonferroni), half of it at either end.
     least_errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
-    step_ms = sum(before.step_ms) / steps[0], sum(after.step_ms) / steps[1]
-    changes = [_judged(change, step_ms[0], noise_share, least_errors) for change in changes]
+    before_ms, after_ms = sum(before.step_ms) / before_steps, sum(after.step_ms) / after_steps
+    changes = [_judged(change, before_ms, noise_share, least_errors) for change in changes]
     changes.sort(key=lambda change: -abs(change.delta_ms))
     if of_kernels:
-        step_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
-    return CaptureDifference(*step_ms, of_kernels, tuple(changes))
+        before_ms, after_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
+    return CaptureDifference(before_ms, after_ms, of_kernels, tuple(changes))
 
 
 # Kernels with equal first keys are the same, of the others those with equal second keys, and so on.
@@ -193,8 +194,9 @@ def _pair_by_keys(before: Iterable[KernelGroup], after: Iterable[KernelGroup], k
 
 def _as_group(analysis: Analysis, part: str) -> KernelGroup:
     """Return a part of the steps like a kernel that never ran."""
-    none = (0,) * len(analysis.step_ms)
-    return KernelGroup(part, "", "", "", "", none, none, analysis.parts.get(part, none))
+    zeros = (0,) * len(analysis.step_ms)
+    own_ms = analysis.parts.get(part, zeros)
+    return KernelGroup(part, kind="", module="", operator="", shape="", count=zeros, ms=zeros, own_ms=own_ms)
 
 
 def _side_time(groups: Sequence[KernelGroup], steps: int) -> SideTime:
@@ -231,7 +233,11 @@ def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_e
 
 
 def _is_regular(counts: Sequence[float], counts_without: Sequence[float]) -> bool:
-    """Return whether a kernel runs so regularly that a capture without it is no chance."""
+    """Return whether a kernel runs so regularly that a capture without it is no chance.
+
+    It runs in every step, or it is improbable that, of the steps of both captures, those in which it runs are all in
+    one (Fisher's exact test).
+    """
     runs = sum(count > 0 for count in counts)
     chance = math.comb(len(counts), runs) / math.comb(len(counts) + len(counts_without), runs)
     return runs == len(counts) or chance <= 1 - _CONFIDENCE_PERCENT / 100

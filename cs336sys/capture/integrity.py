@@ -19,7 +19,7 @@ _ROUNDING_NS = 1000  # Of kernels that follow each other.
 # Events further apart than this, and than many times what the others span, are not of one session.
 _SESSION_GAP_NS = 600 * 10**9
 _SESSION_SPANS = 100
-_CLOCK_SHARE = 0.2  # From this share on it is not some work that is wrong but a clock.
+_CLOCK_SHARE = 0.2  # Above this share, of two and more, it is not some work that is wrong but a clock.
 _NEVER = 1 << 62  # Beyond all times.
 
 # Calls that launch a kernel each, or a graph of them, on CUDA, HIP and XPU.
@@ -83,7 +83,10 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
 
 
 def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
-    """Leave out work that equals other work in all that identifies it, start and end included."""
+    """Leave out work that equals other work in all that identifies it, start and end included.
+
+    Work without length stays: kernels of one graph share their launch, and may be equal by rounding.
+    """
     work = capture.work
     columns = (work.start, work.stop, work.process, work.correlation, work.name, work.gpu, work.stream)
     order = np.lexsort(columns)
@@ -97,7 +100,7 @@ def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
 
 def _longest_session(times: Times) -> tuple[int, int]:
     """Return the first and last time of the session with most times; ``times`` are distinct and ordered."""
-    # A capture that does not begin near 0 has nothing there.
+    # 0 stands for no time, unless the capture goes on within a second of it.
     if len(times) > 1 and times[0] == 0 and times[1] > 10**9:
         times = times[1:]
     while len(times) > 1:
@@ -116,6 +119,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     Where a number stands for as many launches as work, and each work begins after its launch, they match in order.
     """
     work, calls = capture.work, capture.calls
+    # Numbers are those of a process.
     keys = group_numbers(np.append(calls.process, work.process), np.append(calls.correlation, work.correlation))
     call_key, work_key = np.split(keys, [len(calls)])
     launches = np.lexsort((calls.start, call_key))
@@ -126,28 +130,33 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     launches = launches[np.append(True, ~is_inner)[: len(launches)]]
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
+    # Both are ordered by key now: a key's launches, and its works, are neighbours.
     work_keys = work_key[works]
     first_launch, end_launch = (np.searchsorted(call_key[launches], work_keys, side=side) for side in ("left", "right"))
     first_work, end_work = (np.searchsorted(work_keys, work_keys, side=side) for side in ("left", "right"))
     launch_count = end_launch - first_launch
     is_paired = launch_count == end_work - first_work
+    # All work of a single launch, as that of a graph, has the key's first.
     place_in_key = np.where(is_paired, np.arange(len(work_keys)) - first_work, 0)
     call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
     is_early = work.start[works] < np.append(calls.start, 0)[call]
     is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
     launch[works] = np.where(is_ambiguous, -1, call)
-    reused = len(np.unique(work_keys[(launch_count > 1) & ~is_ambiguous]))
-    # Of several kernels that name a launch of a single one, nobody knows which is its own.
-    users = np.bincount(launch[launch >= 0], minlength=len(calls))
-    is_contested = np.append(capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1), False)[launch]
+    is_contested = _is_contested(capture, launch)
     launch[is_contested] = -1
-    ambiguous = int(is_ambiguous.sum() + is_contested.sum())
-    if reused:
+    if reused := len(np.unique(work_keys[(launch_count > 1) & ~is_ambiguous])):
         sentences.append(say_capture("reused numbers", count=reused))
-    if ambiguous:
+    if ambiguous := int(is_ambiguous.sum() + is_contested.sum()):
         sentences.append(say_capture("ambiguous numbers", count=ambiguous))
     return launch
+
+
+def _is_contested(capture: Capture, launch: Times) -> Flags:
+    """Find work that names the same launch of a single kernel as other work: nobody knows whose it is."""
+    users = np.bincount(launch[launch >= 0], minlength=len(capture.calls))
+    is_shared = capture.is_named(capture.calls.name, _SINGLE_LAUNCH.search) & (users > 1)
+    return np.append(is_shared, False)[launch]
 
 
 def _begins_early(capture: Capture) -> Flags:
@@ -185,9 +194,11 @@ def _overlaps(capture: Capture) -> Flags:
     is_plain = np.append(capture.is_named(capture.calls.name, _PLAIN_LAUNCH.search), False)[capture.launch]
     unusualness = _unusualness(work)
     order = np.lexsort((work.stop, work.start, work.stream, work.gpu, work.process))
-    # Each round leaves out one of each pair of neighbours, until none overlap.
+    # Each round leaves out one of each pair of neighbours, until none overlap. In few captures that takes many rounds:
+    # work that contains much other work may lose one neighbour a round.
     for _ in range(50):
         before, after = order[:-1], order[1:]
+        # Work of one launch is that of a graph.
         is_pair = (work.correlation[before] != work.correlation[after]) | (work.correlation[after] < 0)
         for column in (work.stream, work.gpu, work.process):
             is_pair &= column[before] == column[after]
@@ -214,7 +225,10 @@ def _unusualness(work: DeviceWork) -> NDArray[np.float64]:
 
 
 def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Times:
-    """Return (launches, 2) process and time of launches without work, and say how many beyond the work ``left_out``."""
+    """Return (launches, 2) process and time of launches without work, and append a sentence on how many.
+
+    ``left_out`` of them lack their work because a check has left it out: they do not count in the sentence.
+    """
     calls = capture.calls
     is_launch = capture.is_named(calls.name, _LAUNCH.search) & (calls.correlation >= 0)
     # A trace of several GPUs may lack those of others: only processes that have work.
@@ -249,7 +263,7 @@ def _lost_work(capture: Capture, sentences: list[str]) -> Times:
     is_lost = np.zeros(len(work), bool)
     for process in np.unique(work.process[has_launch]).tolist():
         of_process = work.process == process
-        # Earlier work of the process has a launch.
+        # Work before the first that has a launch may have been launched before the capture began.
         is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
     if is_lost.any():
         sentences.append(say_capture("lost launches", count=int(is_lost.sum()), total=len(work)))
