@@ -59,7 +59,7 @@ def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
     Raises:
         CapabilityError: nsys left no report.
     """
-    # nsys starts the program in a session of its own, and daemons besides.
+    # Guarded, because nsys starts the program in a session of its own, and daemons besides.
     done = run_guarded_program([str(nsys.path), "profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
     for suffix in REPORT_SUFFIXES:
         if (report := folder / f"report{suffix}").exists():
@@ -148,8 +148,9 @@ class _Export:
         is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
         work = DeviceWork.joined(
             self._work(_KERNELS, "shortName" if is_short else "demangledName", names=None),
-            self._work(_COPIES, "copyKind", _COPY_NAMES),
-            self._work(_FILLS, "0", {0: "Memset"}),
+            self._work(_COPIES, "copyKind", names=_COPY_NAMES, unnamed="Memcpy"),
+            # Fills have no column that names them: the number 0 in its place.
+            self._work(_FILLS, "0", names={0: "Memset"}),
         )
         calls, ranges = self._calls(), self._ranges()
         gpu_names = {}
@@ -159,7 +160,10 @@ class _Export:
         return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
 
     def _read_integers(self, table: str, columns: Sequence[str]) -> array:
-        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count."""
+        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count.
+
+        ``columns`` are SQL; a table of a stranger may hold anything in columns of integers.
+        """
         values = array("q")
         numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
         is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
@@ -171,29 +175,37 @@ class _Export:
 
     def _text_numbers(self, keys: Times, text_of_key: Mapping[int, str], unnamed: str = "unnamed") -> Times:
         """Replace the report's keys of texts by our numbers of these texts, or of ``unnamed`` and the key."""
-        distinct, place = np.unique(keys, return_inverse=True)
+        distinct, index_in_distinct = np.unique(keys, return_inverse=True)
         numbers = [self._texts[text_of_key.get(key) or f"{unnamed} {key}"] for key in distinct.tolist()]
-        return np.array(numbers, np.int64)[place.reshape(-1)]
+        return np.array(numbers, np.int64)[index_in_distinct]
 
     def _strings(self, ids: str) -> dict[int, str]:
         """Return the texts of ids, given as SQL that selects them."""
         rows = self._report.execute(f"SELECT id, value FROM {_STRINGS} WHERE id IN ({ids})")
         return {number: str(text) for number, text in rows}
 
-    def _work(self, kind: str, name: str, names: Mapping[int, str] | None) -> DeviceWork:
-        """Return a kind of work, empty without its table; ``names`` of its column ``name``, None: the report's own."""
+    def _work(self, kind: str, name: str, *, names: Mapping[int, str] | None, unnamed: str = "unnamed") -> DeviceWork:
+        """Return a kind of work, empty without its table.
+
+        Args:
+            name: SQL of the number that names a row, a column or "0".
+            names: texts of these numbers; None for those in the report's own table of texts.
+            unnamed: begins the names of numbers that have no text.
+        """
         if kind not in self._columns:
             return DeviceWork.of(array("q"))
         name_columns = [name] if name != "0" else []
         table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *name_columns)
         device = [self._column(kind, *column) for column in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))]
         launch = (f"globalPid {_PROCESS}", "coalesce(correlationId, -1)")
-        work = DeviceWork.of(self._read_integers(table, (name, "start", '"end"', *launch, *device, "-1", "-1")))
+        operation, collective = "-1", "-1"
+        columns = (name, "start", '"end"', *launch, *device, operation, collective)
+        work = DeviceWork.of(self._read_integers(table, columns))
         text_of_name = self._strings(f"SELECT {name} FROM {table}") if names is None else names
         streams = {number: str(number) for number in np.unique(work.stream).tolist()}
         return replace(
             work,
-            name=self._text_numbers(work.name, text_of_name, "Memcpy" if kind == _COPIES else "unnamed"),
+            name=self._text_numbers(work.name, text_of_name, unnamed),
             stream=self._text_numbers(work.stream, streams),
         )
 
@@ -249,8 +261,9 @@ class _Export:
 
     def _find_columns(self) -> dict[str, set[str]]:
         """Note the table of each kind, refuse too many rows, and return the kinds' columns."""
-        # No views: a stranger's could compute for ever. Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
+        # No views: a stranger's could compute for ever.
         rows = self._report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        # Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
         for name in sorted(str(row[0]) for row in rows):
             kind = _VERSION_ENDING.sub("", name)
             if kind not in self._tables or self._has_row(name):

@@ -75,14 +75,15 @@ def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
         return 2 * math.prod(lead) * n * k, math.prod(lead) * n
     if "scaled_dot_product" in name or name.startswith(("_flash_attention_", "_efficient_attention_")):
         is_backward = "backward" in name
+        # The backward pass has the output's gradient before them.
         query, key, value = shapes[1:4] if is_backward else shapes[:3]
         batch, heads, queries, width = query
         keys = key[2]
         if not name.startswith(("_scaled", "scaled")):
-            # (batch, sequence, heads, width)
+            # (batch, sequence, heads, width) instead of (batch, heads, sequence, width)
             queries, heads, keys = heads, queries, key[1]
         forward_flops = 2 * batch * heads * queries * keys * (width + value[3])
-        # Five products instead of two; half of it where a mask is causal, which shapes do not say.
+        # Five products instead of two. With a causal mask it is half of this, but shapes do not say so.
         return (forward_flops * 5 // 2 if is_backward else forward_flops), batch * heads * queries * value[3]
     raise KeyError(name)
 
@@ -104,6 +105,7 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
         bytes_per_s = None if sheet is None else sheet.memory_bytes_per_s
     if bytes_per_s is None or (tflops is None and work.flops):
         return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
+    # Without a peak there are no FLOPs.
     computing_s, moving_s = work.flops / (tflops or 1.0) / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
