@@ -84,31 +84,38 @@ class RanksAnalysis:
 
 
 def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalysis | None:
-    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match."""
+    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match.
+
+    Only the kinds in SYNCHRONIZING align clocks and show who is late: other collectives a rank may leave early.
+    """
     numbers, notes = _step_numbers(timelines)
     collectives, match_notes = _match_collectives(timelines, numbers)
     records = [timeline.collective_records for timeline in timelines]
-    synchronizing = {members for members in collectives if records[members[0][0]][members[0][1]].kind in SYNCHRONIZING}
+    synchronizing = {}
+    for members in collectives:
+        rank, place = members[0]
+        if records[rank][place].kind in SYNCHRONIZING:
+            synchronizing[members] = None
     if len(synchronizing) < 2:
         return None
-    in_order = [members for members in collectives if members in synchronizing]
-    clocks = _align(in_order, [timeline.collectives.stop for timeline in timelines])
+    clocks = _align(tuple(synchronizing), [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
     waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
     late_ms, first_late_ms = ([np.zeros(len(timeline.steps.bounds)) for timeline in timelines] for _ in range(2))
     steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
     lengths = [timeline.collectives.length for timeline in timelines]
     spreads_ns = []
+    start_ns = {members: [float(aligned[rank][place]) for rank, place in members] for members in collectives}
     # The latest come first, so that of each step the lateness in its first collective is what remains.
-    for members in sorted(collectives, key=lambda members: -aligned[members[0][0]][members[0][1]]):
-        times = [float(aligned[rank][place]) for rank, place in members]
+    for members, times in sorted(start_ns.items(), key=lambda item: -item[1][0]):
         if members in synchronizing:
             spreads_ns.append(max(times) - min(times))
         for (rank, place), time in zip(members, times, strict=True):
             waiting_ns[rank][place] = min(int(max(times) - time), lengths[rank][place])
-            if members in synchronizing and steps[rank][place] >= 0:
-                first_late_ms[rank][steps[rank][place]] = (time - min(times)) / 1e6
-                late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
+            if members in synchronizing and (step := steps[rank][place]) >= 0:
+                first_late_ms[rank][step] = (time - min(times)) / 1e6
+                late_ms[rank][step] += (time - min(times)) / 1e6
+    # Nobody can tell who waited if clocks are further off than ranks usually come apart.
     spread_us = float(np.percentile(spreads_ns, 90)) / 1e3
     error_us = clocks.error_ns / 1e3
     why_no_waits = ""
@@ -133,9 +140,10 @@ def _add_slowed_kernels(
 ) -> tuple[Times, ...]:
     """Return of each rank's work how long collectives waited, and how much longer kernels took next to one that waits.
 
-    A waiting collective occupies multiprocessors. A kernel is compared with the same one of ranks that did not wait
-    meanwhile: of its name, at its place among as many between the launches of two collectives of a step. How ranks
-    differ in speed, or in their batches, is taken from kernels next to which no rank waits.
+    A waiting collective occupies multiprocessors. A kernel is compared with the same one of ranks on which it is clear,
+    that is, no collective waits meanwhile. The same is of the same name, and at the same place among as many, between
+    the launches of two collectives of a step. How ranks differ in speed, or in their batches, is taken from the kernels
+    that are clear on all of them.
     """
     name_numbers: dict[str, int] = {}
     columns: list[tuple[Times, ...]] = []
@@ -145,27 +153,32 @@ def _add_slowed_kernels(
         launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
         kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
         kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
+        # How many collectives were launched before each kernel, counted from the first kernel of its step.
         collectives_before = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
         _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
         collectives_before -= collectives_before[firsts][of_step]
         step_number = np.array(numbers[rank], np.int64)[step[kernels]]
+        # Numbers of texts differ between ranks.
         names = map(timeline.texts.__getitem__, timeline.name[kernels].tolist())
         name = np.fromiter((name_numbers.setdefault(name, len(name_numbers)) for name in names), np.int64)
         keys = np.full(len(kernels), rank), step_number, name, collectives_before
         columns.append((*keys, kernels, timeline.length[kernels], waited_ns[kernels]))
-    rank_of, number, name, place, kernel, length_ns, waited_ns = map(np.concatenate, zip(*columns, strict=True))
-    group = group_numbers(number, name, place)
-    _, series, counts = np.unique(group_numbers(rank_of, group), return_inverse=True, return_counts=True)
-    # The place of each kernel among those of its rank that are equal so far.
-    nth = np.argsort(np.argsort(series, kind="stable")) - (np.cumsum(counts) - counts)[series]
-    _, matched_group = np.unique(group_numbers(group, counts[series], nth), return_inverse=True)
+    rank_of, step_number, name, collectives_before, kernel, length_ns, waited_ns = map(
+        np.concatenate, zip(*columns, strict=True)
+    )
+    # Equal kernels between two collectives, those of each rank, and the place of each kernel among these.
+    equals = group_numbers(step_number, name, collectives_before)
+    _, equals_of_rank, counts = np.unique(group_numbers(rank_of, equals), return_inverse=True, return_counts=True)
+    place = np.argsort(np.argsort(equals_of_rank, kind="stable")) - (np.cumsum(counts) - counts)[equals_of_rank]
+    _, same_kernel = np.unique(group_numbers(equals, counts[equals_of_rank], place), return_inverse=True)
     is_clear = waited_ns == 0
-    clear_ranks = np.bincount(matched_group, is_clear)[matched_group]
-    # Each rank's time for the kernels that are clear on all ranks, as its slowness.
+    clear_ranks = np.bincount(same_kernel, is_clear)[same_kernel]
+    # A rank is as slow as it takes time for what is clear on all; if there is nothing, all are equally slow.
     slowness_of_rank = np.bincount(rank_of, length_ns * (clear_ranks == len(timelines)), len(timelines))
     slowness = (slowness_of_rank if slowness_of_rank.all() else np.ones_like(slowness_of_rank))[rank_of]
-    clear_length = np.bincount(matched_group, is_clear * length_ns / slowness)[matched_group]
-    expected_ns = slowness * clear_length / np.maximum(clear_ranks, 1)
+    sum_at_equal_speed = np.bincount(same_kernel, is_clear * length_ns / slowness)[same_kernel]
+    expected_ns = slowness * sum_at_equal_speed / np.maximum(clear_ranks, 1)
+    # At most the time in which a collective waited; nothing where no rank shows how long it takes otherwise.
     longer_ns = np.clip(length_ns - expected_ns, -waited_ns, waited_ns) * (clear_ranks > 0)
     of_work_ns = tuple(np.zeros(len(timeline), np.int64) for timeline in timelines)
     for rank, ns in enumerate(of_work_ns):
@@ -179,7 +192,10 @@ Place = tuple[int, int]
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Return the numbers of each rank's steps, -1 where uncounted steps differ in number, and notes."""
+    """Return the numbers of each rank's steps, which are equal for one step, and notes.
+
+    Without counts of a profiler steps match in order; they match none, -1, where ranks have different numbers of them.
+    """
     are_counted = all(timeline.steps.are_counted for timeline in timelines)
     if are_counted or len({timeline.steps.count for timeline in timelines}) == 1:
         return tuple(timeline.steps.numbers for timeline in timelines), ()
@@ -206,6 +222,7 @@ def _match_collectives(
                 is_without_peers = True
                 continue
             step = numbers[rank][steps[place]] if steps[place] >= 0 else -1
+            # A send and its receive have the same peers.
             kind: Any = record.peers if is_sent else record.kind
             key: tuple = (record.group, kind, step)
             if record.communication:
@@ -216,15 +233,17 @@ def _match_collectives(
                 unnumbered[key][rank] += 1
                 key = (*key, unnumbered[key][rank])
             else:
+                # Outside of the steps, order says nothing.
                 continue
             places_of[key].append((rank, place))
     # Where some ranks have fewer, nobody knows which of the others' are missing.
     uneven = {series for series, counts in unnumbered.items() if len(set(counts.values())) > 1}
-    matched = [
-        tuple(places)
-        for key, places in places_of.items()
-        if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
-    ]
+    matched = []
+    for key, places in places_of.items():
+        # Numbers that a rank has twice identify nothing.
+        is_once_a_rank = len({rank for rank, _ in places}) == len(places)
+        if len(places) > 1 and is_once_a_rank and key[:3] not in uneven:
+            matched.append(tuple(places))
     notes = []
     if unnumbered:
         notes.append(say_capture("matched by order", some=any(key[2] == "number" for key in places_of)))
@@ -240,6 +259,9 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
 
     Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
     less (Huber). The first rank's clock is right by definition.
+
+    Args:
+        stops: of each rank's collectives, on its own clock.
     """
     ranks = len(stops)
     origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)
@@ -251,8 +273,9 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
         for rank, place in members
     ]
     group, rank_of, end = map(np.array, zip(*rows, strict=True))
+    # So that the columns for drifts are as large as those for offsets.
     scale = max(float(end.max()), 1.0)
-    # Columns: each rank's offset, then each rank's drift.
+    # Columns: each rank's offset, then each rank's drift; those of the first rank stay 0.
     design = np.zeros((len(rows), 2 * ranks))
     design[np.arange(len(rows)), rank_of] = 1.0
     if len(chosen) >= _LEAST_FOR_DRIFT:
@@ -268,13 +291,14 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
 
     centred_design, centred_end = centred(design), centred(end)
     weight = np.ones(len(rows))
-    solution = np.zeros(2 * ranks)
+    # A few rounds settle the weights.
     for _ in range(8):
         root = np.sqrt(weight)
-        solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
+        solution = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
         residual = np.abs(centred_end + centred_design @ solution)
-        typical = 1.5 * float(np.median(residual)) or 1.0
-        weight = np.minimum(1.0, typical / np.maximum(residual, 1e-9))
+        # Full weight up to 1.5 times the median.
+        full_weight_ns = 1.5 * float(np.median(residual)) or 1.0
+        weight = np.minimum(1.0, full_weight_ns / np.maximum(residual, 1e-9))
     return Clocks(origin, solution[:ranks], solution[ranks:] / scale, float(np.percentile(residual, 95)))
 
 
@@ -286,6 +310,9 @@ _NEAR_SLOWEST = 0.5  # A rank is named next to the slowest from this share of it
 _UNSEEN_TAIL = 0.05  # One-sided, over all ranks: how rarely an excess is larger than what is called unseen.
 _LATE_SHARE = 0.3  # A straggler comes to the collectives later than the others by at least this share of its excess.
 _PAUSE_MEDIANS = 3  # A step of so many times the median is a pause.
+_NAMED_SHARE = (
+    0.2  # A longer part of a step is named from this share of the whole excess on, a kind of kernel likewise.
+)
 _LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)  # No other rank makes these longer.
 
 
@@ -319,6 +346,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     slowest = int(excess_ms.argmax())
     slowest_percent = 100 * excess_ms[slowest] / step_ms
     if len(steps) < _LEAST_STEPS:
+        # The sentence names the slowest only if it would matter.
         label = analyses[slowest].label if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
         return [_cannot_tell("few steps", label, slowest_percent, steps=len(steps))]
     critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
@@ -334,14 +362,11 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     others_ms = [ms for rank, ms in enumerate(mean_late_ms) if rank not in candidates]
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -excess_ms[rank]):
-        least_late_ms = _LATE_SHARE * excess_ms[rank]
-        if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= least_late_ms:
-            ms, rank_file = float(excess_ms[rank]), analyses[rank].file
-            facts = {
-                "file": rank_file,
-                "percent": 100 * ms / step_ms,
-                "longer_parts": _longer_parts(analyses, rank, ms),
-            }
+        ms = float(excess_ms[rank])
+        # Stages of a pipeline come one after another, whichever is slow.
+        if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= _LATE_SHARE * ms:
+            facts: dict[str, Any] = {"file": analyses[rank].file, "percent": 100 * ms / step_ms}
+            facts["longer_parts"] = _longer_parts(analyses, rank, ms)
             stragglers.append(Finding("straggler", analyses[rank].label, ms, "ms", facts=facts))
     return stragglers or [_cannot_tell("not last", analyses[slowest].label, slowest_percent)]
 
@@ -351,14 +376,14 @@ def _cannot_tell(cause: str, where: str = "", amount: float = 0.0, unit: str = "
 
 
 def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching, unseen_ms: float) -> Finding:
-    """Say that no rank is slow, or why nobody can tell; one may take ``unseen_ms`` longer without being seen."""
+    """Say that no rank is slow, or why nobody can tell; a rank may take ``unseen_ms`` longer without being seen."""
     steps, step_ms = _common_steps(analyses)
     unseen_percent = 100 * unseen_ms / step_ms
     if ranks.missing:
         return _cannot_tell("missing ranks", ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
         return _cannot_tell("varying steps", amount=unseen_percent)
-    # Files of earlier versions hold no such times. Stages of a pipeline come one after another.
+    # Files of earlier versions hold no such times, and in a pipeline they say nothing.
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())
@@ -378,7 +403,10 @@ def _mean_excess(
 
 
 def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], float]:
-    """Return of each step that all ranks have, but for pauses, its place on each rank; and the median length in ms."""
+    """Return of each step that all ranks have, but for pauses, its place on each rank; and the median length in ms.
+
+    Steps are the same whose numbers are equal; those of -1 match none.
+    """
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
     common = sorted(set.intersection(*map(set, numbers)) - {-1})
     steps = [tuple(of_rank.index(number) for of_rank in numbers) for number in common]
@@ -404,8 +432,8 @@ def _longer_parts(
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
     kinds = list(map(_kind_ms, analyses))
     return [
-        (part, ms, _longer_times(kinds, rank, 0.2 * ms) if part == StepPart.COMPUTING else [])
-        for part, ms in _longer_times(parts, rank, 0.2 * excess_ms)
+        (part, ms, _longer_times(kinds, rank, _NAMED_SHARE * ms) if part == StepPart.COMPUTING else [])
+        for part, ms in _longer_times(parts, rank, _NAMED_SHARE * excess_ms)
     ]
 
 

@@ -13,7 +13,7 @@ from cs336sys.capture.range_names import ATTENTION_PARTS, STEP, STEP_PHASES, run
 from cs336sys.capture.timeline import PROFILER_STEP, LaunchedWork, Timeline, timelines
 from cs336sys.errors import UsageError
 
-# Ranges that no program named, and their numbers, which count from the end of all names.
+# Names that no capture holds, and their numbers: they follow all texts, so that they count from the end.
 _UNNAMED = ("the whole capture", "ProfilerStep")
 _WHOLE_CAPTURE, _PROFILER_STEP = -2, -1
 # Annotations that cover less of the work's time than this do not speak for the capture; and if phases have less of it,
@@ -115,14 +115,14 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     names = tuple(dict.fromkeys(chosen)) or [name for name in STEP_PHASES if name in capture.range_names()]
     phases, phases_are = (_named_phases(capture, names), "") if names else _choose_phases(capture, work)
     if _WHOLE_CAPTURE in phases.name:
-        # Work without a launch is launched when it begins.
+        # It holds work without a launch, too: as if this were launched when it begins.
         work = replace(work, launched=np.where(work.launched < 0, work.start, work.launched))
     phases_are_ours = not (chosen or phases_are)
-    steps = capture.rows_named(capture.ranges, STEP.__eq__ if phases_are_ours else ().__contains__)
+    steps = capture.rows_named(capture.ranges, lambda text: phases_are_ours and text == STEP)
     steps = _outermost(steps, steps.process)
     parts = capture.rows_named(capture.ranges, ATTENTION_PARTS.__contains__)
     parts = _outermost(parts, parts.process, parts.thread, parts.name)
-    # A warm-up has attention too.
+    # A warm-up has attention too: only the steps' counts, or all in a process without steps.
     is_in_step = Nested(steps.start, steps.stop, steps.process).innermost(parts.start, parts.process) >= 0
     parts = parts.select(is_in_step | ~np.isin(parts.process, steps.process))
     phase_of_work, part_of_work = work.launched_in(phases), work.launched_in(parts, same_thread=True)
@@ -131,6 +131,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     step = _range_times(texts, work, steps, work.launched_in(steps))
     gpu_numbers = np.unique(work.gpu).tolist()
     of_gpus = []
+    # The sums of a single GPU are those of all.
     for gpu in gpu_numbers if len(gpu_numbers) > 1 else ():
         gpu_work = work.select(work.gpu == gpu)
         for ranges in (phases, steps):
@@ -202,17 +203,17 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     for process in np.unique(work.process).tolist():
         calls, of_process = capture.calls, work.process == process
         edges = np.concatenate((calls.start[calls.process == process], work.start[of_process], work.stop[of_process]))
-        rows.append((_WHOLE_CAPTURE, edges.min(), edges.max(), process, -1))
+        no_thread = -1
+        rows.append((_WHOLE_CAPTURE, edges.min(), edges.max(), process, no_thread))
     sentence = "phases: none, the capture as a whole; where it has ranges they are chosen with --range"
     return Ranges(*np.array(rows, np.int64).T), sentence
 
 
 def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], covered: Ranges | None) -> float:
-    """Return the share of the work's time that has a phase, and refuse one that is too small.
+    """Return :attr:`Profile.attributed_percent`, and refuse one that is too small.
 
     Args:
-        covered: ranges from the first to the last of which phases cover everything. None where they need not, and then
-            it is the share of the work whose launch was recorded.
+        covered: ranges from the first to the last of which phases should cover everything; None where they need not.
     """
     has_launch = work.launched >= 0
     if not is_in_phase.any():
@@ -235,12 +236,16 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
 
 
 def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[RangeTime, ...]:
-    """Return the sums over ranges by name, in the order in which names first begin."""
+    """Return the sums over ranges by name, in the order in which names first begin.
+
+    Args:
+        range_of: of each work, the row of its range; -1 for none.
+    """
     chosen = np.flatnonzero(range_of >= 0)
     chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], range_of[chosen]))]
     sums = np.zeros((len(ranges), 4), np.int64)
     numbers, firsts = np.unique(range_of[chosen], return_index=True)
-    for number, members in zip(numbers.tolist(), np.split(chosen, firsts[1:]), strict=False):
+    for number, members in zip(numbers.tolist(), np.split(chosen, firsts)[1:], strict=True):
         start, stop = work.start[members], work.stop[members]
         sums[number] = len(members), (stop - start).sum(), Cover(start, stop).total, stop.max() - start.min()
     rows = []
@@ -253,13 +258,13 @@ def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range
 
 
 def _kernel_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[KernelTime, ...]:
-    """Return the launches by name of range and kernel, the longest sum first."""
+    """Return the launches by name of range and kernel, the longest sum first; ``range_of`` as in _range_times."""
     chosen = np.flatnonzero(range_of >= 0)
     pairs = np.column_stack((ranges.name[range_of[chosen]], work.name[chosen]))
     order = np.lexsort((work.length[chosen], pairs[:, 1], pairs[:, 0]))
     groups, firsts = np.unique(pairs[order], axis=0, return_index=True)
     rows = []
-    for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts[1:]), strict=False):
+    for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts)[1:], strict=True):
         # Sorted, so that the first is the least and the last the most.
         statistics = (int(times.sum()), float(np.median(times)), int(times[0]), int(times[-1]))
         std_ns = float(np.std(times, ddof=1)) if len(times) > 1 else None
