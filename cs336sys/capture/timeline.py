@@ -1,4 +1,7 @@
-"""Timeline of one GPU, as arrays: work in the order of time, with its launch, operator and module, and the steps."""
+"""Timeline of one GPU, as arrays: work in the order of time, with its launch, operator and module, and the steps.
+
+Rows are looked up by number, and -1 stands for none: to a column that is looked up in -1 is appended, where -1 points.
+"""
 
 import itertools
 import re
@@ -135,7 +138,7 @@ def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
     """
     work = capture.work
     owners, owner = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)
-    owner = owner.reshape(-1)
+    owner = owner.reshape(-1)  # NumPy 2.0 has places along an axis in two dimensions.
     busy_ns = np.bincount(owner, weights=work.length.astype(float), minlength=len(owners))
     # A GPU with less of the work was only touched.
     is_used = busy_ns >= 0.02 * busy_ns.max()
@@ -271,10 +274,11 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     is_earlier = (timeline.launched < 0) & (timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0))
     launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0, 0] - 1)
     order = np.argsort(launched, kind="stable")
+    # (steps, 2): how much work was launched before each begin and end.
     counts = np.searchsorted(launched[order], ranges)
     if counts[-1, 1] <= counts[0, 0]:
         return None
-    # When all work that was launched before each begin and end had run.
+    # When all this work had run, or 0 without any.
     finished = np.append(np.maximum.accumulate(timeline.stop[order]), 0)[counts - 1]
     begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T
     previous_ends = np.append(begins[0], ends[:-1])
@@ -304,14 +308,15 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     places = np.arange(count)
     is_lossy = np.isin(places, containing(_launch_windows(steps, timeline), lost))
     is_unlaunched = np.isin(places, containing(steps.bounds, unlaunched))
-    if not has_few_unlaunched or not np.all(is_unlaunched | np.append(False, is_unlaunched[:-1])):
+    # A little such work is overlooked where it would leave no step.
+    if not has_few_unlaunched or not np.all(_or_previous(is_unlaunched)):
         is_lossy |= is_unlaunched
     first, end = np.searchsorted(timeline.start, steps.bounds).T
     is_empty = end <= first
-    is_lossy |= is_empty
-    is_left_out = is_lossy | np.append(False, is_lossy[:-1])
+    is_left_out = _or_previous(is_lossy | is_empty)
     length = steps.bounds[:, 1] - steps.bounds[:, 0]
     median = float(np.median(length if is_left_out.all() else length[~is_left_out]))
+    # Of two steps, nobody knows which is unusual.
     is_long = (length > _MOST_MEDIANS * median) & (count > 2)
     is_kept = ~is_left_out & ~is_long
     if not is_kept.any() or damage.hides_idle_time:
@@ -327,6 +332,11 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     numbers = tuple(itertools.compress(steps.numbers, is_kept))
     ranges = steps.ranges[is_kept] if len(steps.ranges) else steps.ranges
     return replace(steps, bounds=steps.bounds[is_kept], numbers=numbers, ranges=ranges, left_out=tuple(sentences))
+
+
+def _or_previous(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return for each step whether it has the flag, or the step before it."""
+    return flags | np.append(False, flags[:-1])
 
 
 def _launch_windows(steps: Steps, timeline: Timeline) -> Times:
@@ -350,7 +360,8 @@ def _step_list(numbers: Sequence[int]) -> str:
 def _by_repetition(timeline: Timeline) -> Steps | None:
     """Return as steps the shortest sequence of kernels that repeats and has every kernel's name; None without any.
 
-    A layer repeats, too, but what runs once a step (the loss, an embedding) is not in every layer.
+    A layer repeats, too, but what runs once a step (the loss, an embedding) is not in every layer. So the distances
+    between kernels of one name, of the rarest first, are tried as the length of a step.
     """
     order = np.argsort(np.where(timeline.launched < 0, timeline.start, timeline.launched), kind="stable")
     order = order[timeline.work_class[order] == COMPUTING]
@@ -367,6 +378,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         if period in tried or period < 4 or 2 * period > len(sequence):
             continue
         tried.add(period)
+        # Nearly all: what precedes the first step need not repeat.
         if np.mean(sequence[period:] == sequence[:-period]) < 0.97:
             continue
         # From the first place on which everything repeats.
