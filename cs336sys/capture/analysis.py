@@ -15,17 +15,12 @@ from cs336sys.capture.intervals import Cover, Times
 from cs336sys.capture.taxonomy import category_of
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
 
-# Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
-_MOST_GROUPS = 4000
+_MOST_GROUPS = 4000  # Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
 
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """All work of one name, module, operator and shape.
-
-    Attributes:
-        count, ms, own_ms: in each step: how many, their durations added up, and the time that is theirs alone.
-    """
+    """All work of one name, module, operator and shape; the last three fields are series over the steps."""
 
     name: str
     kind: str
@@ -33,8 +28,8 @@ class KernelGroup:
     operator: str
     shape: str
     count: tuple[int, ...]
-    ms: tuple[float, ...]
-    own_ms: tuple[float, ...]
+    ms: tuple[float, ...]  # Their durations added up.
+    own_ms: tuple[float, ...]  # The time that is theirs alone.
 
 
 @dataclass(frozen=True)
@@ -49,60 +44,42 @@ class CopyTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """All collectives of one kind, group and size within the steps.
-
-    Attributes:
-        ms: time of all of them on this rank.
-        waiting_ms: the part of it in which it waited for the last rank to come; None where that is not known.
-    """
+    """All collectives of one kind, group and size within the steps."""
 
     kind: str
     group: str
     ranks: int
     bytes: int
     count: int
-    ms: float
-    waiting_ms: float | None = None
+    ms: float  # Time of all of them on this rank.
+    waiting_ms: float | None = None  # Of it, waiting for the last rank to come; None where that is not known.
 
 
 @dataclass(frozen=True)
 class Analysis(SavedRecord):
-    """Analysis of one GPU of a capture.
-
-    Attributes:
-        label: what tells it from other GPUs and ranks; empty for the only one.
-        steps_are: how steps were found.
-        has_steps: False where the capture as a whole replaces steps.
-        step_ms: length of each step; ``parts`` make it up.
-        totals: of the whole capture, in and outside of steps: ``events``, ``kernel_ms`` (durations added up),
-            ``busy_ms`` (at least one ran), ``computing_ms`` and ``communication_ms`` (at least one of these ran),
-            ``span_ms`` (from the first start to the last end).
-        waits: calls that wait for the GPU, by name: how many, and their ms.
-        peak_bytes: allocated by torch, where recorded.
-        step_numbers: as the profiler counted the steps; empty where it did not.
-        damage: what the capture lacks, or holds that cannot be, a sentence each.
-        is_idle_known: False where work or launches are missing from every step.
-    """
+    """Analysis of one GPU of a capture."""
 
     file: str
-    label: str
+    label: str  # What tells it from other GPUs and ranks; empty for the only one.
     profiler: str
     is_gpu: bool
     gpu_name: str
     rank: int | None
-    steps_are: str
-    has_steps: bool
-    step_ms: tuple[float, ...]
-    parts: Mapping[str, tuple[float, ...]]
+    steps_are: str  # How steps were found.
+    has_steps: bool  # False where the capture as a whole replaces steps.
+    step_ms: tuple[float, ...]  # Length of each step.
+    parts: Mapping[str, tuple[float, ...]]  # Which make up the steps, in ms.
     kernels: tuple[KernelGroup, ...]
     copies: tuple[CopyTime, ...]
     collectives: tuple[CollectiveTime, ...]
-    waits: Mapping[str, tuple[int, float]]
+    waits: Mapping[str, tuple[int, float]]  # Calls that wait for the GPU, by name: how many, and their ms.
+    # Of the whole capture, in and outside of steps: events, kernel_ms (durations added up), busy_ms (at least one ran),
+    # computing_ms and communication_ms (at least one of these ran), span_ms (from the first start to the last end).
     totals: Mapping[str, float]
-    peak_bytes: int | None = None
-    step_numbers: tuple[int, ...] = ()
-    damage: tuple[str, ...] = ()
-    is_idle_known: bool = True
+    peak_bytes: int | None = None  # Allocated by torch, where recorded.
+    step_numbers: tuple[int, ...] = ()  # As the profiler counted the steps; empty where it did not.
+    damage: tuple[str, ...] = ()  # What the capture lacks, or holds that cannot be, a sentence each.
+    is_idle_known: bool = True  # False where work or launches are missing from every step.
 
     def mean(self, part: str) -> float:
         """Return the mean ms of a part of a step; 0 for a part that no step has."""
@@ -147,8 +124,7 @@ def analyze(
         parts={
             part: _ns_to_ms(ns)
             for part, ns in breakdown.parts.items()
-            # That no rank waited is a result, too.
-            if ns.any() or (part == StepPart.WAITING and waiting_ns is not None)
+            if ns.any() or (part == StepPart.WAITING and waiting_ns is not None)  # No waiting is a result, too.
         },
         kernels=_kernel_groups(timeline, breakdown),
         copies=_copy_times(timeline),

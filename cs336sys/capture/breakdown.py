@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cs336sys.capture.intervals import Cover, Times, uncovered_parts
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
@@ -33,17 +32,12 @@ _PART_OF_CLASS = {COMPUTING: StepPart.COMPUTING, COMMUNICATING: StepPart.COMMUNI
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The time of each step of a timeline, in ns.
+    """The time of each step of a timeline, in ns; and its pieces that belong to one work alone, a row each."""
 
-    Attributes:
-        parts: time of each step by part; the parts of a step add up to its length.
-        work, step, exclusive_ns: pieces of time that belong to one work alone: which work, in which step, how long.
-    """
-
-    parts: dict[str, Times]
-    work: NDArray[np.int64]
-    step: NDArray[np.int64]
-    exclusive_ns: Times
+    parts: dict[str, Times]  # Time of each step by part; the parts of a step add up to its length.
+    work: Times  # Of each piece, the place of the work,
+    step: Times  # of the step,
+    exclusive_ns: Times  # and how long it is.
 
 
 def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown:
@@ -60,7 +54,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     """
     step_bounds = timeline.steps.bounds.tolist()
     parts: dict[str, Times] = {part: np.zeros(len(step_bounds), np.int64) for part in StepPart}
-    pieces: list[tuple[NDArray[np.int64], ...]] = []
+    pieces: list[tuple[Times, ...]] = []
     classes, stop = timeline.work_class, timeline.stop
     start, waits = _starts_and_waits(timeline, waiting_ns)
     order = np.argsort(start, kind="stable")

@@ -20,18 +20,15 @@ from cs336sys.results.foreign import printable
 
 SEND, RECEIVE, SEND_RECEIVE = "send", "recv", "send_recv"
 
-# The key under which torch's record of a collective's parameters names it.
-COLLECTIVE_ARGUMENT = "Collective name"
+COLLECTIVE_ARGUMENT = "Collective name"  # The key under which torch's record of a collective's parameters names it.
 
 # Limits of a stranger's capture.
 FILE_BYTES = 4 * 2**30
 EVENTS = 10_000_000
 READING_S = 600.0
 TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
-# Sums of times are 64 bits wide.
-LATEST_NS = 1 << 61
-# Templates have names of some thousand characters; strangers may write more.
-_NAME_CHARACTERS = 8000
+LATEST_NS = 1 << 61  # Sums of times are 64 bits wide.
+_NAME_CHARACTERS = 8000  # Templates have names of some thousand characters; strangers may write more.
 _NAMES = 1_000_000
 
 # Kinds that all ranks leave together, for each needs what every other has sent.
@@ -56,8 +53,7 @@ say_capture = partial(sentence, __package__, number="{:,.0f}".format)
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, Gloo's, or that of NCCL's kernel."""
     letters = name.replace("_", "").lower()
-    # Own kernels of inference engines do not say "all".
-    if re.search("(oneshot|twoshot|crossdevice)reduce", letters):
+    if re.search("(oneshot|twoshot|crossdevice)reduce", letters):  # Inference engines' own kernels.
         return "all_reduce"
     return next((kind for kind in _KINDS if kind.replace("_", "") in letters), "other")
 
@@ -91,37 +87,28 @@ def tensors_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> list[tuple[str, 
 
 
 class CollectiveRecord(NamedTuple):
-    """Torch's record of a collective; the defaults stand for what it did not record.
-
-    Attributes:
-        communication: an identifier that all participating ranks share.
-        peers: ranks of the sender and the receiver.
-    """
+    """Torch's record of a collective; the defaults stand for what it did not record."""
 
     kind: str
     group: str = ""
     sequence: int = -1
     bytes: int = 0
     ranks: int = -1
-    communication: str = ""
-    peers: tuple[int, int] | None = None
+    communication: str = ""  # An identifier that all participating ranks share.
+    peers: tuple[int, int] | None = None  # Ranks of the sender and the receiver.
 
 
 def _from_json(value: Any, annotation: Any) -> Any:
-    """Return a JSON value as its annotation has it: dataclasses and tuples where JSON has objects and lists.
-
-    Annotations are those of our records: dataclasses, ``X | None``, ``tuple[X, ...]``, ``Mapping[str, X]``, scalars.
-    """
+    """Return a JSON value as its annotation has it: dataclasses and tuples where JSON has objects and lists."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         types = {member.name: member.type for member in fields(annotation)}
         # Files of earlier versions hold fields that no longer exist.
         return annotation(**{name: _from_json(item, types[name]) for name, item in value.items() if name in types})
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if value is not None and type(None) in arguments:
+    if value is not None and type(None) in arguments:  # X | None
         return _from_json(value, arguments[0])
     if origin is tuple:
-        # Without a call for each number of a long series.
-        has_scalars = arguments[0] in (int, float, str)
+        has_scalars = arguments[0] in (int, float, str)  # No call for each number of a long series.
         return tuple(value if has_scalars else (_from_json(item, arguments[0]) for item in value))
     if origin is Mapping:
         return {name: _from_json(item, arguments[1]) for name, item in value.items()}
@@ -174,21 +161,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class DeviceWork(Rows):
-    """Work of a GPU: kernels, copies and fills.
-
-    Attributes:
-        correlation: the profiler's number of the launch, which the call in :class:`Calls` has, too.
-        operation: :attr:`Operations.number` of the operator that launched it.
-        collective: the place of torch's record in :attr:`Capture.collectives`.
-    """
+    """Work of a GPU: kernels, copies and fills."""
 
     process: Times
-    correlation: Times
+    correlation: Times  # The profiler's number of the launch, which the call has, too.
     gpu: Times
     stream: Times
     bytes: Times
-    operation: Times
-    collective: Times
+    operation: Times  # Number of the operator that launched it.
+    collective: Times  # Place of torch's record in the capture's collectives.
 
 
 @dataclass(frozen=True)
@@ -210,15 +191,12 @@ class Ranges(Rows):
 
 @dataclass(frozen=True)
 class Operations(Rows):
-    """Torch's operators. Their kernels carry ``number``; forward and backward operator share ``sequence``.
+    """Torch's operators."""
 
-    ``shape`` is the number of a text, JSON with the shapes and dtypes of the inputs.
-    """
-
-    number: Times
+    number: Times  # Which their kernels carry, too.
     thread: Times
-    shape: Times
-    sequence: Times
+    shape: Times  # Number of a text: JSON with the shapes and dtypes of the inputs.
+    sequence: Times  # Shared by forward and backward operator.
 
 
 AnyRows = TypeVar("AnyRows", bound=Rows)
@@ -237,27 +215,21 @@ class Texts(dict[str, int]):
         if len(self.list) >= _NAMES:
             text = "(other names)"
         number = self.setdefault(text, len(self.list))
-        # Else it was "(other names)", and not the first of these.
-        if number == len(self.list):
+        if number == len(self.list):  # Else it was "(other names)", and not the first of these.
             self.list.append(printable(text))
         return number
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Parts of a capture that cannot be true or are missing.
+    """Parts of a capture that cannot be true or are missing."""
 
-    Attributes:
-        sentences: what failed and how often, a sentence each.
-        lost: (times, 2) process and time, on the CPU's clock, of launches whose work is missing or was left out.
-        unlaunched: (times, 2) process and start of work whose launch is missing.
-        hides_idle_time: launches and work do not fit together at all.
-    """
-
-    sentences: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()  # What failed and how often.
+    # (times, 2) process and time, on the CPU's clock, of launches whose work is missing or was left out.
     lost: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    # (times, 2) process and start of work whose launch is missing.
     unlaunched: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    hides_idle_time: bool = False
+    hides_idle_time: bool = False  # Launches and work do not fit together at all.
 
     @property
     def hides_times(self) -> bool:
@@ -267,38 +239,27 @@ class Damage:
 
 @dataclass(frozen=True)
 class Capture:
-    """A capture that was read.
+    """A capture that was read."""
 
-    Attributes:
-        profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
-        launch: for each work, the row of its launch in ``calls``; -1 for none.
-        modules: calls of ``nn.Module``.
-        collectives: torch's records, which ``work.collective`` points at.
-        is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
-            long as it ran without those that it calls.
-        rank, ranks: the process's rank, and the world size; None and 0 where the file does not say so.
-        gpu_names: by the GPU's number.
-        peak_bytes: by GPU, the most bytes that torch's allocator held.
-        unreadable: how many events had no time, or an impossible one.
-        is_cut: the file ends too early.
-    """
-
-    profiler: str
+    profiler: str  # What made it: "Nsight Systems" or "torch.profiler".
     texts: Sequence[str]
     work: DeviceWork
     calls: Calls
     ranges: Ranges
     operations: Operations = field(default_factory=lambda: Operations.of(array("q")))
-    modules: Ranges = field(default_factory=lambda: Ranges.of(array("q")))
+    modules: Ranges = field(default_factory=lambda: Ranges.of(array("q")))  # Calls of nn.Module.
+    # For each work, the row of its launch in calls; -1 for none.
     launch: Times = field(default_factory=lambda: np.zeros(0, np.int64))
-    collectives: Sequence[CollectiveRecord] = ()
+    collectives: Sequence[CollectiveRecord] = ()  # Torch's records, which work.collective points at.
+    # False where no GPU took part, and the CPU's operations replace work, each launched by itself and as long as it ran
+    # without those that it calls.
     is_gpu: bool = True
-    rank: int | None = None
-    ranks: int = 0
-    gpu_names: Mapping[int, str] = field(default_factory=dict)
-    peak_bytes: Mapping[int, int] = field(default_factory=dict)
-    unreadable: int = 0
-    is_cut: bool = False
+    rank: int | None = None  # The process's; None where the file does not say so.
+    ranks: int = 0  # The world size; 0 where the file does not say so.
+    gpu_names: Mapping[int, str] = field(default_factory=dict)  # By the GPU's number.
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)  # By GPU, the most that torch's allocator held.
+    unreadable: int = 0  # How many events had no time, or an impossible one.
+    is_cut: bool = False  # The file ends too early.
     damage: Damage = field(default_factory=Damage)
 
     def range_names(self) -> dict[str, int]:

@@ -42,20 +42,16 @@ from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
 
-# Gloo's threads show a collective as an annotation.
-_GLOO = "gloo:"
+_GLOO = "gloo:"  # Gloo's threads show a collective as an annotation.
 
 GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
-_MOST_EXPANSION = 40
+_MOST_EXPANSION = 40  # A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
 _EXPANDED_FREELY_BYTES = 64 * MIB
 _CHUNK_CHARACTERS = 1 << 20
-# An event of torch's has some hundred characters, one with a stack some thousand.
-_MOST_EVENT_CHARACTERS = 1 << 24
+_MOST_EVENT_CHARACTERS = 1 << 24  # An event of torch's has some hundred characters, one with a stack some thousand.
 _MOST_SHAPE_CHARACTERS = 8000
-# The process of most traces. Which of several a kernel belongs to is known by its launch alone.
-_PROCESS = 0
+_PROCESS = 0  # The process of most traces. Which of several a kernel belongs to is known by its launch alone.
 
 # How torch's profiler before Kineto marked its events, which had no category.
 _LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
@@ -213,13 +209,11 @@ class _Loader:
         operations = Operations.of(self.operations)
         is_gpu = len(work) > 0
         if is_gpu:
-            # What Gloo's threads do is no work of the GPU.
-            _give_work_its_process(work, calls)
+            _give_work_its_process(work, calls)  # What Gloo's threads do is no work of the GPU.
         else:
             self._refuse_without_operations(calls, unreadable)
             work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
-            # As the operations, whose process is not kept.
-            ranges.process[:] = _PROCESS
+            ranges.process[:] = _PROCESS  # As the operations, whose process is not kept.
         # Where the kernel does not describe its collective, the operator that launched it may.
         for place in np.flatnonzero((work.collective < 0) & np.isin(work.operation, list(self.collective_of_operator))):
             work.collective[place] = self.collective_of_operator[work.operation[place]]

@@ -18,8 +18,7 @@ from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
 
 Verdict = Literal["slower", "faster", "new", "gone", "same", "undecided"]
 
-# Changes by a smaller share of a step do not matter.
-_LEAST_SHARE = 1e-5
+_LEAST_SHARE = 1e-5  # Changes by a smaller share of a step do not matter.
 # Of one row's rank test. A capture has hundreds, so that this alone names a kernel in many pairs of equal captures.
 _CONFIDENCE_PERCENT = 99.0
 # That any row of equal captures differs. Ranks of 6 steps are never so rare: the size of a change has to be.
@@ -112,19 +111,15 @@ class TimeChange:
 
 @dataclass(frozen=True)
 class CaptureDifference:
-    """Changes from one capture to another.
+    """Changes from one capture to another, which add up to the difference of both times.
 
-    Attributes:
-        before_ms, after_ms: the mean step, or where two profilers made the captures, the kernels' time in it.
-            The changes add up to their difference.
-        of_kernels: only kernels were compared.
-        changes: the largest first.
+    These are of the mean step, or where two profilers made the captures, of the kernels in it.
     """
 
     before_ms: float
     after_ms: float
-    of_kernels: bool
-    changes: tuple[TimeChange, ...]
+    of_kernels: bool  # Only kernels were compared.
+    changes: tuple[TimeChange, ...]  # The largest first.
 
     @property
     def delta_ms(self) -> float:
@@ -233,11 +228,8 @@ def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_e
 
 
 def _is_regular(counts: Sequence[float], counts_without: Sequence[float]) -> bool:
-    """Return whether a kernel runs so regularly that a capture without it is no chance.
-
-    It runs in every step, or it is improbable that, of the steps of both captures, those in which it runs are all in
-    one (Fisher's exact test).
-    """
+    """Return whether a kernel runs so regularly that a capture without it is no chance."""
+    # Fisher's exact test: of the steps of both captures, those in which it runs are all in one.
     runs = sum(count > 0 for count in counts)
     chance = math.comb(len(counts), runs) / math.comb(len(counts) + len(counts_without), runs)
     return runs == len(counts) or chance <= 1 - _CONFIDENCE_PERCENT / 100

@@ -90,8 +90,7 @@ def _last_line(program: subprocess.CompletedProcess[str]) -> str:
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
-# API calls of the CUDA runtime and of the driver, by which Triton launches.
-_CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"  # API calls of the CUDA runtime and of the driver, by which Triton launches.
 _WHOLE_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "NVTX_EVENTS"
 _STRINGS = "StringIds"
@@ -104,14 +103,11 @@ _VERSION_ENDING = re.compile(r"_V\d+$")
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 _COPY_NAMES = {number: f"Memcpy {kind}" for number, kind in enumerate(_COPY_KINDS, 1)}
 
-# NVTX_EVENTS.eventType of ranges: push/pop, start/end.
-_RANGE_EVENTS = (59, 60)
+_RANGE_EVENTS = (59, 60)  # NVTX_EVENTS.eventType of ranges: push/pop, start/end.
 
-# A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
-_PROCESS = ">> 24"
+_PROCESS = ">> 24"  # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
 
-# Instructions of SQLite's virtual machine: some milliseconds.
-_STATEMENTS_BETWEEN_CHECKS = 100_000
+_STATEMENTS_BETWEEN_CHECKS = 100_000  # Instructions of SQLite's virtual machine: some milliseconds.
 
 
 def load_export(path: Path) -> Capture:
@@ -160,10 +156,7 @@ class _Export:
         return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
 
     def _read_integers(self, table: str, columns: Sequence[str]) -> array:
-        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count.
-
-        ``columns`` are SQL; a table of a stranger may hold anything in columns of integers.
-        """
+        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count."""
         values = array("q")
         numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
         is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
@@ -188,9 +181,8 @@ class _Export:
         """Return a kind of work, empty without its table.
 
         Args:
-            name: SQL of the number that names a row, a column or "0".
-            names: texts of these numbers; None for those in the report's own table of texts.
-            unnamed: begins the names of numbers that have no text.
+            name: column with the number that names a row, or "0".
+            names: texts of these numbers; None for the report's own.
         """
         if kind not in self._columns:
             return DeviceWork.of(array("q"))

@@ -17,24 +17,17 @@ from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
 from cs336sys.findings import Finding
 
-# A line through fewer collectives is no drift but noise.
-_LEAST_FOR_DRIFT = 12
+_LEAST_FOR_DRIFT = 12  # A line through fewer collectives is no drift but noise.
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """The clocks of ranks against that of the first.
+    """The clocks of ranks against that of the first: offset + drift * (time - origin) is added to a rank's times."""
 
-    Attributes:
-        origin: of each rank, the time from which it is measured.
-        offset_ns, drift: of each rank: ``offset + drift * (time - origin)`` is added to its times.
-        error_ns: how far 95 of 100 ends of collectives are from the mean of their collective afterwards.
-    """
-
-    origin: Times
+    origin: Times  # Of each rank, the time from which it is measured.
     offset_ns: NDArray[np.float64]
     drift: NDArray[np.float64]
-    error_ns: float
+    error_ns: float  # How far 95 of 100 ends of collectives are from the mean of their collective afterwards.
 
     def aligned(self, rank: int, time: Times) -> NDArray[np.float64]:
         """Return times of a rank by the first rank's clock, in ns from its origin."""
@@ -44,27 +37,16 @@ class Clocks:
 
 @dataclass(frozen=True)
 class RankMatching(SavedRecord):
-    """Collectives of several ranks, matched.
+    """Collectives of several ranks, matched."""
 
-    Attributes:
-        matched: how many collectives are on several ranks.
-        error_us: of the clocks (see :class:`Clocks`).
-        notes: how they were matched, and what was not.
-        missing: which ranks there are no files of, in words; empty if none.
-        why_no_waits: why waiting cannot be told; empty if it can.
-        late_ms: of each rank by step, how much later than the first it came to the collectives.
-        first_late_ms: likewise, to the first collective of the step alone.
-        is_pipeline: ranks send to each other.
-    """
-
-    matched: int
-    error_us: float
-    notes: tuple[str, ...]
-    missing: str = ""
-    why_no_waits: str = ""
-    late_ms: tuple[tuple[float, ...], ...] = ()
-    first_late_ms: tuple[tuple[float, ...], ...] = ()
-    is_pipeline: bool = False
+    matched: int  # How many collectives are on several ranks.
+    error_us: float  # Of the clocks, as in Clocks.
+    notes: tuple[str, ...]  # How they were matched, and what was not.
+    missing: str = ""  # Which ranks there are no files of, in words; empty if none.
+    why_no_waits: str = ""  # Why waiting cannot be told; empty if it can.
+    late_ms: tuple[tuple[float, ...], ...] = ()  # By rank and step: behind the first to come to the collectives.
+    first_late_ms: tuple[tuple[float, ...], ...] = ()  # Likewise, to the first collective of the step alone.
+    is_pipeline: bool = False  # Ranks send to each other.
 
 
 @dataclass(frozen=True)
@@ -187,8 +169,7 @@ def _add_slowed_kernels(
     return of_work_ns
 
 
-# A rank, and the place of a collective among its collectives.
-Place = tuple[int, int]
+Place = tuple[int, int]  # A rank, and the place of a collective among its collectives.
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -233,8 +214,7 @@ def _match_collectives(
                 unnumbered[key][rank] += 1
                 key = (*key, unnumbered[key][rank])
             else:
-                # Outside of the steps, order says nothing.
-                continue
+                continue  # Outside of the steps, order says nothing.
             places_of[key].append((rank, place))
     # Where some ranks have fewer, nobody knows which of the others' are missing.
     uneven = {series for series, counts in unnumbered.items() if len(set(counts.values())) > 1}
@@ -291,8 +271,7 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
 
     centred_design, centred_end = centred(design), centred(end)
     weight = np.ones(len(rows))
-    # A few rounds settle the weights.
-    for _ in range(8):
+    for _ in range(8):  # A few rounds settle the weights.
         root = np.sqrt(weight)
         solution = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
         residual = np.abs(centred_end + centred_design @ solution)

@@ -80,20 +80,13 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
 
 @dataclass(frozen=True)
 class AnalysedCaptures:
-    """Captures that were read and analysed.
+    """Captures that were read and analysed."""
 
-    Attributes:
-        analyses, timelines: of each GPU, ordered by rank.
-        capture: the first file.
-        ranks: the analysis of all together; None for a single GPU, or where no collectives match.
-        notes: how ranks were told apart.
-    """
-
-    analyses: tuple[Analysis, ...]
-    timelines: tuple[Timeline, ...]
-    capture: Capture
-    ranks: RanksAnalysis | None
-    notes: tuple[str, ...]
+    analyses: tuple[Analysis, ...]  # Of each GPU, ordered by rank.
+    timelines: tuple[Timeline, ...]  # Likewise.
+    capture: Capture  # The first file.
+    ranks: RanksAnalysis | None  # Analysis of all together; None for a single GPU, or where no collectives match.
+    notes: tuple[str, ...]  # How ranks were told apart.
 
 
 def capture_files(paths: Sequence[Path]) -> list[Path]:
@@ -173,9 +166,8 @@ _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
     """Return the rank of each file, and notes on how they were told apart.
 
-    Args:
-        recorded_ranks: the rank that each file itself names. Where one names none, or two the same, the files' names
-            decide, and without ranks in these the order of the files, or an error for two of the same.
+    Files themselves name them, ``recorded_ranks``. Where one names none, or two the same, the files' names decide;
+    without ranks in these, the files' order, but two that name the same are an error.
     """
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
@@ -206,21 +198,14 @@ def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> li
 
 
 def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int], *, is_order: bool) -> str:
-    """Name the ranks that have no file, or say how many these are; "" for none.
-
-    The world is as large as any file says: by its world size, by the sizes of groups, or by the ranks that they list.
-
-    Args:
-        is_order: ranks are merely the files' order, so that nobody knows which are missing.
-    """
-    # One file may hold the GPUs of all ranks.
-    if len(rank_of_file) == 1:
+    """Name the ranks that have no file, or say how many if ranks are just the files' order; "" for none."""
+    if len(rank_of_file) == 1:  # One file may hold the GPUs of all ranks.
         return ""
+    # By any file's world size, any group's size, and the ranks that groups list.
     world_sizes = [gpu.capture.ranks for gpu in gpus]
     for gpu in gpus:
         records = gpu.timeline.collective_records
-        # The steps repeat the same collectives.
-        world_sizes += [record.ranks for record in records[:1000]]
+        world_sizes += [record.ranks for record in records[:1000]]  # Steps repeat the same collectives.
         # torch shortens long lists of ranks with "...".
         for group in {record.group for record in records if "..." not in record.group}:
             listed = re.search(r"\[[\d, ]*\]", group)

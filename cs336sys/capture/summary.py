@@ -23,26 +23,16 @@ _LEAST_PERCENT = 95.0
 
 @dataclass(frozen=True)
 class RangeTime:
-    """All ranges of one name, and the work that was launched in them. Times are sums over the ranges, in ns.
-
-    Attributes:
-        count: how many ranges there are.
-        wall_ns: length of the ranges on the CPU's clock.
-        kernels: kernels, copies and fills launched in them.
-        kernel_ns: durations of these, added up; more than ``busy_ns`` where some ran side by side.
-        busy_ns: how long at least one of them ran.
-        span_ns: from the start of a range's first kernel to the end of its last.
-        gpu: the number of the GPU that did this work; None for all GPUs.
-    """
+    """All ranges of one name, and the work that was launched in them. Times are sums over the ranges, in ns."""
 
     name: str
-    count: int
-    wall_ns: int
-    kernels: int
-    kernel_ns: int
-    busy_ns: int
-    span_ns: int
-    gpu: int | None = None
+    count: int  # How many ranges there are.
+    wall_ns: int  # Length of the ranges on the CPU's clock.
+    kernels: int  # Kernels, copies and fills launched in them.
+    kernel_ns: int  # Durations of these, added up; more than busy_ns where some ran side by side.
+    busy_ns: int  # How long at least one of them ran.
+    span_ns: int  # From the start of a range's first kernel to the end of its last.
+    gpu: int | None = None  # The number of the GPU that did this work; None for all GPUs.
 
 
 @dataclass(frozen=True)
@@ -61,38 +51,23 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile(SavedRecord):
-    """A capture summed up by phase.
+    """A capture summed up by phase."""
 
-    Attributes:
-        profiler: the program that made the capture.
-        is_gpu: False where CPU operations replace kernels.
-        phases: in the order in which they first begin; they do not overlap.
-        step: the ranges called ``step``, which consist of the phases; None where there are none.
-        parts: parts of the attention in the forward pass, by launching thread, within the steps.
-        kernels: by phase and kernel, the longest first.
-        part_kernels: likewise for ``parts``.
-        attributed_percent: share of the work's time that has a phase, in the time from the first to the last step;
-            where the phases were chosen by hand and need not cover everything, the share whose launch was recorded.
-        configuration: what ``cs336sys nsys`` ran, as its report says.
-        phases_are: a sentence that says which phases were chosen, where neither we nor the user named them.
-        of_gpus: phases and steps GPU by GPU, in a capture of several: where one waits, another may be busy.
-        damage: what the capture lacks, or holds that cannot be, a sentence each.
-        is_idle_known: False where work or launches are missing.
-    """
-
-    profiler: str
-    is_gpu: bool
-    phases: tuple[RangeTime, ...]
-    step: RangeTime | None
-    parts: tuple[RangeTime, ...]
-    kernels: tuple[KernelTime, ...]
-    part_kernels: tuple[KernelTime, ...]
+    profiler: str  # The program that made the capture.
+    is_gpu: bool  # False where CPU operations replace kernels.
+    phases: tuple[RangeTime, ...]  # In the order in which they first begin; they do not overlap.
+    step: RangeTime | None  # The ranges called "step", which consist of the phases; None where there are none.
+    parts: tuple[RangeTime, ...]  # Parts of the attention in the forward pass, by launching thread, within the steps.
+    kernels: tuple[KernelTime, ...]  # By phase and kernel, the longest first.
+    part_kernels: tuple[KernelTime, ...]  # Likewise for parts.
+    # Share of the work's time that has a phase, in the time from the first to the last step; where the phases were
+    # chosen by hand and need not cover everything, the share whose launch was recorded.
     attributed_percent: float
-    configuration: dict[str, Any] | None = None
-    phases_are: str = ""
-    of_gpus: tuple[RangeTime, ...] = ()
-    damage: tuple[str, ...] = ()
-    is_idle_known: bool = True
+    configuration: dict[str, Any] | None = None  # What `cs336sys nsys` ran, as its report says.
+    phases_are: str = ""  # A sentence on which phases were chosen, where neither we nor the user named them.
+    of_gpus: tuple[RangeTime, ...] = ()  # GPU by GPU, in a capture of several: where one waits, another may be busy.
+    damage: tuple[str, ...] = ()  # What the capture lacks, or holds that cannot be, a sentence each.
+    is_idle_known: bool = True  # False where work or launches are missing.
 
 
 def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timeline] | None = None) -> Profile:
@@ -131,8 +106,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     step = _range_times(texts, work, steps, work.launched_in(steps))
     gpu_numbers = np.unique(work.gpu).tolist()
     of_gpus = []
-    # The sums of a single GPU are those of all.
-    for gpu in gpu_numbers if len(gpu_numbers) > 1 else ():
+    for gpu in gpu_numbers if len(gpu_numbers) > 1 else ():  # The sums of a single GPU are those of all.
         gpu_work = work.select(work.gpu == gpu)
         for ranges in (phases, steps):
             gpu_ranges = ranges.select(np.isin(ranges.process, gpu_work.process))

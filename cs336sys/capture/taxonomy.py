@@ -79,8 +79,7 @@ _PATTERNS: tuple[tuple[Category, *tuple[str, ...]], ...] = (
     (Category.SORTING, r"::routing|_routing_(compute|memset)|_sum_bitmatrix"),
     (
         Category.MATMUL,
-        # AMD's are named after Tensile's indices.
-        r"^Cijk_|rocblas|hipblas",
+        r"^Cijk_|rocblas|hipblas",  # AMD's are named after Tensile's indices.
         # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
         # CuTe DSL calls all kernels kernel_cutlass_..., normalizations too.
         r"nvjet|gemm|gemv|(?<!kernel_)cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_",
@@ -148,8 +147,7 @@ _OPERATION = re.compile(
     r"\b(?P<before>\w+?)(_kernel_cuda|_cuda_kernel|_kernel_impl|CUDAKernelImpl|_functor|Ops|_kernel(?=\()"
     r"|Functor((?P<scalar>On(Self|Other))?_(?P<after>\w+))?)\b|\blaunch_(?P<launched>\w+)(?=\()"
 )
-# Begins a kernel's arguments, of its template or of the function.
-_BRACKET = re.compile(r"[<(]")
+_BRACKET = re.compile(r"[<(]")  # Begins a kernel's arguments, of its template or of the function.
 # What scatter and gather do with each element.
 _SCATTERED = re.compile(r"\b(TensorAssign|Reduce(Add|Multiply|Maximum|Minimum|Mean))\b")
 # Functors around the one that says what is computed, unless they stand alone. AUnary and BUnary have a scalar operand.

@@ -27,8 +27,6 @@ from cs336sys.capture.range_names import STEP, STEP_PHASES, WARM_UP
 from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError
 
-Indices = NDArray[np.int64]
-
 # Classes of work, in the order in which they take an instant that several run in.
 COMPUTING, COMMUNICATING, COPYING = 0, 1, 2
 
@@ -42,53 +40,37 @@ _WAITING_CALL = re.compile(
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 # Ranges that name no part of a model.
 _NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
-# torch numbers the instances of a module's class.
-_INSTANCE_NUMBER = re.compile(r"_\d+$")
+_INSTANCE_NUMBER = re.compile(r"_\d+$")  # torch numbers the instances of a module's class.
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a timeline.
+    """The steps of a timeline. A step ends when all that it launched has run."""
 
-    Attributes:
-        bounds: (steps, 2) begin and end of each on the GPU, in ns. A step ends when all that it launched has run.
-        definition: how they were found, to follow "steps: ".
-        are_found: False where the capture as a whole replaces steps.
-        are_counted: a profiler counted them.
-        numbers: by the profiler's count, else 0, 1, ...
-        ranges: (steps, 2) begin and end on the CPU, in ns; empty for steps that no range marks.
-        count: how many there are, including those left out.
-        left_out: which steps are left out and why, a sentence each.
-        hides_idle_time: work or launches are missing from all of them.
-    """
-
-    bounds: Times
-    definition: str
-    are_found: bool = True
-    are_counted: bool = False
-    numbers: tuple[int, ...] = ()
+    bounds: Times  # (steps, 2) begin and end of each on the GPU, in ns.
+    definition: str  # How they were found, to follow "steps: ".
+    are_found: bool = True  # False where the capture as a whole replaces steps.
+    are_counted: bool = False  # A profiler counted them.
+    numbers: tuple[int, ...] = ()  # By the profiler's count, else 0, 1, ...
+    # (steps, 2) begin and end on the CPU, in ns; empty for steps that no range marks.
     ranges: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    count: int = 0
-    left_out: tuple[str, ...] = ()
-    hides_idle_time: bool = False
+    count: int = 0  # How many there are, including those left out.
+    left_out: tuple[str, ...] = ()  # Which steps are left out and why, a sentence each.
+    hides_idle_time: bool = False  # Work or launches are missing from all of them.
 
 
 @dataclass(frozen=True)
 class LaunchedWork(DeviceWork):
-    """Work with its launch: ``launched`` is when, and ``thread`` on which, its API call began; -1 for not recorded.
+    """Work with its launch, operator and module; -1 for what is not recorded."""
 
-    ``operator`` and ``shape`` are numbers of texts, ``module`` of the timeline's modules; -1 for none.
-    """
+    launched: Times  # When its API call began.
+    thread: Times  # On which thread.
+    operator: Times  # Number of a text.
+    shape: Times  # Number of a text: the inputs' shapes and dtypes.
+    module: Times  # Number among the timeline's modules.
+    work_class: Times  # COMPUTING, COMMUNICATING or COPYING
 
-    launched: Times
-    thread: Times
-    operator: Times
-    shape: Times
-    module: Times
-    # COMPUTING, COMMUNICATING or COPYING
-    work_class: Times
-
-    def launched_in(self, ranges: Ranges, *, same_thread: bool = False) -> Indices:
+    def launched_in(self, ranges: Ranges, *, same_thread: bool = False) -> Times:
         """Return the row of each work's innermost range, of its process or thread, at its launch; -1 for none."""
         owners = np.concatenate((ranges.process, self.process))
         if same_thread:
@@ -100,29 +82,22 @@ class LaunchedWork(DeviceWork):
 
 @dataclass(frozen=True)
 class Timeline(LaunchedWork):
-    """Work of one GPU, launched by one process, in the order in which it began. Times are in ns.
-
-    Attributes:
-        collectives: the work that is a collective.
-        collective_records: torch's record of each of these.
-        waits: calls that wait for the GPU, in the order in which they began.
-        loading: ranges in which the program waits for its next batch, in the order in which they began.
-    """
+    """Work of one GPU, launched by one process, in the order in which it began. Times are in ns."""
 
     texts: Sequence[str]
     modules: Sequence[str]
-    waits: Calls
-    loading: Ranges
-    collectives: DeviceWork
-    collective_records: Sequence[CollectiveRecord]
+    waits: Calls  # Calls that wait for the GPU, in the order in which they began.
+    loading: Ranges  # In which the program waits for its next batch, in the order in which they began.
+    collectives: DeviceWork  # The work that is a collective.
+    collective_records: Sequence[CollectiveRecord]  # Torch's record of each of these.
     steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), "", are_found=False))
 
     @property
-    def collective_places(self) -> Indices:
+    def collective_places(self) -> Times:
         """Return the places of the collectives among the work."""
         return np.flatnonzero(np.isin(self.name, self.collectives.name))
 
-    def step_of(self, times: Times) -> Indices:
+    def step_of(self, times: Times) -> Times:
         """Return the step in which each instant lies; -1 for none."""
         return containing(self.steps.bounds, times)
 
@@ -140,12 +115,11 @@ def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
     owners, owner = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)
     owner = owner.reshape(-1)  # NumPy 2.0 has places along an axis in two dimensions.
     busy_ns = np.bincount(owner, weights=work.length.astype(float), minlength=len(owners))
-    # A GPU with less of the work was only touched.
-    is_used = busy_ns >= 0.02 * busy_ns.max()
+    is_used = busy_ns >= 0.02 * busy_ns.max()  # A GPU with less of the work was only touched.
     return [_timeline(capture, np.flatnonzero(owner == number), step) for number in np.flatnonzero(is_used)]
 
 
-def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
+def _timeline(capture: Capture, chosen: Times, step: str | None) -> Timeline:
     """Join a GPU's chosen work with its launches, operators, modules, waits and steps."""
     chosen = chosen[np.lexsort((capture.work.stop[chosen], capture.work.start[chosen]))]
     work = capture.work.select(chosen)
@@ -188,7 +162,7 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
     return replace(timeline, steps=_whole_steps(_find_steps(capture, timeline, step), timeline, capture.damage))
 
 
-def _range_names(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
+def _range_names(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]]:
     """Return for each kernel the number of its innermost range's name, else of its phase's, and all names."""
     ranges = capture.rows_named(capture.ranges, lambda text: not (_NO_MODULE.match(text) or _LOADER_NAME.search(text)))
     # All threads are in a phase, and only the thread that opened a range is in that.
@@ -197,7 +171,7 @@ def _range_names(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequenc
     return np.where(name >= 0, name, np.append(phases.name, -1)[timeline.launched_in(phases)]), capture.texts
 
 
-def _modules(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
+def _modules(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]]:
     """Return for each kernel the number of its module, in the backward pass its forward operator's, and all names."""
     calls = capture.modules
     nested = Nested(calls.start, calls.stop, calls.thread)
@@ -215,7 +189,7 @@ def _modules(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[st
     return label_of_call[innermost], list(number_of_label)
 
 
-def _forward_operations(capture: Capture, timeline: Timeline) -> Indices:
+def _forward_operations(capture: Capture, timeline: Timeline) -> Times:
     """Return the row of the forward operator of each kernel of the backward pass; -1 for none."""
     operations = capture.operations
     is_backward = capture.is_named(operations.name, lambda text: "backward" in text.lower())
@@ -289,8 +263,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
 
 # A step that takes so many times the median holds a pause that no step has, or an impossible time.
 _MOST_MEDIANS = 100
-# The share of the work that may lack its launch without hiding idle time.
-_LEAST_UNLAUNCHED = 0.05
+_LEAST_UNLAUNCHED = 0.05  # The share of the work that may lack its launch without hiding idle time.
 
 
 def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
@@ -381,8 +354,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         # Nearly all: what precedes the first step need not repeat.
         if np.mean(sequence[period:] == sequence[:-period]) < 0.97:
             continue
-        # From the first place on which everything repeats.
-        first = int(places[0])
+        first = int(places[0])  # From the first place on which everything repeats.
         repeats = (len(sequence) - first) // period
         after = first + repeats * period
         names_of_repeats = sequence[first:after].reshape(repeats, period)

@@ -180,8 +180,7 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
     cell_counts: Counter[int] = Counter()
     for index, cell in enumerate(comparable):
         if cell.status != "ok" and latest[configuration_key(cell.configuration)] > index:
-            # It failed, and a resumed sweep measured it again.
-            continue
+            continue  # It failed, and a resumed sweep measured it again.
         round_number = cell.configuration.get("round")
         if round_number is None:
             by_run.append([cell])
@@ -284,8 +283,7 @@ def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent
     )
 
 
-# By metric, in the order in which the metrics first appear.
-Compared = dict[str, list[tuple[Pair, Comparison]]]
+Compared = dict[str, list[tuple[Pair, Comparison]]]  # By metric, in the order in which the metrics first appear.
 
 
 def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:

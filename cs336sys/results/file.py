@@ -14,8 +14,7 @@ from cs336sys.results.foreign import FileUsage
 from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
-# How much of the limits within which a file is read may be used without a warning.
-_WARNED_PERCENT = 80
+_WARNED_PERCENT = 80  # How much of the limits within which a file is read may be used without a warning.
 
 # Names that promise something else than JSON lines to whoever opens the file.
 _OTHER_ENDINGS = (".csv", ".tsv", ".json", ".md", ".markdown", ".txt", ".tex", ".typ", ".html", ".png", ".svg", ".pdf")
@@ -104,8 +103,7 @@ class ResultsFile:
             self._stream.seek(0)
             while chunk := self._stream.read(2**20):
                 self._usage.add(chunk)
-            # So that the next record starts a line of its own.
-            if self._stream.seek(0, os.SEEK_END) > 0:
+            if self._stream.seek(0, os.SEEK_END) > 0:  # So that the next record starts a line of its own.
                 self._stream.seek(-1, os.SEEK_END)
                 if self._stream.read(1) != b"\n":
                     self._stream.write(b"\n")
@@ -162,8 +160,7 @@ class ResultsFile:
         try:
             present = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            # The removed file can still be read by its descriptor.
-            self._stream.seek(0)
+            self._stream.seek(0)  # The removed file can still be read by its descriptor.
             content = self._stream.read()
             self._open_again()
             self._unwritten.insert(0, content)
@@ -216,8 +213,7 @@ class ResultsFile:
                 f"cannot write results to {self.path}: {holder} is writing to it; wait for that or give another file"
             ) from None
         except OSError:
-            # Some network file systems have no locks.
-            return
+            return  # Some network file systems have no locks.
 
     def _close_cut_member(self) -> None:
         """Replace a member that is half written, beyond which no program reads, by a whole one, and end its line."""
@@ -268,8 +264,7 @@ def _lock_holder(file: os.stat_result) -> str:
     inode = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2367490 0 EOF
-            match line.split():
+            match line.split():  # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2367490 0 EOF
                 case [_, "FLOCK", _, _, process_id, locked, *_] if locked == inode:
                     command = Path("/proc", process_id, "cmdline").read_bytes().replace(b"\0", b" ")
                     return f"process {process_id} ({command.decode(errors='replace').strip()})"

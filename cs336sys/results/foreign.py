@@ -104,8 +104,7 @@ MIB = 2**20
 
 _READ_BYTES = 2**18
 
-# Many times what a shell needs to start the program that writes to a pipe.
-_WRITER_S = 5.0
+_WRITER_S = 5.0  # Many times what a shell needs to start the program that writes to a pipe.
 
 
 def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
@@ -143,8 +142,7 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     deadline = time.monotonic() + _WRITER_S
-    # A pipe whose writer has come and gone is ready, too.
-    while not ready.poll(50):
+    while not ready.poll(50):  # A pipe whose writer has come and gone is ready, too.
         try:
             if byte := os.read(descriptor, 1):
                 return byte

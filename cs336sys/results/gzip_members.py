@@ -12,8 +12,7 @@ from pathlib import Path
 # Bytes decompressed at once: the last of a member's reads reaches into the next ones, which are read again.
 _READ_BYTES = 2**14
 
-# How a member begins, by which the next one is found after a damaged one.
-GZIP_MAGIC = b"\x1f\x8b\x08"
+GZIP_MAGIC = b"\x1f\x8b\x08"  # How a member begins, by which the next one is found after a damaged one.
 
 
 def is_compressed(path: Path) -> bool:
@@ -59,8 +58,7 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
         if member.fault and not member.is_cut:
             faults += 1
             position = compressed.find(GZIP_MAGIC, position)
-            # No disk or network damages one of our files so often.
-            if position < 0 or faults == 100:
+            if position < 0 or faults == 100:  # No disk or network damages one of our files so often.
                 return
 
 

@@ -26,8 +26,7 @@ from cs336sys.results.gzip_members import GZIP_MAGIC, TooLargeError, is_compress
 from cs336sys.results.recording import current_recording
 
 SCHEMA_VERSION = 1
-# Of the documents that ``--format json`` prints.
-TABLES_SCHEMA_VERSION = 1
+TABLES_SCHEMA_VERSION = 1  # Of the documents that ``--format json`` prints.
 
 Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
 
@@ -344,8 +343,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
     try:
         chunks = foreign.read_chunks(path, foreign.FILE_BYTES)
         first = next(chunks, b"")
-        # A pipe's name does not say that what comes is compressed.
-        if not first.startswith(GZIP_MAGIC):
+        if not first.startswith(GZIP_MAGIC):  # A pipe's name does not say that what comes is compressed.
             if first and is_compressed(path):
                 raise UsageError(f"cannot read results from {path}: its name says that it is compressed, and it is not")
             yield first
@@ -391,8 +389,7 @@ def holds_results(path: Path) -> bool:
     """Return whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
     try:
         with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
-            # The first line is a run's, which is short.
-            first = stream.readline(2**20)
+            first = stream.readline(2**20)  # The first line is a run's, which is short.
     except (OSError, EOFError, zlib.error):
         return False
     return first.startswith(b'{"schema_version"') or read_record(first) is not None

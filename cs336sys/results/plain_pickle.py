@@ -18,14 +18,12 @@ from typing import Any
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable, read_chunks
 
-# A snapshot of 400,000 events with 30 frames each has 75 MiB and takes 350 MiB of memory.
-FILE_BYTES = 512 * MIB
+FILE_BYTES = 512 * MIB  # A snapshot of 400,000 events with 30 frames each has 75 MiB and takes 350 MiB of memory.
 MEMORY_BYTES = 1536 * MIB
 
 # What the unpickler takes at a time: it can make 70 times as many bytes of it before it asks for more.
 _PART_BYTES = 2**17
-# Python's pickler ends a frame after 64 KiB, or after one value that is larger.
-_FRAME_BYTES = 2**20
+_FRAME_BYTES = 2**20  # Python's pickler ends a frame after 64 KiB, or after one value that is larger.
 
 _SMALL_INTEGER = rb"(?:K.|M..|J.{4})"
 _LONG_INTEGER = rb"\x8a(?:\x06.{6}|\x05.{5}|\x00|\x01.|\x02.{2}|\x03.{3}|\x04.{4}|\x07.{7}|\x08.{8}|\x09.{8}\x00)"
@@ -36,8 +34,7 @@ _FIXED_LENGTH = re.compile(
     + rb"|\x94|q.|[}\](uesaN\x88\x89)]|G.{8}|\x80[\x02-\x05]){0,10000}",
     re.DOTALL,
 )  # fmt: skip
-# Opcodes of texts, with the bytes of the length that follows.
-_TEXT_LENGTH_BYTES = {0x8C: 1, 0x58: 4, 0x8D: 8}
+_TEXT_LENGTH_BYTES = {0x8C: 1, 0x58: 4, 0x8D: 8}  # Opcodes of texts, with the bytes of the length that follows.
 # The module and the name that STACK_GLOBAL takes.
 _TWO_TEXTS = re.compile(rb"\x8c.([^\x8c]*?)\x94?\x8c.([^\x8c]*?)\x94?\Z", re.DOTALL)
 _ASKS_FOR_CODE = {*b"ciRob\x81\x92PQ\x82\x83\x84\x93"}
@@ -112,8 +109,7 @@ class _MemoryCheckedFile:
             raise UsageError(_too_large(self._path))
 
     def readline(self) -> bytes:
-        # Opcodes with lines are refused before.
-        return b""
+        return b""  # Opcodes with lines are refused before.
 
 
 def _check_opcodes(data: bytearray, path: Path) -> None:

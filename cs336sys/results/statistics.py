@@ -17,31 +17,24 @@ from typing import Literal
 
 from cs336sys.results.model import Samples
 
-# A standard deviation above this part of the mean says that something else was measured, too.
-NOISY_PART = 0.2
+NOISY_PART = 0.2  # A standard deviation above this part of the mean says that something else was measured, too.
 
-# What tables and write-ups allow: one in twenty equal pairs is called different.
-SIGNIFICANCE = 0.05
+SIGNIFICANCE = 0.05  # What tables and write-ups allow: one in twenty equal pairs is called different.
 
 # Two sides are called the same where their ratio differs from 1 by no more than this, at either end of its interval.
 SAME_PERCENT = 5.0
 
-# Equal numbers may differ by so much after arithmetic, as a part of them.
-ROUNDING = 1e-12
+ROUNDING = 1e-12  # Equal numbers may differ by so much after arithmetic, as a part of them.
 
 # Samples of a round that are the fewest for an autocorrelation: four differ only where they do not overlap at all.
 _FEWEST_FOR_DRIFT = 5
-# The largest autocorrelation that is believed.
-_LARGEST_DRIFT = 0.95
+_LARGEST_DRIFT = 0.95  # The largest autocorrelation that is believed.
 
-# Fewer pairs cannot differ significantly at 5 %.
-_FEWEST_PAIRS = 6
+_FEWEST_PAIRS = 6  # Fewer pairs cannot differ significantly at 5 %.
 
-# With more independent samples a normal distribution replaces the exact one.
-_MOST_EXACT = 20
+_MOST_EXACT = 20  # With more independent samples a normal distribution replaces the exact one.
 
-# A longer series is represented by so many evenly spaced quantiles.
-_QUANTILES = 200
+_QUANTILES = 200  # A longer series is represented by so many evenly spaced quantiles.
 
 # What is drawn independently: whole runs, rounds of one run, or nothing larger than samples that follow one another.
 Level = Literal["runs", "rounds", "samples"]
@@ -200,8 +193,7 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
     is_significant = not min(low, shift) <= 0 <= max(high, shift)
     if p_value is not None and p_value <= significance * (1 + ROUNDING) and not is_significant:
-        # Ranks that contradict the medians show a difference, but not this one.
-        p_value = 1.0
+        p_value = 1.0  # Ranks that contradict the medians show a difference, but not this one.
     difference = replace(difference, p_value=p_value, is_significant=is_significant)
     if median_ratio is None:
         return difference
@@ -291,8 +283,7 @@ def _thinned(values: Sequence[float]) -> Sequence[float]:
 
 def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> _Limits:
     """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples."""
-    # Imported late: many who import this module compare nothing.
-    import numpy as np
+    import numpy as np  # Imported late: many who import this module compare nothing.
 
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
     distances = after - before

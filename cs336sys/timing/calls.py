@@ -8,10 +8,8 @@ import torch
 
 from cs336sys.results.model import Samples
 
-# Bytes that are written to empty an L2 cache: several times an H200's 50 MB.
-L2_FLUSH_BYTES = 256_000_000
-# A GPU's clock cycles in a millisecond, at most.
-_CYCLES_PER_MS = 2_000_000
+L2_FLUSH_BYTES = 256_000_000  # Bytes that are written to empty an L2 cache: several times an H200's 50 MB.
+_CYCLES_PER_MS = 2_000_000  # A GPU's clock cycles in a millisecond, at most.
 
 
 def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:
@@ -61,8 +59,7 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
         function()
         return (time.perf_counter() - started) * 1e3
 
-    # The first call may compile.
-    call()
+    call()  # The first call may compile.
     wait_ms = 2 * max(cpu_ms(call) for _ in range(3))
     queued_ms = cpu_ms(run_and_wait)
     for _ in range(int(warmup_ms / queued_ms)):

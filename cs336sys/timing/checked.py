@@ -20,8 +20,7 @@ from cs336sys.results.model import Samples
 from cs336sys.timing import relative_error
 from cs336sys.timing.calls import L2_FLUSH_BYTES
 
-# Clock cycles that a GPU waits, so that work on another stream finds the old inputs.
-_WAIT_CYCLES = 2_000_000
+_WAIT_CYCLES = 2_000_000  # Clock cycles that a GPU waits, so that work on another stream finds the old inputs.
 _FEWEST_CALLS, _MOST_CALLS, _WARM_UP_CALLS = 5, 200, 3
 
 # The functions that timing and checking call, by their owners: no file of the user's may replace them.

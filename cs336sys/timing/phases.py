@@ -46,8 +46,7 @@ class TorchProfiler(torch.profiler.profile):
         self.profiler.acc_events = False
 
 
-# A moment on the GPU, or by the CPU clock in seconds.
-Mark = torch.cuda.Event | float
+Mark = torch.cuda.Event | float  # A moment on the GPU, or by the CPU clock in seconds.
 
 
 class StepTimer:
@@ -113,8 +112,7 @@ def time_phases(
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Samples]:
     """Run ``warmup + steps`` steps, and return the milliseconds of their phases as :class:`StepTimer` does."""
-    # Without a warm-up, earlier work would count for the first step's wall.
-    synchronize(device)
+    synchronize(device)  # Without a warm-up, earlier work would count for the first step's wall.
     timer = StepTimer(phases, device, synchronize_steps=synchronize_steps)
     for index in range(warmup + steps):
         kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)

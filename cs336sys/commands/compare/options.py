@@ -45,8 +45,7 @@ def compare(
     limit_percent = None if fail_above is None else _read_percent(fail_above)
     if allow_undecided and limit_percent is None:
         raise UsageError("--allow-undecided needs --fail-above: nothing else fails")
-    # Someone who types 0.95 means 95 percent.
-    if not 50 <= confidence < 100:
+    if not 50 <= confidence < 100:  # Someone who types 0.95 means 95 percent.
         raise UsageError(f"--confidence {confidence:g}: must be a percentage from 50 to less than 100, such as 95")
     metrics = split_list(metric, "--metric", str) if metric else []
     output.check()

@@ -11,10 +11,8 @@ from cs336sys.timing.calls import time_calls, time_queued_calls
 
 _PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Sides of square matrices. The faster product counts: on an H200 in half precision, 8192.
-_SIDES = (4096, 8192)
-# Many times the size of an L2 cache.
-_COPY_BYTES = 2**31
+_SIDES = (4096, 8192)  # Sides of square matrices. The faster product counts: on an H200 in half precision, 8192.
+_COPY_BYTES = 2**31  # Many times the size of an L2 cache.
 _WARMUP_MS, _REPETITION_MS = 100.0, 400.0
 _LAUNCHES = 200
 

@@ -101,8 +101,7 @@ class _InPlaceChanges(TorchDispatchMode):
         super().__init__()
         # With the version that was saved; holding the tensors keeps their addresses unique.
         self._saved: list[tuple[Tensor, int]] = []
-        # The stack of the first change, by address.
-        self._stacks: dict[int, list[tuple[Path, int]]] = {}
+        self._stacks: dict[int, list[tuple[Path, int]]] = {}  # The stack of the first change, by address.
 
     def save(self, tensor: Tensor) -> Tensor:
         self._saved.append((tensor, tensor._version))

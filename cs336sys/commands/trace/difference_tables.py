@@ -95,8 +95,7 @@ def capture_cells(side: str, captures: AnalysedCaptures, shown: DisplayOptions, 
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
     """Build the tables of one capture, or of what changed between two, in the first rank of each."""
-    # All cells of a trace hold the same; files of earlier versions lack some.
-    common = cells[0].derived
+    common = cells[0].derived  # All cells of a trace hold the same; files of earlier versions lack some.
     ceilings = Ceilings.from_json(saved) if (saved := common.get("ceilings")) else None
     bandwidths = BusBandwidths.from_json(saved) if (saved := common.get("bandwidths")) else None
     ranks = RankMatching.from_json(saved) if (saved := common["ranks"]) else None

@@ -55,8 +55,7 @@ class MeasuredProfile:
         return [kernel for kernel in self.profile.kernels if kernel.range in phases]
 
 
-# Phases that make up "forward and backward pass together".
-_BOTH_PASSES = ("forward", "loss", "backward")
+_BOTH_PASSES = ("forward", "loss", "backward")  # Phases that make up "forward and backward pass together".
 _OPTIMIZER_PHASE = "optimizer"
 
 
@@ -197,11 +196,9 @@ def _share_key(category: str) -> str:
 
 
 _INCHES_PER_BAR = 0.23
-# The title, and the distance to the next size.
-_INCHES_BETWEEN = 0.55
+_INCHES_BETWEEN = 0.55  # The title, and the distance to the next size.
 
-# Shares whose number fits into their part of a bar.
-_LEAST_LABELLED_PERCENT = 14.0
+_LEAST_LABELLED_PERCENT = 14.0  # Shares whose number fits into their part of a bar.
 
 
 def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], path: Path) -> None:

@@ -16,12 +16,9 @@ from cs336sys.tables.numbers import format_quantity
 # Renders a block of ``sentences.jinja``.
 say_trace = partial(sentence, __package__, quantity=format_quantity)
 
-# The verdict names parts of a step from this share on, which are worth a change.
-_LEAST_SHARE = 0.03
-# From this share of computing on, faster kernels help more than fewer gaps.
-_MOSTLY_COMPUTING = 0.8
-# Kernels shorter than this are launched no faster than they run.
-_SHORT_US = 15.0
+_LEAST_SHARE = 0.03  # The verdict names parts of a step from this share on, which are worth a change.
+_MOSTLY_COMPUTING = 0.8  # From this share of computing on, faster kernels help more than fewer gaps.
+_SHORT_US = 15.0  # Kernels shorter than this are launched no faster than they run.
 
 
 def verdict(analyses: Sequence[Analysis], ranks: RankMatching | None = None) -> list[str]:

@@ -96,8 +96,7 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
         forward_s, backward_s = _attention_seconds(attention, shape)
         seconds |= {f"{name}_forward": forward_s / (2 * square), f"{name}_backward": backward_s / (5 * square)}
-    # Over a tensor as large as the embedding.
-    parameters = size.vocab_size * size.d_model
+    parameters = size.vocab_size * size.d_model  # Over a tensor as large as the embedding.
     seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters
     seconds["state_bytes"] = _update_seconds(replace(workload, optimizer="fused"), parameters) / (28 * parameters)
     seconds["kernels"] = operation_s

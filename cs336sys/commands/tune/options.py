@@ -43,10 +43,8 @@ _USABLE_SHARE = 0.95
 # (docs/results/allreduce-gloo-h200).
 _GLOO_BYTES_PER_S = 1e9
 
-# Rounds of measuring, at most: the fewest that can decide are four.
-_MOST_ROUNDS = 12
-# So many of the next best stand in for candidates that do not run.
-_MOST_RESERVES = 10
+_MOST_ROUNDS = 12  # Rounds of measuring, at most: the fewest that can decide are four.
+_MOST_RESERVES = 10  # So many of the next best stand in for candidates that do not run.
 
 # Settings of the implementation that have one value each; the optimizer has its state's dtype with it.
 _SINGLE_SETTINGS = ("compile", "attention", "kernels", "cuda_graph")

@@ -159,8 +159,7 @@ def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comp
 # Samples that follow one another resemble each other: two processes that measured one step on an H200 (medium, batch 8,
 # in a graph) were 1.8 % apart, and five samples of each called that a difference. One round decides five times as much.
 _BEYOND_ROUNDS = 1.1
-# On a CPU of two shared cores neighbouring rounds of one step were up to 30 % apart.
-_BEYOND_ROUNDS_CPU = 1.5
+_BEYOND_ROUNDS_CPU = 1.5  # On a CPU of two shared cores neighbouring rounds of one step were up to 30 % apart.
 
 
 def is_decided(comparison: Comparison, device: str) -> bool:
