@@ -169,17 +169,18 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
     comparable_ids = {last_id}
     for run_id in {cell.run_id for cell in cells}:
         run = runs.get(run_id)
+        # Where the code is not recorded, it is taken to be the same.
         if not model.differing_conditions(run, last) and model.same_code(run, last) is not False:
             comparable_ids.add(run_id)
     comparable = [cell for cell in cells if cell.run_id in comparable_ids]
-    latest = {configuration_key(cell.configuration): index for index, cell in enumerate(comparable)}
+    last_index = {configuration_key(cell.configuration): index for index, cell in enumerate(comparable)}
     by_run: list[list[Cell]] = []
     # Of by_run, the runs whose rounds have numbers. The k-th cell of each number belongs to the k-th of these runs; its
     # id does not tell, because an interruption may have cut a run in two.
     runs_of_rounds: list[list[Cell]] = []
     cell_counts: Counter[int] = Counter()
     for index, cell in enumerate(comparable):
-        if cell.status != "ok" and latest[configuration_key(cell.configuration)] > index:
+        if cell.status != "ok" and last_index[configuration_key(cell.configuration)] > index:
             continue  # It failed, and a resumed sweep measured it again.
         round_number = cell.configuration.get("round")
         if round_number is None:
@@ -252,6 +253,7 @@ class Comparison:
         """Return by how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
         difference = self.difference
         if difference is None or difference.ratio is None:
+            # As bad as can be: samples that are not finite, or worse than samples that are not above 0.
             return math.inf if difference is None or _is_worse(difference, self.a.unit) else 0.0
         return 100 * ((1 / difference.ratio if self._higher_is_better else difference.ratio) - 1)
 
@@ -304,7 +306,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
         reason = f"medians of {difference.median_a:g} and {difference.median_b:g} {a.unit}: nothing takes no time"
     elif difference.is_significant:
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
-    elif low is None and difference.to_decide is not None:
+    elif low is None and difference.to_decide is not None:  # Too few samples for an interval.
         reason = _too_few(difference, (len(a.all_values), len(b.all_values)), confidence_percent)
     # Without a ratio, as of memory of 0 GiB, a difference that is not significant is none.
     elif low is None or high is None or statistics.same_within_percent(low, high) <= statistics.SAME_PERCENT:

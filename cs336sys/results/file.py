@@ -38,7 +38,7 @@ def check_appendable(path: Path) -> None:
             raise UsageError(f"cannot write results to {path}: {nearest} is no folder that can be written to")
         return
     with _refusing_faults(path), path.open("r+b") as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):  # A device or a pipe holds nothing to check.
             return
         if is_compressed(path):
             _check_members(path, stream.read())
@@ -143,12 +143,12 @@ class ResultsFile:
             line = self._unwritten[0]
             size = self._stream.seek(0, os.SEEK_END)
             try:
-                while line:
+                while line:  # Without a buffer a write may take only a part.
                     line = line[self._stream.write(line) :]
                 del self._unwritten[0]
             except OSError as error:
                 self.fault = error
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # No half record stays, where that can be helped.
                     self._stream.truncate(size)
         self._size = self._stream.seek(0, os.SEEK_END)
 
@@ -220,7 +220,7 @@ class ResultsFile:
         whole, cut = _check_members(self.path, self._stream.read())
         self._usage.add(whole)
         rest = b"" if cut is None else cut.content
-        if not (whole + rest or b"\n").endswith(b"\n"):
+        if not (whole + rest or b"\n").endswith(b"\n"):  # An empty file has no line to end.
             rest += b"\n"
         if cut is not None:
             self._stream.truncate(cut.start)

@@ -165,13 +165,14 @@ def hide_home(text: str) -> str:
 @functools.cache
 def _homes(home: str) -> re.Pattern[str]:
     """Return what matches the home folder, by its name in the environment or in the list of users, or resolved."""
-    names = {home}
+    homes = {home}
     with contextlib.suppress(KeyError):
-        names.add(pwd.getpwuid(os.getuid()).pw_dir)
-    paths = {name.rstrip("/") for path in filter(os.path.isabs, names) for name in (path, os.path.realpath(path))}
-    texts = map(re.escape, sorted(paths - {""}, key=len, reverse=True))
+        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
+    homes = set(filter(os.path.isabs, homes))
+    paths = {path.rstrip("/") for path in homes | set(map(os.path.realpath, homes))} - {""}
+    texts = map(re.escape, sorted(paths, key=len, reverse=True))  # Of two that match, the longer.
     # As a whole name of folders: /home/me is in neither /data/home/me nor /home/me2. Without any, nothing matches.
-    return re.compile(rf"(?<![\w-])(?:{'|'.join(texts)})(?![\w-])" if paths - {""} else r"(?!)")
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(texts)})(?![\w-])" if paths else r"(?!)")
 
 
 def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:
@@ -207,6 +208,7 @@ def json_text(value: Any, **settings: Any) -> str:
 def _with_named_numbers(value: Any) -> Any:
     """Return a value of JSON with the names of :data:`_NOT_FINITE` for NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
+        # By their texts, for NaN equals no number.
         return next(name for name, number in _NOT_FINITE.items() if str(number) == str(value))
     if isinstance(value, Mapping):
         return {name: _with_named_numbers(item) for name, item in value.items()}
@@ -332,6 +334,7 @@ def read_results(path: Path) -> Results:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             passed_over.append(f"line {number} is no {name} of this schema: {reason}")
     if not runs and not cells:
+        # Whether it is a damaged file of results; that a line is no record says no more than the sentence.
         fault = next(iter(passed_over), "")
         why = f"; {fault}" if "schema:" in fault or "damaged" in fault else ""
         raise UsageError(f"{path} holds no results: it should be a file written by --save{why}")
@@ -359,6 +362,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
                 passed_over.append(f"the compressed data from byte {member.start} on is damaged ({member.fault})")
                 continue
             yield member.content
+            # Else its last line is cut, which read_results says.
             if member.is_cut and not member.content:
                 passed_over.append(f"the compressed data from byte {member.start} on is truncated")
     except TooLargeError as error:
@@ -399,7 +403,7 @@ def read_record(line: bytes) -> dict[str, Any] | None:
     """Read a line; None for one that is half written, or another program's."""
     try:
         record = json.loads(line)
-        if b'NaN"' in line or b'Infinity"' in line:
+        if b'NaN"' in line or b'Infinity"' in line:  # Few lines have any, and looking through a record takes time.
             record = _without_named_numbers(record)
     except (ValueError, RecursionError):
         return None

@@ -127,6 +127,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
             at += 1 + length_bytes + int.from_bytes(data[at + 1 : at + 1 + length_bytes], "little")
         elif op == 0x72:  # LONG_BINPUT: Python's memo has room for as many as the largest index.
             memorized += 1
+            # Picklers number values in turn, the first 256 with a shorter opcode.
             if int.from_bytes(data[at + 1 : at + 5], "little") > 256 + memorized:
                 raise UsageError(f"{path} numbers its values in another order than any pickler")
             at += 5
@@ -146,6 +147,7 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
     name = next((code.name for code in pickletools.opcodes if ord(code.code) == op), None)
     if name is None:
         return f"{path} is damaged, or no pickle: byte {at:,} is no opcode"
+    # Allowed ones that did not match, because their bytes after the opcode, at most 9, are cut off.
     if at + 10 > len(data) and op in b"hjKMJ\x8aqG\x80":
         return f"{path} is damaged, or no pickle: it ends within a value"
     if op not in _ASKS_FOR_CODE:

@@ -122,6 +122,7 @@ def is_noisy(samples: Samples) -> bool:
 def fewest_samples(significance: float = SIGNIFICANCE) -> int:
     """Return how many samples a side are the fewest that can differ significantly: 4 at 5 %."""
     count = 1
+    # Of all ways to divide the ranks between two sides, two are the most extreme.
     while 2 / math.comb(2 * count, count) > significance * (1 + ROUNDING):
         count += 1
     return count
@@ -178,7 +179,7 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     elif max(len(a[0]), len(b[0])) > 1:
         level = "rounds"
     of_a, of_b = _level_values(a, level), _level_values(b, level)
-    worth = _worth(a, b) if level == "samples" else 1.0
+    worth = _worth(a, b) if level == "samples" else 1.0  # Rounds and runs are independent.
     significance = (100 - confidence_percent) / 100
     is_positive = min(of_a) > 0 and min(of_b) > 0
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
@@ -186,11 +187,13 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     independent = _independent(len(of_a), worth), _independent(len(of_b), worth)
     difference = Difference(level, median_a, median_b, median_ratio, independent)
     before, after = (_logarithms(side) if is_positive else side for side in (of_a, of_b))
-    limits = low, high, p_value = _rank_sum(before, after, worth, significance)
+    limits = _rank_sum(before, after, worth, significance)
+    low, high, p_value = limits
     fewest = fewest_samples(significance)
     if not math.isfinite(high):
         return replace(difference, to_decide=fewest)
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
+    # As in the interval that is shown, which contains the shift of the medians, too.
     is_significant = not min(low, shift) <= 0 <= max(high, shift)
     if p_value is not None and p_value <= significance * (1 + ROUNDING) and not is_significant:
         p_value = 1.0  # Ranks that contradict the medians show a difference, but not this one.
@@ -288,7 +291,10 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
-    nulls = [_rank_sum_null(*sorted(_independent(len(side), part) for side in (a, b))) for part in (worth, 1.0)]
+    nulls = []
+    for worth_of_sample in (worth, 1.0):
+        smaller_count, larger_count = sorted(_independent(len(side), worth_of_sample) for side in (a, b))
+        nulls.append(_rank_sum_null(smaller_count, larger_count))
     return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
 
 
@@ -368,9 +374,9 @@ def _exact_null(most: int, variance: float, factors: Sequence[tuple[int, int]]) 
     """Return the distribution whose generating function has the factors ``(1 - x^a) / (1 - x^b)``, as pairs (a, b)."""
     ways = [1] + [0] * most
     for a, b in factors:
-        for power in range(most, a - 1, -1):
+        for power in range(most, a - 1, -1):  # Multiply by 1 - x^a.
             ways[power] -= ways[power - a]
-        for power in range(b, most + 1):
+        for power in range(b, most + 1):  # Divide by 1 - x^b.
             ways[power] += ways[power - b]
     total = sum(ways)
     return _Null(most, variance, [so_far / total for so_far in accumulate(ways)])
