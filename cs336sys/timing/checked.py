@@ -105,6 +105,7 @@ class KernelTimer:
             WrongKernelError: a call was wrong, or too fast to be true.
         """
         for count in range(1, _MOST_CALLS + 1):
+            # As if all had taken as long as the last: the first may compile.
             if self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS:
                 break
         times_ms: list[float] = []
@@ -127,7 +128,8 @@ class KernelTimer:
             torch.cuda._sleep(_WAIT_CYCLES)
         write_to_given()
         call = prepare()
-        # Memory that the allocator gives out next, so that results which are not written show.
+        # Memory that the allocator gives out next, so that results which are not written show: of float32, or of the
+        # inputs' dtype, as results are.
         poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
         poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
         del poison

@@ -43,7 +43,7 @@ class TorchProfiler(torch.profiler.profile):
     def start_trace(self) -> None:
         super().start_trace()
         assert self.profiler is not None, "it was prepared"
-        self.profiler.acc_events = False
+        self.profiler.acc_events = False  # Or torch would make the Python objects when it stops.
 
 
 Mark = torch.cuda.Event | float  # A moment on the GPU, or by the CPU clock in seconds.

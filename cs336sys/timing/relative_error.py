@@ -38,7 +38,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> RelativeError:
     error_norms = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
     norms = torch.linalg.vector_norm(expected, dim=-1)
     usual_norm = norms.square().mean().sqrt()
-    usual_norm = torch.where(usual_norm > _ZERO, usual_norm, expected.shape[-1] ** 0.5)
+    usual_norm = torch.where(usual_norm > _ZERO, usual_norm, expected.shape[-1] ** 0.5)  # Else of a row of ones.
     whole = error_norms.square().mean().sqrt() / usual_norm
     return RelativeError(whole.item(), (error_norms / norms.clamp_min(usual_norm)).max().item())
 
@@ -72,4 +72,4 @@ def why_wrong(errors: Errors, tolerance: float) -> str | None:
 def judged(errors: Errors, tolerance: float) -> tuple[dict[str, Any], Outcome | None]:
     """Return :func:`error_columns`, and the outcome of a cell that is wrong by :func:`why_wrong`, else None."""
     columns, reason = error_columns(errors), why_wrong(errors, tolerance)
-    return columns, None if reason is None else Outcome("wrong", {}, columns, reason)
+    return columns, None if reason is None else Outcome("wrong", derived=columns, reason=reason)
