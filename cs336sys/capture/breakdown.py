@@ -84,7 +84,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     return Breakdown(parts, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _uncovered_ns(begin: Times, end: Times, bounds: list[int], covered: Cover) -> Times:
+def _uncovered_ns(begin: Times, end: Times, bounds: tuple[int, int], covered: Cover) -> Times:
     """Return how long each interval is within a step's bounds, but for what is covered already."""
     begin, end = np.clip(begin, *bounds), np.clip(end, *bounds)
     return end - begin - covered.within(begin, end)

@@ -17,6 +17,7 @@ from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
 from cs336sys.findings import Finding
 
+Place = tuple[int, int]  # A rank, and the place of a collective among its collectives.
 _LEAST_FOR_DRIFT = 12  # A line through fewer collectives is no drift but noise.
 
 
@@ -73,7 +74,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     numbers, notes = _step_numbers(timelines)
     collectives, match_notes = _match_collectives(timelines, numbers)
     records = [timeline.collective_records for timeline in timelines]
-    synchronizing = {}
+    synchronizing: dict[tuple[Place, ...], None] = {}
     for members in collectives:
         rank, place = members[0]
         if records[rank][place].kind in SYNCHRONIZING:
@@ -130,16 +131,10 @@ def _add_slowed_kernels(
     name_numbers: dict[str, int] = {}
     columns: list[tuple[Times, ...]] = []
     for rank, timeline in enumerate(timelines):
-        begin, step = timeline.collectives.start, timeline.step_of(timeline.start)
+        begin = timeline.collectives.start
         waited_ns = Cover(begin, begin + np.maximum(waiting_ns[rank], 0)).within(timeline.start, timeline.stop)
-        launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
-        kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
-        kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
-        # How many collectives were launched before each kernel, counted from the first kernel of its step.
-        collectives_before = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
-        _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
-        collectives_before -= collectives_before[firsts][of_step]
-        step_number = np.array(numbers[rank], np.int64)[step[kernels]]
+        kernels, step, collectives_before = _kernels_in_steps(timeline)
+        step_number = np.array(numbers[rank], np.int64)[step]
         # Numbers of texts differ between ranks.
         names = map(timeline.texts.__getitem__, timeline.name[kernels].tolist())
         name = np.fromiter((name_numbers.setdefault(name, len(name_numbers)) for name in names), np.int64)
@@ -169,7 +164,15 @@ def _add_slowed_kernels(
     return of_work_ns
 
 
-Place = tuple[int, int]  # A rank, and the place of a collective among its collectives.
+def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
+    """Return kernels in order of launch; of each, its step, and the collectives launched since the step's first kernel."""
+    step = timeline.step_of(timeline.start)
+    launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
+    kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
+    kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
+    collectives_before = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
+    _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
+    return kernels, step[kernels], collectives_before - collectives_before[firsts][of_step]
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -271,9 +274,10 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
 
     centred_design, centred_end = centred(design), centred(end)
     weight = np.ones(len(rows))
+    solution = np.zeros(2 * ranks)
     for _ in range(8):  # A few rounds settle the weights.
         root = np.sqrt(weight)
-        solution = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
+        solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
         residual = np.abs(centred_end + centred_design @ solution)
         # Full weight up to 1.5 times the median.
         full_weight_ns = 1.5 * float(np.median(residual)) or 1.0

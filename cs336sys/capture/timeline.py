@@ -180,6 +180,7 @@ def _modules(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]
     is_backward = (innermost < 0) & (forward >= 0)
     operations = capture.operations.select(forward[is_backward])
     innermost[is_backward] = nested.innermost(operations.start, operations.thread)
+    # A module's label names it and the module around it.
     number_of_label: dict[str, int] = {}
     label_of_call = np.full(len(calls) + 1, -1)
     for call in np.unique(innermost[innermost >= 0]).tolist():
@@ -341,7 +342,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
     sequence = timeline.name[order]
     counts = np.bincount(sequence)
     rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")
-    rarest = rarest[: min(40, (counts > 1).sum())]
+    rarest = rarest[: min(40, (counts > 1).sum())]  # So few that trying them takes no time.
     names_in_step = (counts > 0).sum()
     tried: set[int] = set()
     for name in rarest.tolist():
