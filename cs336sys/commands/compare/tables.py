@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import methodcaller
-from typing import Any
+from typing import Any, get_args
 
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
@@ -15,6 +15,7 @@ from cs336sys.results.comparison import (
     Matched,
     Pair,
     Side,
+    Verdict,
     cell_settings,
     machine_differences,
     shared_series,
@@ -111,7 +112,7 @@ def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
     compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [
-        (difference.independent[0], len(comparison.a.all_values))
+        (difference.independent[0], len(comparison.a.all_values))  # Of A.
         for comparison, difference in compared
         if difference.level == "samples"
     ]
@@ -138,10 +139,7 @@ def _summary(compared: Compared) -> Table:
     columns = (
         Column("metric", "metric"),
         Column("cells", "cells", "count", len),
-        Column("faster", "faster", "count", methodcaller("count", "faster")),
-        Column("slower", "slower", "count", methodcaller("count", "slower")),
-        Column("same", "same", "count", methodcaller("count", "same")),
-        Column("undecided", "undecided", "count", methodcaller("count", "undecided")),
+        *(Column(verdict, verdict, "count", methodcaller("count", verdict)) for verdict in get_args(Verdict)),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
     rows: list[dict[str, Value]] = []

@@ -35,6 +35,7 @@ def check_model(workload: Workload) -> list[Check]:
             for check in (_imports, _trains, _blocks, _attention, _kernels, _compiles, _waits, _starts_in_parts):
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
+        # `check` is the one that failed.
         name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
         return [*checks, _faulty(name, str(error), "imports fail" if check is _imports else "fails", "missing")]
     return [*checks, *_commands(checks)]
@@ -69,7 +70,7 @@ def _trains(workload: Workload) -> list[Check]:
         if number == 0:
             trained = [item for item in step.model.named_parameters() if item[1].requires_grad]
             without_gradient = [name for name, parameter in trained if parameter.grad is None]
-        step.optimizer_step()
+        step.optimizer_step()  # Drops the gradients.
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
     losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
     if all(map(math.isfinite, losses)):
@@ -125,12 +126,11 @@ class _InPlaceChanges(TorchDispatchMode):
 
 
 def _blocks(workload: Workload) -> list[Check]:
-    model = TrainStep(workload, _CPU).model
-    blocks = blocks_of(workload, model)
+    blocks = blocks_of(workload, TrainStep(workload, _CPU).model)
     if not blocks:
         return [_faulty("blocks", "no list of modules of one class", "no blocks")]
-    first, *_, last = [*blocks, *blocks]
-    return [Check("blocks", f"{len(blocks)} of {type(next(iter(blocks.values()))).__name__}: {first} to {last}")]
+    names, modules = list(blocks), list(blocks.values())
+    return [Check("blocks", f"{len(blocks)} of {type(modules[0]).__name__}: {names[0]} to {names[-1]}")]
 
 
 def _attention(workload: Workload) -> list[Check]:

@@ -64,7 +64,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
                 except (CapabilityError, UsageError) as error:
                     if workload.profiler == "nsys":
                         raise
-                    nsys, why_not = None, str(error)
+                    nsys, why_not = None, str(error)  # With "auto", torch.profiler stands in.
             if profile is None:
                 profile = _profile_under_torch(workload, device, folder, progress)
         profiler = f"{profile.profiler} {nsys.version}" if nsys else profile.profiler

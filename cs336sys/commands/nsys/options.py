@@ -99,7 +99,7 @@ def _profile(
 
     keep = profiling.keep
     if keep is not None:
-        check_writable(keep / "trace.json.gz", "--keep")
+        check_writable(keep / "trace.json.gz", "--keep")  # A name like those of the files that will be there.
     configurations = [
         ProfileWorkload(workload, name, str(keep) if keep else None).configuration()
         for workload in workloads

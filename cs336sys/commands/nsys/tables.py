@@ -141,6 +141,7 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
                 "damage": m.profile.damage,
                 "is_idle_known": m.profile.is_idle_known,
                 "forward_launches": forward_launches,
+                # Without a backward pass it has no fewer, of which a warning would tell.
                 "backward_launches": kernels.get("backward", forward_launches),
             }
         )
@@ -162,11 +163,14 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
     rows = []
-    for fp32, bf16 in ((pair["fp32"], pair["bf16"]) for pair in pairs.values() if set(pair) == {"fp32", "bf16"}):
+    for pair in pairs.values():
+        if set(pair) != {"fp32", "bf16"}:  # One of both has failed.
+            continue
+        fp32, bf16 = pair["fp32"], pair["bf16"]
         fp32_busy_ms, bf16_busy_ms = (
             {row.name: row.busy_ns / m.steps / 1e6 for row in (*m.ranges, *m.profile.parts)} for m in (fp32, bf16)
         )
-        for name in (name for name in fp32_busy_ms if name in bf16_busy_ms):
+        for name in filter(bf16_busy_ms.__contains__, fp32_busy_ms):
             before_ms, after_ms = fp32_busy_ms[name], bf16_busy_ms[name]
             row = {**fp32.labels, "phase": name, "fp32_busy_ms": before_ms, "bf16_busy_ms": after_ms}
             row["busy_speedup"] = before_ms / after_ms if after_ms else None

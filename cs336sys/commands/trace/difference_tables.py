@@ -39,9 +39,8 @@ def change_name(change: TimeChange) -> str:
 
 def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
     """Build the table of the largest changes, and of some more that are no noise."""
-    listed = [
-        change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
-    ][: 3 * shown.top]
+    listed = [change for rank, change in enumerate(difference.changes) if rank < shown.top or change.is_significant]
+    listed = listed[: 3 * shown.top]
     columns = (
         Column("verdict", "change is", value=lambda change: _verdict_text(change, difference.before_ms)),
         Column("before_ms", "before, of a step", "ms", lambda change: change.before.ms),
@@ -105,6 +104,7 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
         sides.setdefault(cell.configuration["side"], []).append(Analysis.from_json(cell.derived["trace"]))
     if len(sides) == 1:
         return trace_tables(next(iter(sides.values())), ranks, shown)
+    # Sentences on damage say by the label in which capture it is.
     first = [replace(sides[name][0], label=name) for name in (BEFORE, AFTER)]
     difference = compare_captures(*first)
     sentences = [*damage_sentences(first), *difference_sentences(difference)]

@@ -76,7 +76,7 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
     rows = []
     for m in measured:
         names = [phase.name for phase in m.profile.phases]
-        passes = _BOTH_PASSES if "backward" in names else ()
+        passes = _BOTH_PASSES if "backward" in names else ()  # The backward pass is the last.
         row = dict(m.labels)
         for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
             total_ns: Counter[str] = Counter()
@@ -217,13 +217,14 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
         bars = groups.setdefault(str(row.get("size", "")), [])
         keys = [label.key for label in labels if label.key not in ("size", "parameters")]
         name = ", ".join(f"context {row[key]}" if key == "context" else str(row[key]) for key in keys)
+        # Rows of one profile follow each other, each of another phase.
         if not bars or bars[-1][0] != name or row["phase"] in bars[-1][1]:
             bars.append((name, {}))
         bars[-1][1][str(row["phase"])] = row
     heights = [len(bars) for bars in groups.values()] or [1]
     figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
     figure, axes = new_axes(*figure_size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
-    for axes_of_size, (size, bars) in zip(axes, groups.items(), strict=False):
+    for axes_of_size, (size, bars) in zip(axes, groups.items(), strict=False):  # An empty picture has axes, too.
         for phase_axes, phase in zip(axes_of_size, phases, strict=True):
             for number, (_, by_phase) in enumerate(bars):
                 if phase in by_phase:

@@ -108,7 +108,7 @@ def trace(
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
-        output.write(tables[:1])
+        output.write(tables[:1])  # The verdict: all others are on the page.
     if html is not None:
         write_file(html, trace_page(tables, list(captures.values())).encode(), "--html")
         say(f"wrote {html}")

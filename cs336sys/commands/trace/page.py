@@ -49,13 +49,15 @@ def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
     chosen = numbers[0][order[len(order) // 2]]
     windows = []
-    for rank, (of_rank, timeline) in enumerate(zip(numbers, captures.timelines, strict=False)):
-        place = of_rank.index(chosen) if chosen in of_rank else len(of_rank) // 2
+    for rank, (rank_numbers, timeline) in enumerate(zip(numbers, captures.timelines, strict=False)):
+        # A rank without this step shows one from its middle.
+        place = rank_numbers.index(chosen) if chosen in rank_numbers else len(rank_numbers) // 2
         begin, end = timeline.steps.bounds[place].tolist()
         aligned = begin
         if captures.ranks is not None:
             aligned = float(captures.ranks.clocks.aligned(rank, np.array([begin]))[0])
         windows.append((timeline, begin, end, aligned - begin))
+    # By the first rank's clock, from which each rank's own is off by the offset.
     first = min(begin + offset for _, begin, _, offset in windows)
     length_ns = max(end + offset for _, _, end, offset in windows) - first
     lanes = [
@@ -75,7 +77,7 @@ def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline, label: str, begin: int, end: int, origin: float, axis_ns: float) -> list[dict[str, Any]]:
-    """Return a lane for each of the busiest streams, with the work between begin and end as bars."""
+    """Return a lane for each of the busiest streams, with the work between begin and end, of its clock, as bars."""
     inside = np.flatnonzero((timeline.start < end) & (timeline.stop > begin))
     streams, counts = np.unique(timeline.stream[inside], return_counts=True)
     lanes = []
@@ -94,7 +96,7 @@ def _bars(timeline: Timeline, chosen: np.ndarray, origin: float, axis_ns: float)
     bars: list[dict[str, Any]] = []
     for number, length_ns in zip(chosen.tolist(), timeline.length[chosen].tolist(), strict=True):
         left = (float(timeline.start[number]) - origin) * scale
-        width = max(length_ns * scale, 0.5)
+        width = max(length_ns * scale, 0.5)  # Wide enough to be seen.
         if bars and left + width - bars[-1]["left"] < least_width:
             text = f"{bars[-1]['text'].removesuffix(' and more')} and more"
             bars[-1] |= {"width": left + width - bars[-1]["left"], "text": text}

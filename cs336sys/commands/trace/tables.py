@@ -20,7 +20,7 @@ from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_r
 
 _MOST_STEPS = 30
 _SHAPE_CHARACTERS = 120
-_MUCH_LAUNCHING = 0.03
+_MUCH_LAUNCHING = 0.03  # From this share of a step on a note says how a profiler changes it.
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
     groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
-    for key, kernels, times in [group for group in groups if group[0]][: shown.top]:
+    with_shapes = [group for group in groups if group[0]]
+    for key, kernels, times in with_shapes[: shown.top]:
         operator, _, shape = key.partition("\0")
         row = times | {"operator": operator, "shapes": shape_words(shape)}
         work = operator_work(operator, shape)

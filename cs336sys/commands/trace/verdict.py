@@ -17,6 +17,7 @@ from cs336sys.tables.numbers import format_quantity
 say_trace = partial(sentence, __package__, quantity=format_quantity)
 
 _LEAST_SHARE = 0.03  # The verdict names parts of a step from this share on, which are worth a change.
+_MUCH_UNKNOWN = 0.1  # From this share on a sentence says that the cause of idling is unknown.
 _MOSTLY_COMPUTING = 0.8  # From this share of computing on, faster kernels help more than fewer gaps.
 _SHORT_US = 15.0  # Kernels shorter than this are launched no faster than they run.
 
@@ -33,6 +34,7 @@ def verdict(analyses: Sequence[Analysis], ranks: RankMatching | None = None) -> 
     if ranks is not None and ranks.missing:
         sentences.append(f"{capital(ranks.missing)}: waiting for ranks is a lower bound.")
     middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
+    # Who holds the others up says more than a second cause.
     where, most_parts = f"on {middle.label} ({middle.file}) ", 1 if findings[0].cause == "straggler" else 2
     return [*sentences, rank_sentence(len(analyses), findings), *_step_sentences(middle, most_parts, where)]
 
@@ -77,7 +79,7 @@ def _step_sentences(analysis: Analysis, most_parts: int, where: str = "") -> lis
     if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY_COMPUTING:
         causes.insert(0, _kernel_advice(analysis))
     sentences = [capital(say_trace("computing", **facts)), *causes[:most_parts]]
-    if analysis.share(StepPart.UNKNOWN) >= 0.1:
+    if analysis.share(StepPart.UNKNOWN) >= _MUCH_UNKNOWN:
         sentences.append(say_trace("unknown", **facts))
     return sentences
 
@@ -122,6 +124,7 @@ def _kernel_advice(analysis: Analysis) -> str:
     shares = {kind: ns / total for kind, ns in totals.items()} or {Category.MATMUL: 0.0}
     moving = sum(shares.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
     kind, share = next(iter(shares.items()))
+    # Together they may be the largest, though none of them is.
     if moving > max(0.35, shares.get(Category.MATMUL, 0)):
         kind, share = "moving memory", moving
     return say_trace("kernels", kind=kind, percent=100 * share)

@@ -49,6 +49,7 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
             phases = {"passes": passes, "optimizer": step.phases["optimizer"]}
         samples = time_steps(step, phases, progress)
         peak_gib = peak_memory_gib(device)
+        # A call of `step` runs one micro-batch.
         busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
         outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, observed={})
         for name in ("tokens_per_s", "tflops", "mfu_percent"):
@@ -92,12 +93,14 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), flop_s)
     seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes"), byte_s)
     shape = size.batch_size, size.num_heads, size.context, size.head_dim
+    # Attention has two products forward and five backward, each of so many multiply-adds.
     square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, "cpu")
     for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
         forward_s, backward_s = _attention_seconds(attention, shape)
         seconds |= {f"{name}_forward": forward_s / (2 * square), f"{name}_backward": backward_s / (5 * square)}
     parameters = size.vocab_size * size.d_model  # Over a tensor as large as the embedding.
     seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters
+    # In fp32 it reads parameter, gradient and both moments, and writes all but the gradient: 28 bytes.
     seconds["state_bytes"] = _update_seconds(replace(workload, optimizer="fused"), parameters) / (28 * parameters)
     seconds["kernels"] = operation_s
     return Outcome("ok", derived={"seconds": seconds})

@@ -106,7 +106,8 @@ class SearchOptions:
             return read_memory_limit(self.memory, "--memory")
         if device == "cpu":
             cpu = capacity(device)
-            return _USABLE_SHARE * (4.0 if cpu is None else cpu.memory_gib) * GIB
+            memory_gib = 4.0 if cpu is None else cpu.memory_gib  # As of a small machine, where it is not known.
+            return _USABLE_SHARE * memory_gib * GIB
         local_gpu = gpu_capacity(device) if self.gpu is None else None
         if local_gpu is not None:
             return _USABLE_SHARE * local_gpu.memory_gib * GIB
@@ -139,8 +140,8 @@ class SearchOptions:
         if self.micro_batch:
             fixed["micro_batch"] = list(self.micro_batch)
         if self.world_size > 1:
-            chosen = [pair for pair in STRATEGIES if not self.strategy or pair[0] in self.strategy]
-            fixed["strategy"] = [pair for pair in chosen if self.gradient_dtype in (None, pair[1])]
+            chosen = [(name, dtype) for name, dtype in STRATEGIES if not self.strategy or name in self.strategy]
+            fixed["strategy"] = [(name, dtype) for name, dtype in chosen if self.gradient_dtype in (None, dtype)]
             if not fixed["strategy"]:
                 dtype = self.gradient_dtype
                 raise UsageError(f"--gradient-dtype {dtype}: buckets alone have the choice; choose bucketed")
@@ -259,7 +260,7 @@ def _fixed_for_user_model(
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
     if world_size > 1:
-        chosen["strategy"] = [pair for pair in chosen["strategy"] if pair[0] == "bucketed"]
+        chosen["strategy"] = [(strategy, dtype) for strategy, dtype in chosen["strategy"] if strategy == "bucketed"]
         if not chosen["strategy"]:
             raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
     return chosen
