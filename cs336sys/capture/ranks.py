@@ -165,7 +165,7 @@ def _add_slowed_kernels(
 
 
 def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
-    """Return kernels in order of launch; of each, its step, and the collectives launched since the step's first kernel."""
+    """Return kernels in launch order; of each, its step, and how many collectives followed that step's first kernel."""
     step = timeline.step_of(timeline.start)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
     kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
