@@ -26,8 +26,8 @@ _OTHER = "other"
 
 def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of the softmax's time, FLOPs and bytes over those of the matmuls, where attention has parts."""
-    with_parts = [m for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
-    rows = [{**m.labels, **_attention_row(m)} for m in with_parts]
+    with_parts = [run for run in measured if {SCORES, SOFTMAX} <= {part.name for part in run.profile.parts}]
+    rows = [{**run.labels, **_attention_row(run)} for run in with_parts]
     columns = (
         *labels,
         *named_columns(scores_ms="Q K^T", final_ms="P V", softmax_ms="softmax", other_ms="scale, mask, copies"),
@@ -86,7 +86,7 @@ def phase_table(
         failed: rows of cells without a profile.
         labels: the columns that say what was run.
     """
-    on_gpu = all(m.profile.is_gpu for m in measured)
+    on_gpu = all(run.profile.is_gpu for run in measured)
     work, gpu = ("kernels", "GPU ") if on_gpu else ("operations", "")
     columns = (
         *labels,
@@ -96,7 +96,7 @@ def phase_table(
         *named_columns(kernel_ms=f"sum of {work}"),
         *named_columns("idle_percent", launch_bound="launch-bound", kernels=work, status="status"),
     )
-    rows = [{**m.labels, **_phase_row(m, row), "status": "ok"} for m in measured for row in m.ranges]
+    rows = [{**run.labels, **_phase_row(run, row), "status": "ok"} for run in measured for row in run.ranges]
     return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_profile_notes(measured)))
 
 
@@ -131,15 +131,15 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
     if not measured:
         return ()
     profiles = []
-    for m in measured:
-        workload = " ".join(str(m.labels[name]) for name in ("size", "context", "precision") if name in m.labels)
-        kernels = {row.name: row.kernels for row in m.profile.phases}
+    for run in measured:
+        workload = " ".join(str(run.labels[name]) for name in ("size", "context", "precision") if name in run.labels)
+        kernels = {row.name: row.kernels for row in run.profile.phases}
         forward_launches = kernels.get("forward", 0)
         profiles.append(
             {
                 "prefix": f"{workload}: " if workload else "",
-                "damage": m.profile.damage,
-                "is_idle_known": m.profile.is_idle_known,
+                "damage": run.profile.damage,
+                "is_idle_known": run.profile.is_idle_known,
                 "forward_launches": forward_launches,
                 # Without a backward pass it has no fewer, of which a warning would tell.
                 "backward_launches": kernels.get("backward", forward_launches),
@@ -149,26 +149,27 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
         __name__,
         "profiles",
         profiles=profiles,
-        on_gpu=all(m.profile.is_gpu for m in measured),
-        least_percent=min(m.profile.attributed_percent for m in measured),
-        has_several_gpus=any(m.profile.of_gpus for m in measured),
-        lacks_parts=any(m.profile.configuration and not m.profile.parts for m in measured),
+        on_gpu=all(run.profile.is_gpu for run in measured),
+        least_percent=min(run.profile.attributed_percent for run in measured),
+        has_several_gpus=any(run.profile.of_gpus for run in measured),
+        lacks_parts=any(run.profile.configuration and not run.profile.parts for run in measured),
     )
 
 
 def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of each phase and each part of attention in fp32 and in bf16, all else equal."""
     pairs: dict[str, dict[str, MeasuredProfile]] = {}
-    for m in measured:
-        all_else = configuration_key(m.labels, ignore=("precision",))
-        pairs.setdefault(all_else, {})[m.labels["precision"]] = m
+    for run in measured:
+        all_else = configuration_key(run.labels, ignore=("precision",))
+        pairs.setdefault(all_else, {})[run.labels["precision"]] = run
     rows = []
     for pair in pairs.values():
         if set(pair) != {"fp32", "bf16"}:  # One of both has failed.
             continue
         fp32, bf16 = pair["fp32"], pair["bf16"]
         fp32_busy_ms, bf16_busy_ms = (
-            {row.name: row.busy_ns / m.steps / 1e6 for row in (*m.ranges, *m.profile.parts)} for m in (fp32, bf16)
+            {row.name: row.busy_ns / run.steps / 1e6 for row in (*run.ranges, *run.profile.parts)}
+            for run in (fp32, bf16)
         )
         for name in filter(bf16_busy_ms.__contains__, fp32_busy_ms):
             before_ms, after_ms = fp32_busy_ms[name], bf16_busy_ms[name]

@@ -74,20 +74,20 @@ def phase_kernel_tables(
 def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of the longest kernel in the first phase, in both passes together, and in the backward pass."""
     rows = []
-    for m in measured:
-        names = [phase.name for phase in m.profile.phases]
+    for run in measured:
+        names = [phase.name for phase in run.profile.phases]
         passes = _BOTH_PASSES if "backward" in names else ()  # The backward pass is the last.
-        row = dict(m.labels)
+        row = dict(run.labels)
         for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
             total_ns: Counter[str] = Counter()
             counts: Counter[str] = Counter()
-            for kernel in m.kernels(*phases):
+            for kernel in run.kernels(*phases):
                 total_ns[kernel.kernel] += kernel.total_ns
                 counts[kernel.kernel] += kernel.count
             if total_ns.total():
                 ((name, longest_ns),) = total_ns.most_common(1)
                 row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * longest_ns / total_ns.total()}
-                row[f"{group}_instances"] = counts[name] / m.steps
+                row[f"{group}_instances"] = counts[name] / run.steps
         rows.append(row)
     first = measured[0].profile.phases[0].name if measured else "the first phase"
     columns = list(labels)
@@ -130,14 +130,14 @@ def kernel_table(
 ) -> Table:
     """Build the table of the ``top`` kernels of each phase by time."""
     rows = []
-    for m in measured:
-        for phase in m.profile.phases:
-            kernels = m.kernels(phase.name)
+    for run in measured:
+        for phase in run.profile.phases:
+            kernels = run.kernels(phase.name)
             phase_ns = sum(kernel.total_ns for kernel in kernels)
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != Category.MATMUL][:top]
             for kernel, name in zip(chosen, shown_names([k.kernel for k in chosen], full_names), strict=True):
                 row = SimpleNamespace(name=name, kernel=kernel, phase=phase, phase_ns=phase_ns)
-                rows.append({**m.labels, **fill_row(_KERNEL_COLUMNS, row)})
+                rows.append({**run.labels, **fill_row(_KERNEL_COLUMNS, row)})
     name, without = ("other kernels", ", without matrix products") if without_matmul else ("kernels", "")
     heading = f"nsys: the {top} kernels of each phase that take most time{without}"
     columns = (*labels, *_KERNEL_COLUMNS)
@@ -157,18 +157,18 @@ def shown_names(kernels: Sequence[str], full_names: bool) -> list[str]:
 def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
-    for m in measured:
-        totals: dict[str, Counter[str]] = {time.name: Counter() for time in m.ranges_of_all_gpus}
-        for kernel in m.profile.kernels:
+    for run in measured:
+        totals: dict[str, Counter[str]] = {time.name: Counter() for time in run.ranges_of_all_gpus}
+        for kernel in run.profile.kernels:
             category = category_of(kernel.kernel)
             totals[kernel.range][category] += kernel.total_ns
-            if m.profile.step:
+            if run.profile.step:
                 # The course's AdamW is made of elementwise kernels: the phase says more than their names.
                 totals[STEP][Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
-        for time in m.ranges_of_all_gpus:
+        for time in run.ranges_of_all_gpus:
             total_ns = totals[time.name].total()
             shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[time.name].items() if ns}
-            rows.append({**m.labels, "phase": time.name, "kernel_ms": total_ns / time.count / 1e6, **shares})
+            rows.append({**run.labels, "phase": time.name, "kernel_ms": total_ns / time.count / 1e6, **shares})
     columns = (
         *labels,
         *named_columns("phase", kernel_ms="kernels"),
@@ -176,7 +176,7 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
     )
     notes = (
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own",
-        *unclassified_note((kernel.kernel, kernel.total_ns) for m in measured for kernel in m.profile.kernels),
+        *unclassified_note((kernel.kernel, kernel.total_ns) for run in measured for kernel in run.profile.kernels),
     )
     return Table("shares", "nsys: share of each kind of kernel", columns, rows, notes=notes)
 
