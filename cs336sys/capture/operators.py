@@ -28,17 +28,11 @@ class OperatorWork:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Speed of an operator compared with the GPU's limits.
+    """Speed of an operator compared with the GPU's limits."""
 
-    Attributes:
-        percent: the shortest possible time over the measured one; None where the GPU's peaks are not known.
-        bound: ``FLOPs`` or ``bytes``, whichever takes longer at the peaks.
-        source: where the peaks come from.
-    """
-
-    percent: float | None
-    bound: str | None
-    source: str
+    percent: float | None  # The shortest possible time over the measured one; None where the GPU's peaks are not known.
+    bound: str | None  # "FLOPs" or "bytes", whichever takes longer at the peaks.
+    source: str  # Where the peaks come from.
 
 
 def operator_work(operator: str, shape: str) -> OperatorWork | None:
@@ -104,7 +98,7 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
         sheet = datasheet(gpu_name)
         bytes_per_s = None if sheet is None else sheet.memory_bytes_per_s
     if bytes_per_s is None or (tflops is None and work.flops):
-        return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
+        return Roofline(percent=None, bound=None, source=f"the peaks of {gpu_name or 'this GPU'} are not known")
     # Without a peak there are no FLOPs.
     computing_s, moving_s = work.flops / (tflops or 1.0) / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"

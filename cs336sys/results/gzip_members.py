@@ -27,20 +27,13 @@ def as_member(record: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a file.
-
-    Attributes:
-        start, end: its bytes in the file.
-        content: decompressed, as far as it is whole.
-        fault: how it is cut or damaged; empty for a whole one.
-        is_cut: the file ends before it does.
-    """
+    """One member of a file, from byte ``start`` to before ``end``."""
 
     start: int
     end: int
-    content: bytes
-    fault: str = ""
-    is_cut: bool = False
+    content: bytes  # Decompressed, as far as it is whole.
+    fault: str = ""  # How it is cut or damaged; empty for a whole one.
+    is_cut: bool = False  # The file ends before it does.
 
 
 class TooLargeError(ValueError):

@@ -334,7 +334,7 @@ def read_results(path: Path) -> Results:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             passed_over.append(f"line {number} is no {name} of this schema: {reason}")
     if not runs and not cells:
-        # Whether it is a damaged file of results; that a line is no record says no more than the sentence.
+        # A damaged file of results has a fault of its own; in other files every line is no record.
         fault = next(iter(passed_over), "")
         why = f"; {fault}" if "schema:" in fault or "damaged" in fault else ""
         raise UsageError(f"{path} holds no results: it should be a file written by --save{why}")

@@ -50,23 +50,17 @@ SideSamples = Sequence[Sequence[Sequence[float]]]
 class Interval:
     """An estimate and where the truth lies, in 95 of 100 cases.
 
-    Attributes:
-        low, high: infinitely far apart (a ratio: 0 and infinity) where there are too few samples to say anything.
-        neutral: the value that says "no difference", 0 or 1; a ratio's is 1.
-        is_range: it is shown as ``low to high``: the estimate says nothing.
-        is_cost: it cannot be less than nothing: within the noise it is shown as ``< high``.
-        is_bound: the samples drift too much for a test: no difference of two samples is beyond ``low`` and ``high``.
-        to_decide: about how many samples a side would decide a ratio that is undecided.
+    Both ends are infinitely far apart (a ratio's: 0 and infinity) where there are too few samples to say anything.
     """
 
     estimate: float
     low: float
     high: float
-    neutral: float | None = None
-    is_range: bool = False
-    is_cost: bool = False
-    is_bound: bool = False
-    to_decide: int | None = None
+    neutral: float | None = None  # The value that says "no difference", 0 or 1; a ratio's is 1.
+    is_range: bool = False  # It is shown as "low to high": the estimate says nothing.
+    is_cost: bool = False  # It cannot be less than nothing: within the noise it is shown as "< high".
+    is_bound: bool = False  # Samples drift too much for a test: no difference of two of them is beyond both ends.
+    to_decide: int | None = None  # About how many samples a side would decide a ratio that is undecided.
 
     @property
     def is_noise(self) -> bool:

@@ -22,16 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A profile and the run that it describes.
+    """A profile and the run that it describes."""
 
-    Attributes:
-        labels: values of the columns that say what was run, by their keys.
-        cell: the cell that it was measured in; None for a report that was read.
-    """
-
-    labels: Mapping[str, Any]
+    labels: Mapping[str, Any]  # Values of the columns that say what was run, by their keys.
     profile: Profile
-    cell: Cell | None = None
+    cell: Cell | None = None  # The cell that it was measured in; None for a report that was read.
 
     @property
     def steps(self) -> int:
@@ -134,8 +129,10 @@ def kernel_table(
         for phase in run.profile.phases:
             kernels = run.kernels(phase.name)
             phase_ns = sum(kernel.total_ns for kernel in kernels)
-            chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != Category.MATMUL][:top]
-            for kernel, name in zip(chosen, shown_names([k.kernel for k in chosen], full_names), strict=True):
+            if without_matmul:
+                kernels = [kernel for kernel in kernels if category_of(kernel.kernel) != Category.MATMUL]
+            names = shown_names([kernel.kernel for kernel in kernels[:top]], full_names)
+            for kernel, name in zip(kernels[:top], names, strict=True):
                 row = SimpleNamespace(name=name, kernel=kernel, phase=phase, phase_ns=phase_ns)
                 rows.append({**run.labels, **fill_row(_KERNEL_COLUMNS, row)})
     name, without = ("other kernels", ", without matrix products") if without_matmul else ("kernels", "")

@@ -77,7 +77,7 @@ def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline, label: str, begin: int, end: int, origin: float, axis_ns: float) -> list[dict[str, Any]]:
-    """Return a lane for each of the busiest streams, with the work between begin and end, of its clock, as bars."""
+    """Return a lane for each of the busiest streams, with the work between begin and end on its clock as bars."""
     inside = np.flatnonzero((timeline.start < end) & (timeline.stop > begin))
     streams, counts = np.unique(timeline.stream[inside], return_counts=True)
     lanes = []
