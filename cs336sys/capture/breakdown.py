@@ -101,7 +101,7 @@ def _starts_and_waits(timeline: Timeline, waiting_ns: Times | None) -> tuple[Tim
         return start, Cover(start[:0], start[:0])
     wait_stop = start[places] + np.maximum(waiting_ns[places], 0)
     is_computing = timeline.work_class == COMPUTING
-    main_stream = statistics.mode(timeline.stream[is_computing].tolist() or [-1])
+    main_stream = statistics.mode(timeline.stream[is_computing].tolist() or [-1])  # -1 without any kernel.
     kernels = np.flatnonzero(is_computing & (timeline.stream == main_stream))
     # 0 where no kernel began before.
     last_kernel_stop = np.append(0, timeline.stop[kernels])[np.searchsorted(start[kernels], wait_stop)]

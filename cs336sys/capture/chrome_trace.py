@@ -418,7 +418,7 @@ class _Events:
 
     def _mend(self, text: str, position: int) -> tuple[Any, int]:
         """Return an event with its wrong escapes corrected, None where that does not help, and where it ends."""
-        # Its own text may look like its end, so that the next three are tried, too.
+        # The event's own text may look like its end, so that the next three are tried, too.
         ends = [match.start() + 1 for match in itertools.islice(_EVENT_END.finditer(text, position), 4)]
         for end in ends:
             with contextlib.suppress(json.JSONDecodeError):

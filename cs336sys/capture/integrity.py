@@ -76,7 +76,7 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
     for name in ("work", "calls", "ranges", "operations", "modules"):
         rows = getattr(capture, name)
         remaining[name] = rows.select((rows.start >= first) & (rows.start <= last))
-    if not left_out or not len(remaining["work"]):
+    if not left_out or not len(remaining["work"]):  # A session without work is not the one to keep.
         return capture
     sentences.append(say_capture("other session", count=left_out, total=len(times)))
     return replace(capture, **remaining)
@@ -231,7 +231,7 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     """
     calls = capture.calls
     is_launch = capture.is_named(calls.name, _LAUNCH.search) & (calls.correlation >= 0)
-    # A trace of several GPUs may lack those of others: only processes that have work.
+    # Of processes that have work: of others, a trace may lack the GPU.
     is_launch &= np.isin(calls.process, capture.work.process) & ~_is_recording_graph(capture)
     launches = calls.select(is_launch)
     # The runtime's launch calls the driver's.

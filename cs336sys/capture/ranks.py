@@ -403,6 +403,7 @@ def _t_quantile(degrees: int, tail: float) -> float:
 
     It is the tangent, times the root of the degrees, of an angle whose density is ``cosine ** (degrees - 1)``.
     """
+    # Of the upper half alone, which has half of the probability.
     angles = np.linspace(math.pi / 2, 0, 1_000_001)
     beyond = np.cumsum(np.cos(angles) ** (degrees - 1))
     return math.sqrt(degrees) * math.tan(angles[np.searchsorted(beyond, 2 * tail * beyond[-1])])

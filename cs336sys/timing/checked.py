@@ -165,7 +165,7 @@ class KernelTimer:
                 raise WrongKernelError(f"its {name} lies in the memory of its inputs")
             if any(memory == tensor.untyped_storage().data_ptr() for tensor in self._earlier):
                 raise WrongKernelError(f"its {name} lies in memory that an earlier call returned and that is in use")
-        # Kept, so that no allocator gives their memory out again.
+        # The last few are kept, so that no allocator gives their memory out again.
         self._earlier = [*self._earlier[-8:], *results.values()]
         return {name: result.detach().clone() for name, result in results.items()}
 

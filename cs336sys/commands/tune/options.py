@@ -312,7 +312,7 @@ class _Predictor:
         """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
         fixed, training = self.space.fixed, self.space.training
         defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
-        defaults |= {} if self.counted_model is None else {"attention": "sdpa"}
+        defaults |= {} if self.counted_model is None else {"attention": "sdpa"}  # Which a user's model calls.
         defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
         # Of several values that the user gives, the first.
         settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}

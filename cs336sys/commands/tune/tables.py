@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,12 @@ def configuration_of(cell: Cell) -> StepConfiguration:
 
 
 def million_token_ms(cells: Sequence[Cell]) -> Measured:
-    """Return the milliseconds of a million tokens in the rounds of one configuration, which batches do not change."""
+    """Return the milliseconds of a million tokens in the rounds of a configuration, to compare any sizes of batches."""
     scale = 1e6 / configuration_of(cells[0]).tokens
     rounds = []
     for cell in cells:
         step = cell.samples["step"]
-        rounds.append(type(step)(step.unit, step.method, tuple(scale * value for value in step.measured)))
+        rounds.append(replace(step, measured=tuple(scale * value for value in step.measured), warmup=()))
     return Measured((tuple(rounds),))
 
 
