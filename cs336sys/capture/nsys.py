@@ -261,7 +261,7 @@ class _Export:
             if kind not in self._tables or self._has_row(name):
                 self._tables[kind] = name
         for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
-            if self._has_row(self._tables[kind], EVENTS):
+            if self._has_row(self._tables[kind], offset=EVENTS):
                 raise UsageError(say_capture("too many rows", most=EVENTS, kind=kind))
         info = "SELECT name FROM pragma_table_info(?)"
         return {kind: {row[0] for row in self._report.execute(info, (name,))} for kind, name in self._tables.items()}

@@ -286,7 +286,7 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
     nulls = []
-    for worth_of_sample in (worth, 1.0):
+    for worth_of_sample in (worth, 1.0):  # With drift, and without.
         smaller_count, larger_count = sorted(_independent(len(side), worth_of_sample) for side in (a, b))
         nulls.append(_rank_sum_null(smaller_count, larger_count))
     return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
