@@ -260,7 +260,7 @@ def _fixed_for_user_model(
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
     if world_size > 1:
-        chosen["strategy"] = [(strategy, dtype) for strategy, dtype in chosen["strategy"] if strategy == "bucketed"]
+        chosen["strategy"] = [(name, dtype) for name, dtype in chosen["strategy"] if name == "bucketed"]
         if not chosen["strategy"]:
             raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
     return chosen
