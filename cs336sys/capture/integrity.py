@@ -119,7 +119,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     Where a number stands for as many launches as work, and each work begins after its launch, they match in order.
     """
     work, calls = capture.work, capture.calls
-    # Numbers are those of a process.
+    # A key for each launch number of each process.
     keys = group_numbers(np.append(calls.process, work.process), np.append(calls.correlation, work.correlation))
     call_key, work_key = np.split(keys, [len(calls)])
     launches = np.lexsort((calls.start, call_key))
@@ -140,6 +140,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     place_in_key = np.where(is_paired, np.arange(len(work_keys)) - first_work, 0)
     call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
     is_early = work.start[works] < np.append(calls.start, 0)[call]
+    # Of several launches that are not as many as the work, or do not all precede theirs, nobody knows which is whose.
     is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
     launch[works] = np.where(is_ambiguous, -1, call)

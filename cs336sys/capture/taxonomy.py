@@ -185,5 +185,5 @@ def short_name(kernel: str) -> str:
     operation = match["after"] or match["launched"] or match["before"]
     if match["scalar"] or matches[0]["before"] in _SCALAR_WRAPPERS:
         operation += "_scalar"
-    dtype = _DTYPE.search(arguments, matches[0].end())
+    dtype = _DTYPE.search(arguments, matches[0].end())  # The first after an operation's name.
     return f"{function} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")

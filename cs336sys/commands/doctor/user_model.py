@@ -37,7 +37,8 @@ def check_model(workload: Workload) -> list[Check]:
     except (UsageError, CapabilityError, UserCodeError) as error:
         # `check` is the one that failed.
         name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
-        return [*checks, _faulty(name, str(error), "imports fail" if check is _imports else "fails", "missing")]
+        fix = "imports fail" if check is _imports else "fails"
+        return [*checks, _faulty(name, str(error), fix, verdict="missing")]
     return [*checks, *_commands(checks)]
 
 

@@ -221,7 +221,8 @@ def tune(
     chosen = predictor.with_plain_configuration(choices.fitting[: search.measure])
     configurations = [candidate.configuration for candidate in chosen]
     next_best = [best for best in choices.fitting[search.measure :] if best.configuration not in configurations]
-    _Race(chosen, next_best[:_MOST_RESERVES], search.measure, search.budget).run(predicted, sweeping, output)
+    race = _Race(chosen, next_best[:_MOST_RESERVES], count=search.measure, budget_s=search.budget)
+    race.run(predicted, sweeping, output)
 
 
 def _base_workload(training: options.TrainingOptions) -> Workload:
@@ -364,7 +365,7 @@ class _Race:
         budget_s: after which no more is measured.
     """
 
-    def __init__(self, chosen: Sequence[Candidate], reserves: Sequence[Candidate], count: int, budget_s: float):
+    def __init__(self, chosen: Sequence[Candidate], reserves: Sequence[Candidate], *, count: int, budget_s: float):
         self.ranks = chosen[0].configuration.world_size
         if self.ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
             raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
