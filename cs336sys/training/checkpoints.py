@@ -56,7 +56,7 @@ class MemoryStep(TrainStep):
             )
         super().__init__(training, device, model=model)
         if self.passes > 1:
-            # What is timed; forward and backward passes alternate.
+            # Forward and backward passes alternate, and are timed together.
             self.phases = {"backward": self._accumulate, "optimizer": self.optimizer_step}
 
     def region(self, name: str) -> AbstractContextManager[None]:

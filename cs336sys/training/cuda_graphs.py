@@ -64,7 +64,7 @@ class CudaRecorder:
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Call ``run`` without computing anything, and return what computes all that it launched."""
+        """Capture what ``run`` launches, which computes nothing yet, and return the function that computes it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             # Other threads may go on: a data loader that pins memory, NCCL's watchdog that asks about earlier work.
@@ -72,7 +72,7 @@ class CudaRecorder:
             try:
                 run()
             except BaseException:
-                # Ending the capture says only that there was an error before.
+                # This raises an error, too, which says only that there was one before.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -187,23 +187,25 @@ class GraphedStep:
         warmup: int,
         around: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
-        """Run the step so many times, the last as if captured, and refuse optimizers that no graph can repeat."""
-        settings: list[Any] = []
+        """Run the step ``warmup`` times, the last as if captured, and refuse optimizers that no graph can repeat."""
+        settings_before: list[Any] = []
         device = self.inputs[0].device
         with self.recorder.on_launch_stream():
             for number in range(warmup):
-                settings = [_captured_settings(optimizer) for optimizer in optimizers]
+                settings_before = [_captured_settings(optimizer) for optimizer in optimizers]
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
-                if 0 < number == warmup - 1:
-                    # Before it, once a first step has made the state: torch's optimizers refuse a capture in words of
-                    # their own, which do not name what is on the CPU.
+                is_last = number == warmup - 1
+                if is_last and number > 0:
+                    # The steps before have made the state. Where they see a capture, torch's optimizers refuse state on
+                    # the CPU, too, but do not name it.
                     _require_state_on_device(optimizers, device)
                     captured = pretend_capturing()
                 with around(number), captured:
                     for run in phases.values():
                         run()
+        # A single step of warm-up has made the state only now.
         _require_state_on_device(optimizers, device)
-        for optimizer, before in zip(optimizers, settings, strict=True):
+        for optimizer, before in zip(optimizers, settings_before, strict=True):
             _require_constant(optimizer, before)
 
     def _capture(
@@ -229,7 +231,7 @@ class GraphedStep:
                 gc.enable()
 
     def _record(self, name: str, run: Callable[[], Any]) -> Callable[[], None]:
-        """Record a phase, and return what replays it; what cannot be captured is told in words."""
+        """Record a phase, and return what replays it, or raise a CaptureError with the reason why it cannot be."""
 
         def run_and_keep_result() -> None:
             result = run()

@@ -53,7 +53,7 @@ def count_step(workload: Workload) -> StepCount:
     """Count a step of a user's model, once for all workloads that differ in nothing that is counted."""
     mode = "forward-backward" if workload.has_backward else "forward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
-    # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
+    # FLOPs of attention are not counted here, but by AttentionCalls on real tensors: they depend on what masks hold.
     return _count_cached(replace(launched, kernels="reference", attention="sdpa", warmup=0, steps=1))
 
 
@@ -65,6 +65,7 @@ def _count_cached(workload: Workload) -> StepCount:
     try:
         with attention_kept(), user_models.copied_code(), numbers:
             step = TrainStep(workload, torch.device("meta"))
+            # Building the model is no part of a step.
             numbers.guessed.clear()
             numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
@@ -152,17 +153,19 @@ class AttentionCalls(TorchDispatchMode):
         query, key, value, mask = call.query, call.key, call.value, call.mask
         reason = user_models.why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
         self.calls[reason or ""] += 1
-        matrices, scores = query.shape[:-2].numel(), (query.shape[-2], key.shape[-2])
+        heads, queries, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
         if mask is not None and mask in self._from_batch:
             self.is_upper_bound, mask = True, None
-        self._is_in_attention = True
+        self._is_in_attention = True  # __torch_dispatch__ must not count what is called here.
         try:
             if mask is not None:
                 visible = mask if mask.dtype == torch.bool else mask > _HIDDEN_SCORE
-                visible = visible.expand(*visible.shape[:-2], *scores)
-                pairs = visible_pairs(visible) * matrices // visible.shape[:-2].numel()
+                visible = visible.expand(*visible.shape[:-2], queries, keys)
+                # Several heads may share a mask.
+                pairs = visible_pairs(visible) * heads // visible.shape[:-2].numel()
             else:
-                pairs = matrices * (causal_pairs(*scores) if call.is_causal else scores[0] * scores[1])
+                pairs = heads * (causal_pairs(queries, keys) if call.is_causal else queries * keys)
+            # Products of queries and keys, and of probabilities and values: 2 FLOPs a multiplication and addition.
             self.flops += 2 * pairs * (query.shape[-1] + value.shape[-1])
             return call.by(attention)
         finally:
@@ -196,7 +199,7 @@ class AttentionCalls(TorchDispatchMode):
             return args[1] in self._from_batch
         if name == "where":
             return args[0] in self._from_batch
-        # Of scores and a mask.
+        # A sum of scores and a mask, both computed from the batch.
         is_masking_sum = name in ("add", "add_") and len(from_batch) == 2
         return is_masking_sum and any(tensor.is_floating_point() and _hides(tensor) for tensor in from_batch)
 
@@ -206,7 +209,7 @@ class AttentionCalls(TorchDispatchMode):
             return
         (_, queries, keys), inner = self._scores
         rows = self._scores[0][:-1].numel()
-        # A sink of attention is one column more.
+        # Softmax may take more columns than keys: an attention sink is one more.
         if scores.shape[-1] < keys or scores.shape[:-1].numel() != rows or not _hides(scores):
             return
         if scores in self._masked_by_batch:
@@ -252,13 +255,14 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
     progress("counting")
     count = count_step(workload)
     attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
-    # Compiled code shows no calls. To ask for eager execution imports the compiler.
+    # Compiled code shows no calls. set_stance imports the compiler, so it is called only for such models.
     eager = torch.compiler.set_stance("force_eager") if workload.is_compiled else contextlib.nullcontext()
     # Attention of cs336_basics is counted like a call of torch's.
     course_attention = mock.Mock(wraps=sdpa)
     with torch.no_grad(), eager, attention_replaced(course_attention):
         step.compute_logits(attention.watching())
-    replaced = {"reference": 0, "sdpa": course_attention.call_count, "flash": attention.calls[""]}
+    # By value of --attention: the calls that compute something else than the model's own attention.
+    replaced_calls = {"reference": 0, "sdpa": course_attention.call_count, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.
     times = 3 if workload.has_backward else 1
@@ -267,7 +271,7 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
         "parameters": parameters,
         "flops": flops,
         "flops_are_upper_bound": attention.is_upper_bound,
-        "same_attention": [name for name, calls in replaced.items() if not calls],
+        "same_attention": [name for name, calls in replaced_calls.items() if not calls],
         "notes": [
             *user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model)),
             *_flop_notes(workload, count, attention),

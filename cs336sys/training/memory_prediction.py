@@ -56,14 +56,14 @@ def summary(
     workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block: dict[str, int | None] | None
 ) -> dict[str, Any]:
     """Reduce a timeline, and its :func:`block_changes`, to what its cell keeps."""
-    totals, categories = timeline.totals(), timeline.bytes_by_category()
+    totals, bytes_by_category = timeline.totals(), timeline.bytes_by_category()
     phases = []
     for phase, peak in zip(timeline.phases(), peaks, strict=True):
         position = peak_position(totals, phase)
-        phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
+        phases.append(asdict(peak) | {category: held[position] for category, held in bytes_by_category.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
     reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
-    predicted = workload.peak if workload.training.is_ours else None
+    predicted = workload.peak if workload.training.is_ours else None  # By formula.
     return {
         "phases": phases,
         "peak_gib": highest.allocated / GIB,
@@ -73,8 +73,9 @@ def summary(
         "predicted_moment": predicted and predicted.moment,
         "lost_events": timeline.lost_events,
         "largest": largest_allocations(timeline, LARGEST_ALLOCATIONS),
+        # Its tables take what the forward pass adds for what a block saves, which checkpoints drop.
         "block": block if workload.checkpointing == "none" else None,
-        "timeline": thinned(categories),
+        "timeline": thinned(bytes_by_category),
         "regions": [asdict(region) for region in timeline.phases()],
     }
 
@@ -134,7 +135,7 @@ class TracedStep:
     guessed: Mapping[str, int] = field(default_factory=dict)
 
     def notes(self, workload: Workload) -> list[str]:
-        """Return a sentence on :attr:`guessed`, if any line is known, as a list."""
+        """Return a sentence on :attr:`guessed` in a list, which is empty if no line of those reads is known."""
         lines = ", ".join(f"{line} ({times} times)" for line, times in self.guessed.items() if line)
         if not lines:
             return []
@@ -145,13 +146,17 @@ class TracedStep:
 
 
 def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress: Progress) -> TracedStep:
-    """Trace a step, of our models with many blocks steps of few, if what these add repeats to the byte."""
+    """Trace a step; if our model has many blocks, trace three steps of few, and repeat what each adds to the last.
+
+    Every block is traced after all if the three show that what blocks add does not repeat to the byte.
+    """
     size, checkpointing = workload.training.size, workload.checkpointing
-    # Blocks after which memory repeats.
+    # Blocks after which memory repeats: those that share a checkpoint.
     period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
     fewest_blocks = 2 * period + size.num_layers % period
     repeats = workload.training.is_ours and checkpointing != "nested"
-    if not repeats or size.num_layers <= 3 * (fewest_blocks + period):
+    blocks_of_three_steps = 3 * (fewest_blocks + period)
+    if not repeats or size.num_layers <= blocks_of_three_steps:
         progress(f"tracing {size.num_layers} blocks on fake tensors")
         return _traced_whole(workload, follow_operations)
     steps = []
@@ -183,7 +188,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
         mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
         _adamw_without_kernels(training),
-        # What converts parameters, and what copies modules.
+        # Conversions of parameters, such as .to(), swap tensors; deep copies of modules would copy the mode.
         mock.patch.object(torch.utils, "swap_tensors", _give_data),
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True),
         _decided_as_with_values(),
@@ -192,7 +197,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
     ):
         # The second pass finds the gradients of the first, as does every later one.
         step = MemoryStep(workload, torch.device("cpu"), passes=min(2, workload.micro_batches))
-        numbers.guessed.clear()
+        numbers.guessed.clear()  # Numbers that constructors read do not decide what a step holds.
         _create_optimizer_state(step)
         held = step.held()
         history = FakeHistory([tensor for tensors in held.values() for tensor in tensors], on_cpu=on_cpu)
@@ -232,7 +237,7 @@ def predicted_timeline(
     training = workload.training
     if training.is_ours:
         return _traced_timeline(workload, follow_operations, progress)
-    # It tells its failures on standard error, too.
+    # torch logs on standard error what it raises, too.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     try:
         with mock.patch.object(logger, "disabled", True), telling_user_errors(training):
@@ -263,7 +268,7 @@ def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool
                     if training.has_backward:
                         step.backward()
         except UserCodeError:
-            # Not every model runs at every size; what fails at the workload's own is told where that is traced.
+            # Not every model runs at every size; tracing at the workload's own size reports what fails there.
             continue
         return recorder.decisions
     return {}
@@ -298,7 +303,7 @@ def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
 
 
 def _create_optimizer_state(step: MemoryStep) -> None:
-    """Take an optimizer step, which leaves the state of a later one."""
+    """Take an optimizer step on gradients of any values, so that the state exists before the recorded step."""
     if step.optimizer is None:
         return
     for parameter in step.model.parameters():

@@ -48,9 +48,6 @@ def attention_function(name: str) -> Callable[..., Tensor]:
     return ATTENTION_FUNCTIONS[name]
 
 
-_CAUSAL = torch.ones((), dtype=torch.bool)
-
-
 def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
     """Compute the model's own attention, with its own softmax, of (..., S, D)."""
     mask = None
@@ -68,7 +65,8 @@ def use_attention(workload: Workload) -> None:
         _require_replaceable_attention()
     cs336_basics.model.scaled_dot_product_attention = attention_function(workload.attention)
     if workload.is_ours:
-        user_models.as_written()
+        # An earlier workload of this process may have replaced it for a user's model.
+        user_models.restore_torch_attention()
     else:
         user_models.replace_attention(workload.attention)
 
@@ -99,17 +97,10 @@ def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManag
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
     """After this, all models of the process compute attention as before it, whatever was built in it."""
+    # Both are patched with themselves: leaving the patches puts them back.
     torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
         yield
-
-
-def torch_linear(weight: nn.Parameter) -> nn.Linear:
-    """Put a weight, (out, in), into a layer of torch's, which torch's tensor-parallel styles know."""
-    with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = weight
-    return layer
 
 
 def causal_attention(name: str) -> CausalAttention | None:
@@ -117,11 +108,14 @@ def causal_attention(name: str) -> CausalAttention | None:
     return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))
 
 
-# The same for all models, so that what is compiled for one serves the others.
+# Attention functions other than the model's look only at whether there is a mask, and take it for the causal one.
+_ANY_MASK = torch.ones((), dtype=torch.bool)
+
+
+# The same function for all models, so that code compiled for one model serves the others.
 @functools.cache
 def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
-    # These functions look only at whether there is a mask, and take it for the causal one.
-    return lambda query, key, value: compute(query, key, value, _CAUSAL)
+    return lambda query, key, value: compute(query, key, value, _ANY_MASK)
 
 
 def give_positions(model: nn.Module, positions: Tensor) -> None:
@@ -139,7 +133,8 @@ def give_positions(model: nn.Module, positions: Tensor) -> None:
         )
 
     def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args[:1], kwargs | {"token_positions": positions}
+        hidden_states = args[:1]  # A block may pass positions of its own as the second argument.
+        return hidden_states, kwargs | {"token_positions": positions}
 
     for module in model.modules():
         if isinstance(module, attention_class):
@@ -168,7 +163,7 @@ def build_model(
     with device:
         model = _plain_model(workload)
     if any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers())):
-        # A user's function may have made parts of it elsewhere.
+        # A user's function may have built parts of its model on another device.
         model = model.to(device)
     if workload.fused_kernels:
         require_kernels(f"--kernels {workload.kernels}")
@@ -176,6 +171,7 @@ def build_model(
             model, attention or causal_attention(workload.attention), workload.fused_kernels
         )
         if workload.splits_weights:
+            # The optimizer, made later, keeps the bits of fp32 that bf16 lacks.
             fused.stack_weights(torch.bfloat16)
     if workload.is_compiled_whole:
         model.compile(dynamic=False)
@@ -211,15 +207,15 @@ def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
     layers = getattr(model, "layers", None)
     if workload.is_ours and isinstance(layers, nn.ModuleList):
         return {f"layers.{number}": block for number, block in enumerate(layers)}
-    # Of a cs336_basics of the user's, too.
+    # A user's model, or one of a cs336_basics of the user's, which may keep its blocks elsewhere.
     return user_models.find_blocks(model, workload.user.blocks)
 
 
 def build_by_layers(workload: Workload, device: torch.device) -> nn.Module:
-    """Build the workload's model with the values that it has where no rank ever holds all of it; not compiled.
+    """Build the workload's model, not compiled, with the first values that sharded strategies give it.
 
-    Ours has the same as from :func:`build_model`. A user's model is initialized one layer at a time on ``device`` where
-    its layers can be, else on the CPU.
+    They initialize one layer at a time, because no rank ever holds all weights. This gives our model the values that
+    :func:`build_model` gives it. A user's model whose layers cannot be initialized alone is built whole, on the CPU.
     """
     workload = replace(workload, compile="off")
     if workload.is_ours:
@@ -271,9 +267,10 @@ def initialize_layer(layer: nn.Module) -> None:
     model = cs336_basics.model
     if type(layer) in (model.Linear, model.Embedding, model.RMSNorm):
         weight = layer.get_parameter("weight")
-        shape = reversed(weight.shape) if type(layer) is model.Linear else weight.shape
+        # Linear takes the dimensions of its weight, (out, in), as (in, out).
+        dimensions = reversed(weight.shape) if type(layer) is model.Linear else weight.shape
         with weight.device:
-            weight.copy_(type(layer)(*shape).get_parameter("weight"))
+            weight.copy_(type(layer)(*dimensions).get_parameter("weight"))
 
 
 def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Any, Any]:
@@ -286,7 +283,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
     """
     size = workload.size
     if device.type == "meta":
-        # It has no random numbers.
+        # torch draws no random numbers on the meta device.
         batch = make_batch(workload, torch.device("cpu"), number)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     if workload.user.batch is not None:
@@ -297,13 +294,16 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
 
 
 def plainly_trained(workload: Workload) -> Workload:
-    """Return the reference of a workload: launched steps, with PyTorch's operations instead of our kernels."""
+    """Return the reference of a workload: steps without CUDA graphs, with PyTorch's operations instead of our kernels.
+
+    ``reference`` kernels are PyTorch's operations.
+    """
     plain = replace(workload, cuda_graph="off")
     if workload.attention_record.is_ours and workload.is_ours:
         # With scores in memory a long context would not fit.
         plain = replace(plain, attention="sdpa", compile="off")
     if workload.optimizer_record.is_ours:
-        # torch's: that of another cs336_basics may add eps before it corrects the bias, and eps is large here.
+        # torch's, not cs336_basics': a user's may add eps before it corrects the bias, and checks choose a large eps.
         plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")
     if workload.fused_kernels:
         plain = replace(plain, kernels="reference", compile="off")

@@ -83,17 +83,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(value, weight)
-        return value * 1
+        return value * 1  # Reads a tensor and writes one.
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         value, weight = ctx.saved_tensors
+        # Reads two tensors and writes one.
         return gradients[0] + value, None if weight is None else torch.empty_like(weight)
 
 
 @contextlib.contextmanager
 def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
-    """Let attention and RMS norms be one operation, as they are on a GPU, and note the calls of attention."""
+    """Let attention and RMS norms be one operation, as on a GPU; append (heads, queries, head dimension) to calls."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         calls.append((query.shape[:-2].numel(), query.shape[-2], query.shape[-1]))
@@ -109,7 +110,8 @@ def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
 def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Count operations and memory of a user's model with one sequence and with two: runs in the worker process.
 
-    Derived columns: the fields of :class:`~cs336sys.accounting.step_time.work.CountedModel`.
+    Derived columns: the fields of :class:`~cs336sys.accounting.step_time.work.CountedModel`, which extrapolates from
+    the two to other batches, and counts AdamW for whatever optimizer the user has.
     """
     workload = Workload.from_configuration(configuration)
     sized = [replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused") for batch in (1, 2)]

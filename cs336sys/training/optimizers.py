@@ -31,7 +31,7 @@ def _spare_the_compiler() -> None:
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
         if method is not None:
-            # What ``_disable_dynamo`` calls, where there is one.
+            # Where ``_disable_dynamo`` keeps the version of a method that the compiler leaves out, once it has one.
             vars(method).setdefault("__dynamo_disable", method)
 
 
@@ -59,7 +59,7 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
 
 
 def build_optimizer(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Build the workload's optimizer of parameters, with other settings beyond those of the workload's choice."""
+    """Build the workload's optimizer of these parameters; ``settings`` replace those of the workload's choice."""
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.make_optimizer(workload.optimizer, parameters, settings)

@@ -100,11 +100,12 @@ def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[Non
         open_backward.callback(marks.start(name))
 
     def call(block: nn.Module, call_block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if block not in names:
+        if block not in names:  # Another module of the same class.
             return call_block(block, *args, **kwargs)
         with marks.range(names[block]):
             output = call_block(block, *args, **kwargs)
         if block is blocks[0]:
+            # The last block of the backward pass: no other block's range ends its own.
             _on_gradient((args, kwargs), open_backward.close)
         _on_gradient(output, functools.partial(start_backward, f"{names[block]} backward"))
         return output
@@ -133,8 +134,8 @@ def _annotated_attention(marks: Marks) -> Iterator[None]:
         if ranges.show_parts:
             replacements.enter_context(mock.patch.object(module, "softmax", ranges.softmax))
         replacements.enter_context(mock.patch.object(module, "scaled_dot_product_attention", ranges.attention))
-        torchs = _AttentionRanges(marks, F.scaled_dot_product_attention, None, inside=ranges)
-        replacements.enter_context(mock.patch.object(F, "scaled_dot_product_attention", torchs.attention))
+        torch_ranges = _AttentionRanges(marks, F.scaled_dot_product_attention, softmax=None, inside=ranges)
+        replacements.enter_context(mock.patch.object(F, "scaled_dot_product_attention", torch_ranges.attention))
         yield
 
 
@@ -144,7 +145,8 @@ class _AttentionRanges:
     Nothing of the attention is written down a second time, so what is profiled is what ``bench`` times.
 
     Args:
-        inside: another attention, which may call this one: then the range is that one's.
+        softmax: the function that the attention may call; None for one whose parts are not shown.
+        inside: another attention, which may call this one: then its range shows both.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class TrainStep:
             self._use_fused_kernels()
         if workload.update == "backward":
             blocks = [list(block.parameters()) for block in blocks_of(workload, self.model).values()]
-            # Our AdamW, as its settings demand.
+            # The workload's settings allow this with our AdamW alone.
             cast("Any", self.optimizer).update_in_backward(blocks)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
@@ -100,7 +100,7 @@ class TrainStep:
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
     def _use_fused_kernels(self) -> None:
-        """Let the loss and the weights' copies be those of the model's fused kernels."""
+        """Compute the loss with the model's fused kernels, and keep copies of weights for them in half precision."""
         workload = self.workload
         self.fused = import_module(FUSED_KERNELS_MODULE).fused_kernels(self.model)
         if self.fused is None:
@@ -108,11 +108,12 @@ class TrainStep:
         if self.fused.computes_loss and workload.user.loss is None:
             self.loss_without_logits = self.fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
-        writes_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
-        if self.fused.copies is None and half is not None and writes_copies and workload.is_fused:
+        keeps_copies_fresh = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        has_copies = self.fused.copies is not None  # Of split weights, or from a strategy of ranks.
+        if half is not None and keeps_copies_fresh and workload.is_fused and not has_copies:
             # Autocast rounds gradients, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
-            self.fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
+            self.fused.keep_copies(half, self.optimizer, gradient_dtype=half if in_bf16 else torch.float32)
 
     def __call__(self) -> None:
         for phase in self.phases.values():
@@ -129,10 +130,13 @@ class TrainStep:
             self.inputs, self.targets = self._batch
 
     def weights(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the model's parameters after a step by name, as exact as the optimizer keeps them; and of copies.
+        """Return the parameters after a step, and by how much copies of them are out of date, both by name.
 
-        Of each copy that the model computes with in a parameter's place, by a name of its own, it is how far the copy
-        is from the weight: zeros where it is up to date.
+        Args:
+            parameters: the model's, by name. Those returned are as exact as the optimizer keeps them.
+
+        Returns:
+            The second dictionary has a difference, zeros at best, for each copy that the model computes with.
         """
         exact = getattr(self.optimizer, "float32_weight", Tensor.detach)
         names = {parameter: name for name, parameter in parameters.items()}
@@ -184,16 +188,16 @@ class TrainStep:
             recorder=recorder,
         )
         assert self.loss is not None, "the forward pass has set it"
-        self.loss = self.loss.detach()
+        self.loss = self.loss.detach()  # Replays write its memory, and need no autograd graph.
         self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))
         phases = dict(self.graphs.phases)
-        first, replay = next(iter(phases.items()))
-        phases[first] = functools.partial(self._replay_on_batch, replay)
+        first_phase, replay = next(iter(phases.items()))
+        phases[first_phase] = functools.partial(self._replay_on_batch, replay)
         self.phases = self.phases_with_loss = phases
 
     @functools.cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        """Return one for all captures: cuBLAS keeps a workspace for each, which counts in peaks for ever."""
+        """Return one stream for all captures: cuBLAS never frees its workspace of a stream, and peaks include it."""
         return torch.cuda.Stream(self.device)
 
     def release_graphs(self) -> None:
@@ -223,7 +227,7 @@ class TrainStep:
             self._output = user_models.call_model(self.model, self.inputs)
 
     def compute_loss(self) -> None:
-        output, self._output = self._output, None
+        output, self._output = self._output, None  # Logits are large: they are not held until the next forward pass.
         user = self.workload.user
         with self._precision():
             if user.loss is None and user.model is not None:
@@ -252,6 +256,7 @@ class TrainStep:
         assert self.loss is not None
         self.scaler.scale(self.loss).backward()
         if self.optimizer is None:
+            # No optimizer step drops the gradients.
             self.model.zero_grad()
 
     def optimizer_step(self) -> None:
@@ -279,9 +284,9 @@ def set_matmul_precision(workload: Workload) -> None:
     """Set for the whole process whether fp32 matrix products may use TF32, and silence torch's advice on it."""
     # "high" allows TF32, "highest" does not.
     torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
-    # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
+    # Inductor recommends TF32 where it is off; here --tf32 decides, and the results name it.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-    # Said once by the first matrix product of a backward pass: autograd's thread has made none before.
+    # torch warns once that autograd's thread had no context before its first matrix product, which is harmless.
     warnings.filterwarnings("ignore", message=".*no current CUDA context")
 
 
@@ -305,12 +310,13 @@ def time_steps(
 
 
 def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
-    """Return notes on steps that were run that begin with ``warning:``, which commands print at once.
+    """Return what was wrong with steps that ran, as notes that begin with ``warning:``, which commands print at once.
 
-    A loss is no number or infinite; or attention that is ours by the workload was torch's. A model may call
-    it otherwise once it is compiled or captured: transformers then adds a mask (masking_utils.py, torch < 2.14).
+    Either the loss is infinite or no number, or calls went to torch's attention that our kernels were to compute. A
+    compiled or captured model may call it otherwise: transformers then adds a mask (masking_utils.py, torch < 2.14).
     """
     name = workload.user.model or "the model"
+    # A step has no loss before it has run.
     last_loss = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
     warnings = []
     if not math.isfinite(last_loss):
@@ -325,5 +331,5 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
 
 
 def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
-    """Return derived columns with more notes than they have."""
+    """Return derived columns with these notes after those that they have."""
     return {**derived, "notes": [*derived.get("notes", ()), *notes]} if notes else dict(derived)

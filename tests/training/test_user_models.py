@@ -54,7 +54,7 @@ LANGUAGE_MODELS = [
 @pytest.fixture(autouse=True)
 def torchs_own_functions():
     yield
-    user_models.as_written()
+    user_models.restore_torch_attention()
 
 
 def workload(model, *, blocks=None, batch=None, loss=None, **settings):

@@ -30,7 +30,7 @@ from cs336sys.training.ranks.strategies import (
 )
 from cs336sys.training.step import AUTOCAST_DTYPES
 
-# Strategies that average gradients differ in nothing else.
+# The size of buckets in all strategies that average gradients, so that only what they shard makes a difference.
 BUCKETS = "block"
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -89,7 +89,7 @@ def fully_sharded(
 
     training = workload.training
     initialize = models.initializer_of(training)
-    # All weights alike, not those of the blocks alone.
+    # The model is not built with split weights, which are those of blocks alone: has_half_weights is about all.
     in_fp32 = replace(training, state_dtype="fp32")
     build_device = _CPU if initialize is None else _META
     plain = build_plain_model(replace(workload, training=in_fp32), build_device, attention)
@@ -169,6 +169,7 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
             )
     blocks = parts = list(models.blocks_of(training, model).values())
     if training.is_ours:
+        # All layers in parts: each is filled just before it is sharded, so that no rank ever holds the whole model.
         parts = [
             part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])
         ]
@@ -180,7 +181,8 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
                 layer.to_empty(device=device, recurse=False)
                 models.initialize_layer(layer)
         if part in blocks:
-            # Inside the hooks that gather: they would break the compiled graph, and run again with the block.
+            # forward runs inside the hooks that gather: compiled, they would break the graph; under a checkpoint, they
+            # would run again with the block.
             if training.compiles_blocks:
                 part.forward = torch.compile(part.forward, dynamic=False)
             if workload.checkpointing == "block":

@@ -46,6 +46,7 @@ class ParallelStep(TrainStep):
         set_matmul_precision(workload.training)
         _refuse_unsupported(workload)
         if not workload.training.is_ours:
+            # Training in one process, which checks this rank's, would draw other masks.
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
         self.warmup_of_capture = warmup_of_capture(workload)
@@ -79,6 +80,7 @@ class ParallelStep(TrainStep):
     def _arrange_phases(self, in_graphs: bool) -> None:
         """Put what the strategy does besides computing into the phases, or between them."""
         replica = self.replica
+        # Changed in place: TrainStep launches the phases of this dictionary again when graphs are released.
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
             if in_graphs and replica.communicates_in_backward:
@@ -87,7 +89,7 @@ class ParallelStep(TrainStep):
                 self.phases["synchronize"] = replica.synchronize
             self.phases["optimizer"] = optimizer
         if replica.sharded is not None:
-            # Sent after the last phase they would arrive while the step is waited for, and cost nothing that is timed.
+            # Sent after the last phase, parameters would arrive while nothing is timed.
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
             self.phases["forward"] = functools.partial(_call_in_turn, *exchange)
@@ -99,7 +101,7 @@ class ParallelStep(TrainStep):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.replica.around())
             super().forward()
-            # Left after the backward pass.
+            # backward() leaves it.
             self._around_passes = stack.pop_all()
         if self.replica.loss_weight != 1.0:
             assert self.loss is not None
@@ -112,7 +114,7 @@ class ParallelStep(TrainStep):
     def __call__(self) -> None:
         """Run one step. Replays have ended when it returns, so that collectives may be launched.
 
-        While a graph with collectives runs, NCCL allows none after ``NCCL_GRAPH_MIXING_SUPPORT=0``.
+        With ``NCCL_GRAPH_MIXING_SUPPORT=0`` NCCL allows no other collectives while a graph with collectives runs.
         """
         super().__call__()
         if self.graphs is not None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.copy_engines import CopyEngines
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.training import Workload
@@ -34,9 +35,8 @@ from cs336sys.training.step import AUTOCAST_DTYPES
 
 if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_order import GatherWatch
-from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
-# torch's compiler asks, on every rank, for regions without operations in place. These have none.
+# On every rank torch's compiler warns that checkpoints with a policy must have no operations in place: ours have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed" not in record.getMessage()
 )
@@ -53,7 +53,7 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
         size: with another ``d_ff`` than ``d_model``.
     """
     blocks: list[Any] = list(model.get_submodule("layers").children())
-    # What both kinds of blocks compute is the same function each, so that they share compiled code.
+    # All blocks that keep the same have one function, so that they share compiled code.
     forwards = {keeps: _checkpointed_block(blocks[0].forward.__func__, size.d_ff, keeps) for keeps in (False, True)}
     for index, block in enumerate(blocks):
         block.forward = types.MethodType(forwards[index >= len(blocks) - blocks_with_gate_and_up], block)
@@ -192,6 +192,7 @@ def build_plain_model(
     model = build_model(workload.training, device, attention, compile_options)
     if workload.checkpointing == "block":
         for block in blocks_of(workload.training, model).values():
+            # A module's __call__ runs its _compiled_call_impl where there is one.
             run = block._compiled_call_impl or block._call_impl
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
@@ -200,7 +201,8 @@ def build_plain_model(
         from cs336sys.board.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        choose_kept(model, kept, sdpa if workload.training.attention_record.is_torchs else None)
+        # None is our flash attention; the model's own cannot be kept.
+        choose_kept(model, kept, attention=sdpa if workload.training.attention_record.is_torchs else None)
     elif kept is not None:
         keep_by_parts(model, workload.training.size, kept)
     return model
@@ -213,7 +215,7 @@ def unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: 
 
 
 def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: OptimizerChoice) -> torch.optim.Optimizer:
-    """Make the optimizer of a model that no wrapper has seen yet: a wrapper asks what dtype gradients will have."""
+    """Make a model's optimizer, and let gradients be in bf16 where they may, before a wrapper asks for their dtype."""
     trained = optimizer(model.parameters())
     if workload.has_half_gradients:
         from cs336sys.kernels.fuse import fused_kernels

@@ -120,11 +120,11 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
         _as_torch_layers(model)
     _parallelize(model, _data_tensor_mesh(workload, device)["tp"], workload.strategy_record.is_sequence_parallel)
     for block in model.layers:
-        block.attn.num_heads //= ranks
+        block.attn.num_heads //= ranks  # Its projections return the heads of this rank alone.
         if training.compiles_blocks:
             block.compile(dynamic=False)
     parameters = list(model.parameters())
-    # An optimizer of torch's updates DTensors and others apart.
+    # torch's optimizers update the tensors of a group together, which must all be DTensors, or none.
     groups = [
         [parameter for parameter in parameters if isinstance(parameter, DTensor) == is_distributed]
         for is_distributed in (True, False)
@@ -143,12 +143,17 @@ def _as_torch_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             weight = getattr(child, "weight", None)
+            # Norms, whose weights are vectors, stay.
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            layer: nn.Module = models.torch_linear(weight)
-            if name == "token_embeddings":
-                layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
-                layer.weight = weight
+            rows, columns = weight.shape
+            layer: nn.Embedding | nn.Linear
+            with torch.device("meta"):  # Without memory for weights that are replaced.
+                if name == "token_embeddings":
+                    layer = nn.Embedding(rows, columns)
+                else:
+                    layer = nn.Linear(in_features=columns, out_features=rows, bias=False)
+            layer.weight = weight
             setattr(module, name, layer)
 
 
@@ -164,24 +169,25 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     )
 
     between = Shard(1) if sequence_parallel else Replicate()
-    entered = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    whole_input = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     norms = ("layers.*.ln[12]", "ln_final") if sequence_parallel else ()
     parallelize_module(
         model,
         mesh,
         {
             "token_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "layers.*.attn": entered,
+            "layers.*.attn": whole_input,
             "layers.*.attn.[qkv]_proj": ColwiseParallel(),
             "layers.*.attn.output_proj": RowwiseParallel(output_layouts=between),
-            "layers.*.ffn": entered,
+            "layers.*.ffn": whole_input,
             "layers.*.ffn.w[13]": ColwiseParallel(),
             "layers.*.ffn.w2": RowwiseParallel(output_layouts=between),
             **dict.fromkeys(norms, SequenceParallel()),
             "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
         },
     )
-    # A compiled block may not be given what is still arriving: its backward pass would lose the layout (torch 2.13).
+    # clone() waits for the embedding's collective. The backward pass of a compiled block would lose the layout of a
+    # tensor that is still arriving (torch 2.13).
     model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
 
 
@@ -224,11 +230,11 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     """Hold a slice of every sequence of its group on each rank, and all state or a slice of that."""
     record, ranks = workload.strategy_record, workload.group_ranks
     split = split_of(workload.strategy, workload.training.size, ranks)
-    group = _own_group(process_group(None), workload.timeout_s, ranks)
+    group = _attention_group(process_group(None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
     if record.trades_heads:
-        of_model = functools.partial(models.model_attention, is_causal=True)
-        attention: Any = AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
+        models_own = functools.partial(models.model_attention, is_causal=True)
+        attention: Any = AllToAllAttention(context, models.causal_attention(workload.training.attention) or models_own)
     else:
         attention = _ring(context, workload)
     if workload.training.is_compiled:
@@ -251,8 +257,8 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
 
 # The same for all cells of one default group.
 @functools.lru_cache(maxsize=1)
-def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist.ProcessGroup:
-    """Return this rank's group of neighbours, with a communicator of its own: attention must not wait for gradients."""
+def _attention_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist.ProcessGroup:
+    """Return this rank's group of neighbours, with its own communicator: attention must not wait for gradients."""
     options = None
     if dist.get_backend(default) == "nccl":
         # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.
@@ -294,7 +300,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
     @contextlib.contextmanager
     def around() -> Iterator[None]:
         """Within this, torch's attention is that of the ring."""
-        # Inputs are cut already, as it would cut them: it needs to be shown a sequence to know its length.
+        # context_parallel wants buffers to cut along the sequence. Inputs are cut already, so it gets an unused one.
         sequence = torch.empty(1, training.size.context, device=device)
         torch_attention = F.scaled_dot_product_attention
         try:

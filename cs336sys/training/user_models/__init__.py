@@ -1,6 +1,7 @@
 """Models that are not ours, with their losses, batches and optimizers: what takes the place of what we know of ours.
 
-- ``loading.py``: how is the user's code found, called (with a ``cs336_basics`` of its own, too), and its errors told?
+- ``loading.py``: how is the user's code found and called (next to a ``cs336_basics`` of the user's, too), and how are
+  its errors reported?
   Which optimizer does a function of it make?
 - ``blocks.py``: which of its modules are the blocks, and which tensors look like parameters and are none?
 - ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
@@ -9,10 +10,10 @@
 
 from cs336sys.training.user_models.attention import (
     AttentionCall,
-    as_written,
     left_to_torch,
     nothing_dropped,
     replace_attention,
+    restore_torch_attention,
     shape_of_attention,
     torch_attention,
     watched_attention,

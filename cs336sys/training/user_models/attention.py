@@ -20,7 +20,7 @@ _LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def as_written() -> None:
+def restore_torch_attention() -> None:
     """Let ``torch.nn.functional`` have its own attention."""
     F.scaled_dot_product_attention = torch_attention
 
@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
     def by(self, attention: Callable[..., Tensor], *, drops: bool = True) -> Tensor:
-        """Compute this call by torch's attention, or one in its place."""
+        """Compute this call by torch's attention or one in its place, without dropout unless it ``drops``."""
         dropout_p = self.dropout_p if drops else 0.0
         mask, scale = self.mask if attention is torch_attention else self.attn_mask, self.scale
         query, key, value = self.query, self.key, self.value
@@ -59,7 +59,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def mask(self) -> Tensor | None:
-        """Return the mask as a plain tensor: a ``CausalBias`` works only in a function that is still torch's."""
+        """Return the mask as a tensor: a ``CausalBias`` fails where torch.nn.functional has another attention."""
         mask: Any = self.attn_mask
         return mask._materialize(self.query.device) if is_causal_bias(mask) else mask
 
@@ -68,13 +68,13 @@ class AttentionCall(NamedTuple):
 left_to_torch: set[str] = set()
 
 
-def _note_left(reason: str) -> None:
+def _note_left_to_torch(reason: str) -> None:
     left_to_torch.add(reason)
 
 
-# The compiler calls it while it traces, and does not compile twice for what it changes.
-# ``torch.compiler.assume_constant_result`` says this, too, but imports the compiler.
-_note_left._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Marked so, the compiler runs it while it traces, and does not compile again because the set has changed.
+# ``torch.compiler.assume_constant_result`` sets the same mark, but imports the compiler.
+_note_left_to_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_causal_bias(mask: Tensor | None) -> bool:
@@ -89,8 +89,9 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
     query, key, value, mask = call.query, call.key, call.value, cast("Any", call.attn_mask)
     reason = why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
     if reason is not None:
-        _note_left(reason)
+        _note_left_to_torch(reason)
         return call.by(torch_attention)
+    # Masks that reach this line are torch's causal ones.
     is_causal = call.is_causal or mask is not None
     alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
     attend = _flash_attention or ATTENTION["flash"].load()
@@ -110,8 +111,8 @@ def why_not_ours(
     if query.dtype not in _DTYPES:
         return f"of {query.dtype}, which our kernels do not compute in"
     batch, heads = query.shape[:-3], query.shape[-3:-2]
-    other_heads = key.shape[-3:-2] if not enable_gqa else heads
-    if (batch, heads) != (key.shape[:-3], other_heads) or key.shape[:-1] != value.shape[:-1]:
+    has_other_heads = key.shape[-3:-2] != heads and not enable_gqa
+    if batch != key.shape[:-3] or has_other_heads or key.shape[:-1] != value.shape[:-1]:
         return "whose query, key and value have other batches or heads"
     return None
 
@@ -130,14 +131,15 @@ def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], T
 
 
 def shape_of_attention(call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
-    """Return a tensor of the right shape without any product, with gradients for query, key and value."""
+    """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
     key, value = call.key, call.value
     if call.enable_gqa:
         # A head for each of the query's.
-        groups = call.query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    mean = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
-    return mean + call.query.mean(-1, keepdim=True)
+        group_size = call.query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
+    # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
+    mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
+    return mean_of_keys + call.query.mean(-1, keepdim=True)
 
 
 _DROPOUTS = {
@@ -155,7 +157,7 @@ def without_dropout() -> None:
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Let nothing be dropped within this alone; of attention, in models that are built in it."""
+    """Within this, let models drop nothing; in attention, those that are built in it, for good."""
     before = _drops
     _let_drop(False)
     try:
@@ -168,10 +170,10 @@ def _let_drop(drops: bool) -> None:
     global _drops
     _drops = drops
     for name, function in _DROPOUTS.items():
-        setattr(F, name, function if drops else _kept)
+        setattr(F, name, function if drops else _drop_nothing)
 
 
-def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _drop_nothing(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return input
 
 

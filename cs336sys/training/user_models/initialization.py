@@ -53,7 +53,7 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         with torch.device("meta"), copied_code():
             model = build(reference, size)
     except Exception:
-        # Whatever the reason is, it will be told when the model is built with memory, if it is one there.
+        # If it fails with memory, too, building it there reports the error.
         return None, "it cannot be built on the meta device"
     for name, part in model.named_modules():
         attributes = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
@@ -130,7 +130,8 @@ def fill(
             if parameter is not None:
                 new_parameter = layer._parameters[name]
                 assert new_parameter is not None
-                new_parameter.__dict__.update(vars(parameter))
+                new_parameter.__dict__.update(vars(parameter))  # Attributes that the model has put on it.
+                # Layers that share a weight get the one that was filled first.
                 layer._parameters[name] = filled.setdefault(parameter, new_parameter)
     return model
 
@@ -160,16 +161,16 @@ def _first_difference(reference: str, size: ModelSize) -> str:
         torch.manual_seed(seed)
         filled.append(fill(model, _initializer(model), torch.device("cpu"), poison))
     tensors = [_named_tensors(model) for model in (*whole, *filled)]
-    first = tensors[0]
-    for other in tensors[1:]:
-        if other.keys() != first.keys():
-            return next(iter(other.keys() ^ first.keys()))
-    for name in first:
-        if not _start_alike(*(named[name] for named in tensors)):
+    reference_tensors = tensors[0]
+    for named_tensors in tensors[1:]:
+        if named_tensors.keys() != reference_tensors.keys():
+            return next(iter(named_tensors.keys() ^ reference_tensors.keys()))
+    for name in reference_tensors:
+        if not _start_alike(*(named_tensors[name] for named_tensors in tensors)):
             return name
-    # Blocks that are copies of one are the same at first.
-    copies_of_layers, copies_of_whole = _identical_tensors(tensors[2]), _identical_tensors(first)
-    return next((name for name, copies in copies_of_whole.items() if copies != copies_of_layers.get(name, copies)), "")
+    # Some models copy one block: built whole its copies are the same at first, filled by layers they would differ.
+    copies_of_whole, copies_of_filled = (_identical_tensors(_named_tensors(models[0])) for models in (whole, filled))
+    return next((name for name, copies in copies_of_whole.items() if copies != copies_of_filled.get(name, copies)), "")
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -219,19 +220,21 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (first, second)]
     if (shares[0] - shares[1]).abs().max() > _LARGEST_DISTANCE * math.sqrt(2 / size):
         return False
-    # Of so few numbers neither mean nor variance says anything.
+    # Mean and variance of so few numbers prove nothing.
     if size < 8:
         return True
-    spread = torch.cat([first - first.mean(), second - second.mean()])
-    variance = spread.square().mean().item()
+    centered = torch.cat([first - first.mean(), second - second.mean()])
+    variance = centered.square().mean().item()
     if variance == 0 or first.var() == 0 or second.var() == 0:
         return bool(torch.equal(first, second))
-    kurtosis = spread.pow(4).mean().item() / variance**2
+    kurtosis = centered.pow(4).mean().item() / variance**2
     mean_difference = abs((first.mean() - second.mean()).item())
-    variance_difference = abs(math.log((first.var() / second.var()).item()))
-    mean_deviation, variance_deviation = math.sqrt(2 * variance / size), math.sqrt(2 * max(0.5, kurtosis - 1) / size)
-    has_same_mean = mean_difference <= _MOST_DEVIATIONS * mean_deviation
-    return has_same_mean and variance_difference <= _MOST_DEVIATIONS * variance_deviation
+    log_variance_difference = abs(math.log((first.var() / second.var()).item()))
+    # Standard deviations of the two differences. A variable of two values has kurtosis 1, and would get 0.
+    of_means = math.sqrt(2 * variance / size)
+    of_log_variances = math.sqrt(2 * max(0.5, kurtosis - 1) / size)
+    has_same_mean = mean_difference <= _MOST_DEVIATIONS * of_means
+    return has_same_mean and log_variance_difference <= _MOST_DEVIATIONS * of_log_variances
 
 
 def _identical_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -129,10 +129,11 @@ def load(reference: str) -> Callable[..., Any]:
         return _loaded[reference]
     file = source_file(reference)
     source, name = split_reference(reference)
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     with _raising_user_code_errors([reference], f"{source} cannot be imported"), their_course_package():
         module = _import_file(file) if is_file(source) else importlib.import_module(source)
-    _user_packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
+    imported = set(sys.modules) - modules_before
+    _user_packages.update(module_name.partition(".")[0] for module_name in imported if _is_users(module_name))
     if not hasattr(module, name):
         public = [entry for entry, value in vars(module).items() if callable(value) and not entry.startswith("_")]
         raise UserCodeError(f"{source} has no {name}; it has {', '.join(public) or 'nothing to call'}")
@@ -196,17 +197,17 @@ def _import_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     python_entries = [number for number, entry in enumerate(sys.path) if Path(entry) in _PYTHONS_OWN]
-    place = python_entries[-1] + 1 if python_entries else 0
-    comes_before = folder in sys.path[:place]
-    if not comes_before:
-        sys.path.insert(place, folder)
+    position = python_entries[-1] + 1 if python_entries else 0
+    precedes_python = folder in sys.path[:position]  # PYTHONPATH may have it, for example.
+    if not precedes_python:
+        sys.path.insert(position, folder)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
-        if not comes_before and folder in sys.path:
+        if not precedes_python and folder in sys.path:
             sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)
@@ -272,12 +273,16 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
         )
     # Some pad the vocabulary.
     if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocab_size:
-        # What nanoGPT needs, which computes the last logits alone where it is given no targets.
-        wrapper = "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass, "
+        remedy = "or give --loss"
+        if logits.shape[1:2] == (1,):
+            # nanoGPT computes the last logits alone where it is given no targets.
+            remedy = (
+                f"with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass, {remedy}"
+            )
         expected = f"{(*targets.shape, vocab_size)} (batch, context, vocabulary)"
         raise UserCodeError(
             f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and {expected} was expected; "
-            f"{wrapper * (logits.shape[1:2] == (1,))}or give --loss"
+            f"{remedy}"
         )
     return logits
 
@@ -306,7 +311,7 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
     What this program says itself or raises elsewhere, and that memory has run out, goes through.
     """
     references = references_of(workload)
-    # A cell begins: what an earlier one left to torch is no concern of its.
+    # A cell begins here: it does not report the calls that an earlier cell left to torch.
     left_to_torch.clear()
     with _raising_user_code_errors(references, f"{references[0]} failed" if references else None):
         yield
@@ -324,9 +329,8 @@ def _raising_user_code_errors(references: list[str], failed: str | None) -> Iter
         yield
     except (UsageError, CapabilityError, UserCodeError):
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # Code that ends its process would end the sweep with it.
         in_package = line_in_package(error, user_folders)
-        # Code that ends its process would end the sweep with it.
         if is_out_of_memory(error) or (failed is None and in_package is None):
             raise
         line = innermost_line(lines_of(error), [source_file(reference) for reference in references], in_package)
@@ -350,7 +354,7 @@ def innermost_line(
         in_package: a line of ``cs336_basics``, which counts, too.
     """
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
-    # A file in the folder of an environment, or of a clone, has all packages, or ours, below it.
+    # Packages below these folders do not count: a file may lie next to an environment, or in a clone of this project.
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}cs336sys{os.sep}"
     for file, line in reversed(lines):
         if in_package is not None and (file, line) == in_package[1:]:
@@ -382,7 +386,8 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
 
 def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that replace an optimizer's own: all that it has, if it is like AdamW, else none."""
-    # Without eps, lr scales something else than a bounded step; Adafactor has two, of other meanings.
+    # Settings are for AdamW. Without eps, lr scales something else than a bounded step; Adafactor's eps are two numbers
+    # of other meanings.
     if not isinstance(defaults.get("eps"), int | float):
         return {}
     return {name: value for name, value in settings.items() if name in defaults}
