@@ -114,8 +114,8 @@ ATTENTION = {
     "reference": Attention(keeps_scores=True),
     "sdpa": Attention(is_torchs=True),
     "flash": Attention(
-        "cs336sys.kernels.attention.flash_attention",
-        "cs336sys.kernels.attention.wait_until_compiled",
+        function="cs336sys.kernels.attention.flash_attention",
+        wait="cs336sys.kernels.attention.wait_until_compiled",
         work="flash",
         is_ours=True,
     ),
@@ -125,9 +125,9 @@ OPTIMIZERS = {
     "fused": Optimizer("torch.optim.AdamW", {"fused": True}, takes_dtensors=True),
     "adamw": Optimizer("cs336sys.kernels.adamw.AdamW", is_ours=True),
 }
-STATE_DTYPES = {"fp32": StateDtype(), "bf16": StateDtype(4), "split": StateDtype(splits_weights=True)}
+STATE_DTYPES = {"fp32": StateDtype(), "bf16": StateDtype(moment_bytes=4), "split": StateDtype(splits_weights=True)}
 COMPILE_MODES = {"off": Compile(), "block": Compile(blocks=True), "model": Compile(whole=True)}
-# What only some settings need, by the modules that have it.
+# Modules that are imported only for settings that need them.
 FUSED_KERNELS_MODULE = "cs336sys.kernels.fuse"
 CUDA_GRAPHS_MODULE = "cs336sys.training.cuda_graphs"
 COUNTING_MODULE = "cs336sys.training.flop_counting"
@@ -135,7 +135,7 @@ COUNTING_MODULE = "cs336sys.training.flop_counting"
 # optimizers and communicators are set up. torch asks for three, and for eleven with its DistributedDataParallel.
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_TORCH_DDP = 11
-# Functions of the user's make other optimizers.
+# Nothing is known of an optimizer that a function of the user's makes.
 _USERS_OPTIMIZER = Optimizer()
 
 

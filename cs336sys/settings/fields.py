@@ -207,11 +207,11 @@ class Configured:
                 if other not in need.allowed:
                     text = f"{value:g}" if isinstance(value, float) else value
                     raise UsageError(f"{setting.flag} {text}: {need.reason.format(other)}")
-            is_missing = setting.is_required and value == setting.default
-            for need in setting.needs if is_missing else ():
-                other = configuration[need.other]
-                if other in need.allowed:
-                    raise UsageError(f"{setting.flag}: {need.other} '{other}' needs one")
+            if setting.is_required and value == setting.default:
+                for need in setting.needs:
+                    other = configuration[need.other]
+                    if other in need.allowed:
+                        raise UsageError(f"{setting.flag}: {need.other} '{other}' needs one")
 
     @classmethod
     def combinations(cls, values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -231,6 +231,7 @@ class Configured:
         }
         cells = [dict(zip(lists, combination, strict=True)) for combination in product(*lists.values())]
         for cell in cells:
+            # Of all at once: whether a value gives way depends on what was chosen, not on what gave way before.
             yielding = [name for name, value in cell.items() if described[name].gives_way(value, cell, lists)]
             cell |= {name: described[name].default for name in yielding}
         return [dict(items) for items in dict.fromkeys(tuple(cell.items()) for cell in cells)]

@@ -102,30 +102,31 @@ def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
                 "micro_batches", count, f"--micro-batches {count}",
                 f"for part in batch.chunk({count}): (compute_loss(model, part) / {count}).backward()  "
                 "# then optimizer.step()",
-                f"{count} passes of {size // count} sequences: less work for each launch", count.bit_length() / 10,
+                f"{count} passes of {size // count} sequences: less work for each launch",
+                count.bit_length() / 10,  # More with each doubling, but less than 1 % of FLOPs.
             )  # fmt: skip
 
 
 def _checkpoints(training: Workload) -> Iterator[SettingChange]:
     """Yield the checkpointing strategies that a model can have, each with the FLOPs that it computes again."""
-    line = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
+    every_block = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
     if not training.is_ours:
         percent = _WHOLE_FORWARD_PERCENT
-        yield SettingChange(
-            "checkpointing", "block", "--checkpoint block", line, f"up to {percent:.0f} % of FLOPs again", percent
-        )
+        cost = f"up to {percent:.0f} % of FLOPs again"
+        yield SettingChange("checkpointing", "block", "--checkpoint block", every_block, cost, percent)
         return
     blocks = training.size.num_layers
-    code = {"block": line}
+    code = {"block": every_block}
     for count in (2, 3, 4, 6, 8):
         if count < blocks and blocks % count == 0:
             group = f"x = checkpoint(torch.nn.Sequential(*group), x, use_reentrant=False)  # groups of {count} blocks"
             code[f"every={count}"] = group
+    # MemoryWorkload refuses sublayers of blocks that are fused or compiled.
     if not training.fused_kernels and not training.is_compiled:
         sublayers = {"attention": "attention", "ffn": "feed-forward layer", "sublayer": "attention, feed-forward layer"}
         for strategy, part in sublayers.items():
             code[strategy] = f"x = x + checkpoint(layer, x, use_reentrant=False)  # {part} of each block, with its norm"
-    causal = not training.keeps_scores
+    causal = not training.keeps_scores  # With all scores in memory, hidden pairs are computed, too.
     for strategy, line in code.items():
         recomputed = recomputed_flops(training.size, strategy, causal=causal)
         percent = 100 * recomputed / model_flops(training.size, causal=causal)
@@ -136,9 +137,11 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
 def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
     """Yield the numbers of ranks that share the batch equally, with each strategy that shards this model."""
     training = workload.training
+    if not _can_predict_shards(training):
+        return
     # The memory of FSDP is predicted for our model alone.
     for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
-        if training.size.batch_size % ranks or not _can_shard(training):
+        if training.size.batch_size % ranks:
             continue
         cost = f"{ranks} GPUs"
         if training.is_ours:
@@ -151,7 +154,7 @@ def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
         )
         yield SettingChange(
             "ranks", f"{strategy} x {ranks}", f"shard --world-size {ranks} --strategy {strategy}", code,
-            cost, 1000 * ranks + (strategy == "fsdp"),
+            cost, 1000 * ranks + (strategy == "fsdp"),  # Of as many ranks, those that send less come first.
         )  # fmt: skip
 
 
@@ -160,7 +163,8 @@ def number_of_ranks(ranks: SettingChange) -> int:
     return int(str(ranks.value).partition(" x ")[2])
 
 
-def _can_shard(training: Workload) -> bool:
+def _can_predict_shards(training: Workload) -> bool:
+    """Return whether a :class:`ShardedStep`, which has no kernels and no state dtype, describes this training."""
     return not training.fused_kernels and training.keeps_fp32_state
 
 
@@ -172,7 +176,7 @@ def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep
 def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
     """Predict the peak of one of several ranks, None where formulas do not know."""
     training = workload.training
-    if workload.micro_batches > 1 or not _can_shard(training):
+    if workload.micro_batches > 1 or not _can_predict_shards(training):
         return None
     strategy = str(ranks.value).partition(" x ")[0]
     try:
@@ -186,7 +190,7 @@ def changed(workload: MemoryWorkload, plan: Sequence[SettingChange]) -> MemoryWo
     settings: dict[str, Any] = {change.setting: change.value for change in plan if change.setting != "ranks"}
     memory_settings = {name: settings.pop(name) for name in ("checkpointing", "micro_batches") if name in settings}
     if "state_dtype" in settings:
-        settings["optimizer"] = "adamw"
+        settings["optimizer"] = "adamw"  # No other keeps its state in bf16.
     try:
         return replace(workload, training=replace(workload.training, **settings), **memory_settings)
     except UsageError:
@@ -196,6 +200,7 @@ def changed(workload: MemoryWorkload, plan: Sequence[SettingChange]) -> MemoryWo
 def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     """Return every plan but the empty one, the cheapest first: at most one change for each setting."""
     settings = list(dict.fromkeys(change.setting for change in changes))
+    # None leaves the setting as it is.
     choices = [[None, *(change for change in changes if change.setting == setting)] for setting in settings]
     combinations = [tuple(change for change in chosen if change is not None) for chosen in product(*choices)]
     return sorted(filter(None, combinations), key=lambda plan: (sum(change.price for change in plan), len(plan)))

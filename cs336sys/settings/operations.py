@@ -133,14 +133,14 @@ class AttentionWorkload(Configured):
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs by part (:func:`attention_flops`)."""
+        """Return FLOPs by part as :func:`attention_flops` counts them."""
         shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
         forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
         total = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
         return {"forward": forward, "backward": total - forward, "end_to_end": total}
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
-        """``forward_tflops`` and so on: FLOPs of each part over the median of its times."""
+        """Return ``forward_tflops`` and so on: FLOPs of each part over the median of its times (ms)."""
         flops = self.flops
         return {f"{part}_tflops": flops[part] / times.median / 1e9 for part, times in samples.items()}
 

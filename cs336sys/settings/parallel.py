@@ -167,8 +167,6 @@ class ParallelWorkload(Configured, HasStrategy):
         self.check_settings()
         self.training.require_known_memory()
         self._check_kept_blocks()
-        if self.training.device != "auto":
-            self.backend_on(self.training.device)
         if not self.training.updates_parameters:
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
         if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
@@ -344,6 +342,7 @@ class ParallelWorkload(Configured, HasStrategy):
         """Return the same steps without communication, and without a backward pass of the blocks' own."""
         mesh = None
         if self.strategy_record.inner_dimension and self.data_ranks > 1:
+            # That strategy has no outer dimension: without a mesh, all ranks would be one group.
             mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.inner_dimension: self.group_ranks})
         return replace(
             self,

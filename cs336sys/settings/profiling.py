@@ -153,7 +153,7 @@ def read_text(paths: str) -> bytes:
                 if not stat.S_ISREG(file.stat().st_mode):
                     raise UsageError(f"--text {file}: is no file of text; give a file or a folder")
                 with file.open("rb") as stream:
-                    content += stream.read(_MOST_BYTES + 1 - len(content))
+                    content += stream.read(_MOST_BYTES + 1 - len(content))  # One byte too many is refused below.
                 if len(content) > _MOST_BYTES:
                     raise UsageError(
                         f"--text {paths}: holds more than {_MOST_BYTES / 1e9:g} GB, the most that is read into "

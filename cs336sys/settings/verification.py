@@ -120,7 +120,8 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         if name not in DIMENSIONS:
             raise UsageError(f"--mesh {text}: unknown dimension '{name}': {choose_from(name, DIMENSIONS)}")
         is_size = size.isdecimal() and int(size) > 0
-        if name in sizes or (not is_size if equals else unsized):
+        is_refused = not is_size if equals else bool(unsized)
+        if name in sizes or is_refused:
             raise UsageError(
                 f"--mesh {text}: write each dimension once, with its size, at least 1 (one may be without): "
                 "data=2,tensor=2"
@@ -216,11 +217,13 @@ class VerifiedWorkload(Configured):
     @property
     def groups(self) -> list[list[int]]:
         """Return ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
-        groups, step = [], 1
+        groups, stride = [], 1
+        # The last dimension changes fastest with the rank.
         for size in reversed(self.dimensions.values()):
-            firsts = [rank for rank in range(self.world_size) if rank // step % size == 0 and size > 1]
-            groups += [list(range(first, first + step * size, step)) for first in firsts]
-            step *= size
+            if size > 1:
+                firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+                groups += [list(range(first, first + stride * size, stride)) for first in firsts]
+            stride *= size
         return [*groups, list(range(self.world_size))]
 
     def shares(self, program: Program, micro_batches: int, *, whole: bool = False) -> list[Share]:

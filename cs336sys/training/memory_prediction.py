@@ -60,7 +60,7 @@ def summary(
     phases = []
     for phase, peak in zip(timeline.phases(), peaks, strict=True):
         position = peak_position(totals, phase)
-        phases.append(asdict(peak) | {category: held[position] for category, held in bytes_by_category.items()})
+        phases.append(asdict(peak) | {category: sizes[position] for category, sizes in bytes_by_category.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
     reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
     predicted = workload.peak if workload.training.is_ours else None  # By formula.

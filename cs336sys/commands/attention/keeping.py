@@ -30,6 +30,7 @@ LEAST_SPEEDUP = 1.03
 def measure_and_keep(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``flash --keep-settings``, after the choice of settings for its shape where it asks for one."""
     notes = []
+    # Later rounds measure with the settings that the first has kept.
     if configuration.get("keep_settings") and configuration.get("round", 1) == 1:
         workload = AttentionWorkload.from_configuration(configuration)
         notes = keep_settings(workload, choose_device(workload.device), progress)
@@ -53,7 +54,7 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     attention = partial(flash_attention, is_causal=workload.causal, window=workload.window, implementation="triton")
     inputs = random_inputs(workload, device)
     problem = make_problem(inputs.query, inputs.key, list(map(Operand, inputs)), options)
-    in_force = kept_settings.settings_on(inputs.query.device)
+    in_force = kept_settings.settings_on(inputs.query.device)  # The kernels read this dictionary.
 
     def use(key: str, settings: str | None) -> None:
         """Put settings in force under a key; None: the built-in ones."""
@@ -102,7 +103,7 @@ def choose_settings(
         try:
             reason = check(settings)
         except (TritonError, RuntimeError) as error:
-            # Too much shared memory, and what compilers do not take.
+            # It needs too much shared memory, for example, or the compiler refuses it.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if reason is not None:
             reasons[settings] = reason

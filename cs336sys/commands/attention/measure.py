@@ -163,7 +163,7 @@ def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
     if workload.causal:
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Without a window what torch's own examples compile, as one comparison.
+            # Without a window a single comparison, which torch's own examples compile.
             return query >= key if window is None else (query >= key) & (query - key < window)
 
         mask = create_block_mask(sees, None, None, context, context, device=device.type, _compile=True)
@@ -188,15 +188,17 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
     """
     device = inputs.query.device
     query, key, value, grad_out = (tensor.detach().double() for tensor in inputs)
-    scale, group = 1 / math.sqrt(workload.head_dim), workload.heads // workload.key_heads
+    scale, heads_per_key_head = 1 / math.sqrt(workload.head_dim), workload.heads // workload.key_heads
     out, grad_query = torch.empty_like(query), torch.empty_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for batch in range(len(query)):
         for head in range(workload.heads):
             for start in range(0, workload.context, _REFERENCE_ROWS):
                 rows = batch, head, slice(start, start + _REFERENCE_ROWS)
+                # Of the keys, those that any of these rows sees.
                 first_key = 0 if workload.window is None else max(0, start + 1 - workload.window)
-                keys = batch, head // group, slice(first_key, start + _REFERENCE_ROWS if workload.causal else None)
+                key_end = start + _REFERENCE_ROWS if workload.causal else None
+                keys = batch, head // heads_per_key_head, slice(first_key, key_end)
                 scores = scale * query[rows] @ key[keys].mT
                 if workload.causal:
                     query_position = start + torch.arange(scores.shape[0], device=device)[:, None]
@@ -382,22 +384,24 @@ _ODD_MOST_HEADS = 4
 class UsersAttention(UsersProblem):
     """The user's attention; one head of one sequence of query, key, value and the output's gradient is new each time.
 
-    The workload's seed is not used, for a seed that is known can be prepared for.
+    The workload's seed is not used: a function could be prepared for a seed that is known.
     """
 
     input_names = ("q", "k", "v")
 
     def __init__(self, attention: Attention, workload: AttentionWorkload, device: torch.device):
-        self._workload, self._group = workload, workload.heads // workload.key_heads
-        self._head_workload = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
+        self._workload, self._heads_per_key_head = workload, workload.heads // workload.key_heads
+        # One head of keys and values, with the heads of queries that share it.
+        self._head_workload = replace(workload, batch_size=1, heads=self._heads_per_key_head, kv_heads=1)
         inputs = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
         self.intended, self.right = inputs, exact_results(inputs, workload)
         super().__init__(lambda inputs: (attention(*inputs.values()),))
 
     def draw_intended(self) -> None:
-        batch, head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
-        queries = batch, slice(head * self._group, (head + 1) * self._group)
-        keys = batch, slice(head, head + 1)
+        batch, key_head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
+        first_head = key_head * self._heads_per_key_head
+        queries = batch, slice(first_head, first_head + self._heads_per_key_head)
+        keys = batch, slice(key_head, key_head + 1)
         new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.given[0].device)
         results = exact_results(new, self._head_workload)
         with torch.no_grad():
@@ -476,5 +480,6 @@ def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part:
     if device.type != "cuda":
         return 0.0
     heads, rows = workload.heads + workload.key_heads, workload.batch_size * workload.context
-    moved = 2 * heads * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
-    return least_ms(torch.cuda.get_device_name(device), workload.dtype, workload.flops[part], moved)
+    # Query and output, key and value, once each: no part moves less.
+    moved_bytes = 2 * heads * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
+    return least_ms(torch.cuda.get_device_name(device), workload.dtype, workload.flops[part], moved_bytes)

@@ -303,14 +303,17 @@ def _points_by_line(
 
 
 def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None:
-    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards."""
+    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards.
+
+    It ends at the shortest context, or where it would fall below all values.
+    """
     if not points:
         return
     longest = max(context for context, _ in points)
-    least = min(value for context, value in points if context == longest)
+    least_at_longest = min(value for context, value in points if context == longest)
     lowest = min(value for _, value in points)
-    shortest = max(min(context for context, _ in points), longest * (lowest / least) ** 0.5)
-    ends = [(context, least * (context / longest) ** 2) for context in (shortest, longest)]
+    shortest = max(min(context for context, _ in points), longest * (lowest / least_at_longest) ** 0.5)
+    ends = [(context, least_at_longest * (context / longest) ** 2) for context in (shortest, longest)]
     drawing.plot(*zip(*ends, strict=True), color="0.6", linewidth=7, alpha=0.4, zorder=1)
 
 

@@ -111,6 +111,7 @@ def training_outcome(
     step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
     peak = None
+    # Of FLOPs that are an upper bound there is no MFU.
     if step.device.type == "cuda" and not flop_columns.get("flops_are_upper_bound"):
         peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
@@ -185,7 +186,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     outcomes: dict[str, Outcome] = {}
     checks: dict[str, Checked | None] = {}
     for name, workload in workloads.items():
-        # Before any workload's model is built: the check itself holds two.
+        # Before any workload's model is built: a check holds two models.
         checks[name], failure = check_training(workload, device, functools.partial(_tell, progress, name))
         if failure is not None:
             outcomes[name] = failure
@@ -193,14 +194,14 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         if name in outcomes:
             continue
         stage = f"{name}, {len(warm_steps)} more in memory" if warm_steps else name
-        gc.collect()
+        gc.collect()  # Steps that were refused are not held by the others.
         others_gib = held_memory_gib(device) - held_before_gib
         telling = functools.partial(_tell, progress, stage)
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)
-        # Two values of --attention may leave a user's model the same.
-        same = {other.built.step.workload.attention for other in warm_steps.values()} - {workload.attention}
-        same &= set(built.flop_columns.get("same_attention", ()))
-        if same and workload.attention in built.flop_columns["same_attention"]:
+        # Several values of --attention may leave a user's model as it is.
+        without_effect = set(built.flop_columns.get("same_attention", ()))
+        attentions = {warm.built.step.workload.attention for warm in warm_steps.values()} - {workload.attention}
+        if workload.attention in without_effect and (same := attentions & without_effect):
             reason = f"--attention {' and '.join(sorted(same))} is the same, the model's own: measured once"
             outcomes[name] = Outcome("unsupported", reason=reason)
             continue
@@ -209,8 +210,8 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             telling(f"warm-up {number + 1}/{workload.warmup}")
             timer.run()
         peak_gib = peak_memory_gib(device)
-        own_peak_gib = None if peak_gib is None else peak_gib - others_gib
-        warm_steps[name] = _WarmStep(built, timer, checks[name], own_peak_gib)
+        peak_alone_gib = None if peak_gib is None else peak_gib - others_gib
+        warm_steps[name] = _WarmStep(built, timer, checks[name], peak_alone_gib)
     with reading_gpu(device) as readings:
         for number in range(first.steps):
             progress(f"step {number + 1}/{first.steps} of each")

@@ -72,12 +72,15 @@ def bench(
         ]
     build = partial(tables.bench_tables, percentiles=percentiles, baseline=baseline)
     output.check_selection("bench", build)
+    # A process warms up once: cells that differ in warm-up each get a new one.
     is_warmup_study = len({workload.warmup for workload in workloads}) > 1
+    # measure_interleaved finds attention that is the same itself.
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.commands.bench.measure:{measure}"
     sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_warmup_study, **skips)
-    for warning in tables.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
-        say(f"warning: {warning}")
+    if sweeping.save and sweep.interruption is None:
+        for warning in tables.gate_warnings(sweep.cells):  # Only saved cells can be compared.
+            say(f"warning: {warning}")
     sweep.report(build, output, (plot, partial(tables.plot_bench, baseline=baseline)), pooled=tables.pool_bench_rounds)
 
 

@@ -42,29 +42,30 @@ def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
 def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
     """Say in one sentence where clocks fell during a cell, or what held them down; none where neither was."""
     highest_mhz = None if run is None else run.environment.get("gpu0_max_sm_clock_mhz")
-    # By what held clocks down, for each cell: the share of the readings, and the median clock of these.
+    # By cause that held clocks down, for each cell: the share of its readings with the cause, and their median clock.
     shares: dict[str, list[float]] = {}
-    held_mhz: dict[str, list[float]] = {}
+    medians_mhz: dict[str, list[float]] = {}
     falls: list[tuple[float, float]] = []
     temperatures_c: list[float] = []
     for cell in cells:
         readings = cell.derived.get("gpu_readings") or {}
-        limits = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
-        for limit in set().union(*limits):
-            clocks = [clock for clock, names in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in names]
-            shares.setdefault(limit, []).append(len(clocks) / len(limits))
-            held_mhz.setdefault(limit, []).append(statistics.median([*filter(None, clocks)] or [math.inf]))
+        causes = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
+        for cause in set().union(*causes):
+            clocks = [clock for clock, names in zip(readings["sm_clock_mhz"], causes, strict=True) if cause in names]
+            shares.setdefault(cause, []).append(len(clocks) / len(causes))
+            # Infinite where no clock is known: the minimum below ignores it.
+            medians_mhz.setdefault(cause, []).append(statistics.median([*filter(None, clocks)] or [math.inf]))
         fall = _fall(_known(readings, "sm_clock_mhz"))
         falls += [fall] if fall else []
-        if fall or any(limits):
+        if fall or any(causes):
             temperatures_c += _known(readings, "temperature_c")
     if not shares and not falls:
         return ()
     slowdowns = []
-    for limit, shares_of_cells in sorted(shares.items()):
-        lost = 1 - min(held_mhz[limit]) / highest_mhz if highest_mhz else 0.0
+    for cause, shares_of_cells in sorted(shares.items()):
+        lost = 1 - min(medians_mhz[cause]) / highest_mhz if highest_mhz else 0.0
         count, largest = len(shares_of_cells), max(shares_of_cells)
-        slowdowns.append({"name": limit, "count": count, "share": largest, "lost": lost})
+        slowdowns.append({"name": cause, "count": count, "share": largest, "lost": lost})
     deepest = min(falls, key=lambda fall: fall[1] / fall[0], default=None)
     facts = {"limits": slowdowns, "falls": falls, "deepest": deepest, "hottest_c": max(temperatures_c, default=None)}
     return sentences(__name__, "clocks", cells=len(cells), **facts)
@@ -211,6 +212,7 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 def gate_warnings(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Warn of cells with so few or noisy steps that ``compare`` could not call them the same as equal ones."""
+    # Each configuration is a side of compare: a list of runs, of which there is one, each a list of rounds.
     sides = [
         [[cell.samples["step"].measured for cell in rounds]]
         for rounds in titles.by_configuration(cells).values()
@@ -230,12 +232,14 @@ def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> d
     Raises:
         UsageError: none of the configurations has such a setting and value.
     """
-    pairs = [part.partition("=") for part in baseline.split(",") if part]
-    values = {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
-    for (name, value), part in zip(values.items(), baseline.split(","), strict=False):
-        choices = [f"{setting}={cell[setting]}" for cell in cells for setting in COMPARED_SETTINGS]
+    choices = list(dict.fromkeys(f"{setting}={cell[setting]}" for cell in cells for setting in COMPARED_SETTINGS))
+    values = {}
+    for part in filter(None, baseline.split(",")):
+        name, _, value = part.partition("=")
+        name, value = name.strip().replace("-", "_"), value.strip()
         if choices and f"{name}={value}" not in choices:
-            raise UsageError(f"--baseline '{part}': {choose_from(f'{name}={value}', list(dict.fromkeys(choices)))}")
+            raise UsageError(f"--baseline '{part}': {choose_from(f'{name}={value}', choices)}")
+        values[name] = value
     return values
 
 
@@ -262,7 +266,7 @@ def speedup_pairs(
     groups = titles.by_configuration(cells, ignore=(*axes, "rounds")).values()
     baselines = {id(cell): min(group, key=unexpected_settings) for group in groups for cell in group}
     pairs = [(cell, baselines[id(cell)]) for cell in cells]
-    return axes, [(cell, first) for cell, first in pairs if cell is not first and cell.status == first.status == "ok"]
+    return axes, [(cell, base) for cell, base in pairs if cell is not base and cell.status == base.status == "ok"]
 
 
 def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
@@ -301,6 +305,7 @@ _COLORS = {"forward": "#1f4e96", "backward": "#c23b22", "optimizer": "#f2c14e"}
 # Settings besides the size of which each combination has axes of its own, because times differ too much for one scale.
 _APART = ("mode", "batch_size", "vocab_size", "context")
 
+_BAR_HEIGHT = 0.75  # Of the distance between bars.
 _INCHES_PER_BAR = 0.27
 # Title, ticks and the distance to the next axes.
 _INCHES_BETWEEN = 0.66
@@ -317,10 +322,10 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_model_text(cell), []).append(cell)
-    ways = [name for name in settings if name not in _APART] or ["precision", "compile"]
+    label_settings = [name for name in settings if name not in _APART] or ["precision", "compile"]
     _, pairs = speedup_pairs(cells, settings, baseline)
-    baselines = {id(cell): baseline for cell, baseline in pairs}
-    bar_counts = [len(group) for group in groups.values()] or [1]
+    baselines = {id(cell): compared_with for cell, compared_with in pairs}
+    bar_counts = [len(group) for group in groups.values()] or [1]  # Without cells the picture has empty axes.
     height = 0.5 + sum(bar_counts) * _INCHES_PER_BAR + len(bar_counts) * _INCHES_BETWEEN
     columns = 2 if pairs else 1
     figure, axes = new_axes(10, height, len(bar_counts), columns, gridspec_kw={"height_ratios": bar_counts})
@@ -328,7 +333,7 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     for drawings, (model, group) in zip(axes, groups.items(), strict=False):
         drawings[0].set_title(model, fontsize=10, loc="left")
         _draw_times(drawings[0], group)
-        drawings[0].set_yticks(range(len(group)), [_training_label(cell, ways) for cell in group], fontsize=8)
+        drawings[0].set_yticks(range(len(group)), [_training_label(cell, label_settings) for cell in group], fontsize=8)
         if pairs:
             _draw_speedups(drawings[1], group, baselines, most)
             drawings[1].set_yticks([])
@@ -378,23 +383,23 @@ def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
         left = 0.0
         for phase in MODES[cell.configuration["mode"]].phases:
             mean = cell.samples[phase].mean
-            drawing.barh(row, mean, 0.75, left, color=_COLORS[phase])
+            drawing.barh(row, mean, height=_BAR_HEIGHT, left=left, color=_COLORS[phase])
             left += mean
         drawing.text(left, row, f" {format_number(cell.samples['step'].mean, 'ms')} ms", fontsize=8, va="center")
         longest = max(longest, left)
-    drawing.set_xlim(0, longest * (1 + _LABEL_ROOM) or 1)
+    drawing.set_xlim(0, longest * (1 + _LABEL_ROOM) or 1)  # Without any bar, axes of some width.
 
 
 def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
     """Draw the speed-ups of the group's cells, and baselines in outline, up to ``most``."""
-    first = {id(baseline) for baseline in baselines.values()}
+    baseline_ids = {id(baseline) for baseline in baselines.values()}
     for row, cell in enumerate(group):
         if id(cell) in baselines:
             ratio = speedup(cell, baselines[id(cell)], "step").estimate
-            drawing.barh(row, ratio, 0.75, color="#8c8c8c")
+            drawing.barh(row, ratio, height=_BAR_HEIGHT, color="#8c8c8c")
             drawing.text(ratio, row, f" {ratio:.2f} x", fontsize=8, va="center")
-        elif id(cell) in first:
-            drawing.barh(row, 1.0, 0.75, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
+        elif id(cell) in baseline_ids:
+            drawing.barh(row, 1.0, height=_BAR_HEIGHT, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
     drawing.axvline(1, color="black", linewidth=0.6)
     drawing.set_xlim(0, most * (1 + _LABEL_ROOM))
 

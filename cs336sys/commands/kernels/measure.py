@@ -82,6 +82,7 @@ def part_rates(
 ) -> dict[str, Any]:
     """Return TFLOP/s and GB/s of each part, and the percentage of a copy's rate that GB/s are."""
     derived: dict[str, Any] = {}
+    # Samples are in ms.
     for part, flops in operation.flops(workload).items():
         derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
     moved_bytes = operation.moved_bytes(workload)
@@ -118,7 +119,7 @@ class UsersOperation(UsersProblem):
         self.input_names = list(inputs)
         outputs = [self.right[name] for name in OUTPUT_NAMES if name in self.right]
         dtype = next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
-        # A loss is in float32.
+        # The expected results are in float64; the function's own are in the inputs' dtype, and a loss in float32.
         like = tuple(output.to(torch.float32 if output.dim() == 0 else dtype) for output in outputs)
         self.intended = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
 

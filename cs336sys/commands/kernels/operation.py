@@ -1,12 +1,13 @@
 """An op of ``kernels``: its random inputs, its right results, and the calls that are timed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cs336sys.commands.own_kernels import OUTPUT_NAMES
 from cs336sys.machine.device import DTYPES
 from cs336sys.settings.operations import KernelWorkload
 
@@ -40,12 +41,11 @@ class Operation(Protocol):
         return {}
 
 
-def random_tensors(workload: KernelWorkload, device: torch.device, stream: int = 0) -> tuple[Random, torch.Generator]:
-    """Return what draws normal tensors of a shape, the same for every implementation, and its generator.
-
-    Another ``stream`` draws others.
-    """
-    generator = torch.Generator(device).manual_seed(workload.seed + stream)
+def random_tensors(
+    workload: KernelWorkload, device: torch.device, seed_offset: int = 0
+) -> tuple[Random, torch.Generator]:
+    """Return a function that draws normal tensors of a shape, the same for every implementation, and its generator."""
+    generator = torch.Generator(device).manual_seed(workload.seed + seed_offset)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype = DTYPES[workload.dtype]) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -68,7 +68,7 @@ class DifferentiatedFunction(Operation):
     reference: Callable[[KernelWorkload], Function]
     implementations: Implementations
     moved_tensors: tuple[int, int] | None = None
-    products: Callable[[KernelWorkload], int] | None = field(default=None)
+    products: Callable[[KernelWorkload], int] | None = None
 
     def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         return self._results(function, self.random_inputs(workload, device), workload)
@@ -98,7 +98,7 @@ class DifferentiatedFunction(Operation):
         return {"forward": forward, "backward": backward, "end_to_end": forward + backward}
 
     def flops(self, workload: KernelWorkload) -> dict[str, int]:
-        # Of both passes alone: an implementation may do in one what others do in the other.
+        # No FLOPs of single passes: an implementation may do in the forward pass what others do in the backward pass.
         return {} if self.products is None else {"end_to_end": self.products(workload)}
 
     def random_inputs(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class DifferentiatedFunction(Operation):
 
     def gradients(self, outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
         """Return the outputs' gradients, the same for every implementation: 1 of a loss, where training begins."""
-        random, _ = random_tensors(workload, outputs[0].device, stream=1)
+        random, _ = random_tensors(workload, outputs[0].device, seed_offset=1)
         return [torch.ones_like(out) if out.dim() == 0 else random(out.shape).to(out.dtype) for out in outputs]
 
     def _results(self, function: Function, inputs: dict[str, Tensor], workload: KernelWorkload) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class DifferentiatedFunction(Operation):
         grads = torch.autograd.grad(outputs, _tensors_with_gradient(inputs), self.gradients(outputs, workload))
         names = [f"d{name}" for name, tensor in inputs.items() if tensor.requires_grad]
         tensors = (*(output.detach() for output in outputs), *grads)
-        return dict(zip(["out", "sum"][: len(outputs)] + names, tensors, strict=True))
+        return dict(zip([*OUTPUT_NAMES[: len(outputs)], *names], tensors, strict=True))
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -33,9 +33,8 @@ from cs336sys.settings.operations import KernelWorkload
 
 # The op ``adamw`` of ``kernels``: one step of an optimizer.
 
-# As many parameters share the elements out; steps are taken before results are compared.
-NUM_PARAMETERS = 16
-STEPS = 3
+NUM_PARAMETERS = 16  # The elements are split among so many.
+STEPS = 3  # Before results are compared.
 
 Step = tuple[torch.optim.Optimizer, Callable[[], Any]]
 
@@ -43,7 +42,7 @@ Step = tuple[torch.optim.Optimizer, Callable[[], Any]]
 def our_adamw(parameters: list[Tensor], copies: list[Tensor]) -> Step:
     """Return our optimizer of the parameters, and what takes a step and writes the copies."""
     optimizer = AdamW(parameters)
-    for parameter, copy in zip(parameters, copies, strict=False):
+    for parameter, copy in zip(parameters, copies, strict=False):  # In fp32 there are no copies.
         optimizer.attach_copy(parameter, copy)
     return optimizer, optimizer.step
 
@@ -96,12 +95,11 @@ class OptimizerStep(Operation):
         parameters, copies, random = self._tensors(workload, device)
         _, step = function(parameters, copies)
         self._set_gradients(parameters, random)
-        # The first makes the states.
-        step()
+        step()  # The first step creates the states, and is not timed.
         return {"end_to_end": step}
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
-        # The gradient is read; parameter and both moments are read and written, the copy is written.
+        # The gradient is read; parameter and both moments are read and written: 7 numbers in fp32. A copy is written.
         elements = workload.tokens * workload.width
         return {"end_to_end": 7 * 4 * elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
 
@@ -149,7 +147,7 @@ def _quack_rms_norm(workload: KernelWorkload, **settings: Any) -> Function:
 
 def _liger_rms_norm(workload: KernelWorkload) -> Function:
     function = _import_from("liger-kernel", "liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    # Not in place: the gradient that comes in is used by every repetition.
+    # offset, casting_mode, in_place: repetitions of the backward pass need the incoming gradient unchanged.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 

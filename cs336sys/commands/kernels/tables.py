@@ -67,7 +67,7 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     groups = list(dict.fromkeys(_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     figure, axes = new_axes(2 + 1.6 * max(2, len(groups)), 8.5, len(PARTS), sharex=True)
-    width = 0.8 / max(1, len(implementations))
+    width = 0.8 / max(1, len(implementations))  # Groups, which are 1 apart, have a gap between them.
     for drawing, part in zip(axes.flat, PARTS, strict=True):
         for number, implementation in enumerate(implementations):
             offset = (number - (len(implementations) - 1) / 2) * width

@@ -66,9 +66,9 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     notes = checked if first_infinite is None else training_warnings(first_infinite, training)
     return Outcome(
         "ok" if first_infinite is None else "wrong",
-        {"loss": Samples("nats", "of every step", values)},
-        with_notes({"parameters": sum(parameter.numel() for parameter in model.parameters())}, notes),
-        None if first_infinite is None else "a loss is no number",
+        samples={"loss": Samples("nats", "of every step", values)},
+        derived=with_notes({"parameters": sum(parameter.numel() for parameter in model.parameters())}, notes),
+        reason=None if first_infinite is None else "a loss is no number",
     )
 
 

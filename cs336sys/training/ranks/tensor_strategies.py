@@ -233,8 +233,10 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     group = _attention_group(process_group(None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
     if record.trades_heads:
-        models_own = functools.partial(models.model_attention, is_causal=True)
-        attention: Any = AllToAllAttention(context, models.causal_attention(workload.training.attention) or models_own)
+        model_attention = functools.partial(models.model_attention, is_causal=True)
+        attention: Any = AllToAllAttention(
+            context, models.causal_attention(workload.training.attention) or model_attention
+        )
     else:
         attention = _ring(context, workload)
     if workload.training.is_compiled:
