@@ -178,8 +178,7 @@ class ParallelWorkload(Configured, HasStrategy):
         if self.strategy_record.splits_sequences:
             if self.strategy_record.trades_heads:
                 require_heads(self.training.size.num_heads, self.group_ranks)
-            # Refuses sequences of fewer tokens than chunks.
-            self._sequence_split(self.training.size.context)
+            self._sequence_split(self.training.size.context)  # Refuses sequences of fewer tokens than chunks.
         if self.strategy_record.shares_layers:
             self._check_tensor()
         sharing = "groups of ranks" if self.strategy_record.inner_dimension else "ranks"

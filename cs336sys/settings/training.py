@@ -163,8 +163,7 @@ class Workload(Configured, StepChoices):
         if self.is_fused:
             return fused_moments(self._fused_step, checkpointing)
         moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
-        # These count the optimizer's state in fp32.
-        state_bytes = ELEMENT_BYTES[self.state_dtype]
+        state_bytes = ELEMENT_BYTES[self.state_dtype]  # These count the optimizer's state in fp32.
         return [
             replace(moment, optimizer_state=moment.optimizer_state * state_bytes // ELEMENT_BYTES["fp32"])
             for moment in moments

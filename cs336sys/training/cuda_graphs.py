@@ -203,8 +203,7 @@ class GraphedStep:
                 with around(number), captured:
                     for run in phases.values():
                         run()
-        # A single step of warm-up has made the state only now.
-        _require_state_on_device(optimizers, device)
+        _require_state_on_device(optimizers, device)  # A single step of warm-up has made the state only now.
         for optimizer, before in zip(optimizers, settings_before, strict=True):
             _require_constant(optimizer, before)
 

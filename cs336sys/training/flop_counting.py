@@ -257,8 +257,7 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
     attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
     # Compiled code shows no calls. set_stance imports the compiler, so it is called only for such models.
     eager = torch.compiler.set_stance("force_eager") if workload.is_compiled else contextlib.nullcontext()
-    # Attention of cs336_basics is counted like a call of torch's.
-    course_attention = mock.Mock(wraps=sdpa)
+    course_attention = mock.Mock(wraps=sdpa)  # Attention of cs336_basics is counted like a call of torch's.
     with torch.no_grad(), eager, attention_replaced(course_attention):
         step.compute_logits(attention.watching())
     # By value of --attention: the calls that compute something else than the model's own attention.

@@ -163,16 +163,14 @@ def build_model(
     with device:
         model = _plain_model(workload)
     if any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers())):
-        # A user's function may have built parts of its model on another device.
-        model = model.to(device)
+        model = model.to(device)  # A user's function may have built parts of its model on another device.
     if workload.fused_kernels:
         require_kernels(f"--kernels {workload.kernels}")
         fused = import_module(FUSED_KERNELS_MODULE).fuse(
             model, attention or causal_attention(workload.attention), workload.fused_kernels
         )
         if workload.splits_weights:
-            # The optimizer, made later, keeps the bits of fp32 that bf16 lacks.
-            fused.stack_weights(torch.bfloat16)
+            fused.stack_weights(torch.bfloat16)  # The optimizer, made later, keeps the bits of fp32 that bf16 lacks.
     if workload.is_compiled_whole:
         model.compile(dynamic=False)
     elif workload.compiles_blocks:
@@ -283,8 +281,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
     """
     size = workload.size
     if device.type == "meta":
-        # torch draws no random numbers on the meta device.
-        batch = make_batch(workload, torch.device("cpu"), number)
+        batch = make_batch(workload, torch.device("cpu"), number)  # torch draws no random numbers on the meta device.
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     if workload.user.batch is not None:
         return user_models.make_user_batch(workload.user.batch, size, workload.seed + number, device)
@@ -294,14 +291,10 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
 
 
 def plainly_trained(workload: Workload) -> Workload:
-    """Return the reference of a workload: steps without CUDA graphs, with PyTorch's operations instead of our kernels.
-
-    ``reference`` kernels are PyTorch's operations.
-    """
+    """Return the reference of a workload: steps without CUDA graphs, with PyTorch's operations, not our kernels."""
     plain = replace(workload, cuda_graph="off")
     if workload.attention_record.is_ours and workload.is_ours:
-        # With scores in memory a long context would not fit.
-        plain = replace(plain, attention="sdpa", compile="off")
+        plain = replace(plain, attention="sdpa", compile="off")  # With scores in memory a long context would not fit.
     if workload.optimizer_record.is_ours:
         # torch's, not cs336_basics': a user's may add eps before it corrects the bias, and checks choose a large eps.
         plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")

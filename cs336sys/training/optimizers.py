@@ -53,8 +53,7 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     if workload.cuda_graph == "on" and "capturable" in parameters:
         settings = {**settings, "capturable": True}
     if "lr" in parameters and parameters["lr"].default is inspect.Parameter.empty:
-        # A cs336_basics of the user's need not have a default.
-        settings = {**settings, "lr": _LEARNING_RATE}
+        settings = {**settings, "lr": _LEARNING_RATE}  # A cs336_basics of the user's need not have a default.
     return optimizer_class, settings
 
 

@@ -89,8 +89,7 @@ class TrainStep:
             self._loss_function = torch.compile(self._loss_function, dynamic=False)
         self.loss: Tensor | None = None
         self.graphs: Any = None
-        # What the model returned: logits, (batch, context, vocabulary), if it is ours.
-        self._output: Any = None
+        self._output: Any = None  # What the model returned: logits, (batch, context, vocabulary), if it is ours.
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in MODES[workload.mode].phases}
         self.phases_with_loss = self.phases
@@ -256,8 +255,7 @@ class TrainStep:
         assert self.loss is not None
         self.scaler.scale(self.loss).backward()
         if self.optimizer is None:
-            # No optimizer step drops the gradients.
-            self.model.zero_grad()
+            self.model.zero_grad()  # No optimizer step drops the gradients.
 
     def optimizer_step(self) -> None:
         """Update the parameters and drop the gradients."""

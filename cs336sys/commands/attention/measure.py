@@ -357,8 +357,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         if peak_gib is not None:
             derived["peak_gib"] = peak_gib - base_gib
             _settle_gpu_memory(device)
-            # One more forward pass, to see what is held before its backward pass.
-            forward()
+            forward()  # One more forward pass, to see what is held before its backward pass.
             derived["held_gib"] = held_memory_gib(device) - base_gib
     return Outcome("ok", samples, derived)
 
@@ -469,17 +468,15 @@ def _odd_length_case(
     # random_inputs puts tokens before heads for fa4.
     odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
     inputs = random_inputs(odd, device)
-    # Before the kernel can change them.
-    expected = {"out": exact_results(inputs, odd)["out"]}
+    expected = {"out": exact_results(inputs, odd)["out"]}  # Before the kernel can change them.
     description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
     return description, lambda: {"out": attention(*inputs.differentiable).detach()}, expected
 
 
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
     """Return the least ms that FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
-    if device.type != "cuda":
-        return 0.0
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     heads, rows = workload.heads + workload.key_heads, workload.batch_size * workload.context
     # Query and output, key and value, once each: no part moves less.
     moved_bytes = 2 * heads * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
-    return least_ms(torch.cuda.get_device_name(device), workload.dtype, workload.flops[part], moved_bytes)
+    return least_ms(gpu, workload.dtype, workload.flops[part], moved_bytes)

@@ -203,6 +203,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     columns = max(1, len(groups))
     figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(_PARTS), columns, sharex="col")
+    handles: dict[str, Any] = {}
     for column, group in enumerate(groups):
         for row, (part, header) in enumerate(_PARTS.items()):
             drawing = axes[row][column]
@@ -217,18 +218,13 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
                     # Our own kernels stand out; the others differ by colour and marker.
                     width = 2.5 if implementation in ("auto", "triton", "hopper") else 1.2
                     style = {"color": f"C{number}", "marker": "osD^vPX*h<"[number % 10], "markersize": 4}
-                    drawing.plot(*zip(*points, strict=True), label=implementation, linewidth=width, **style)
+                    (handles[implementation],) = drawing.plot(*zip(*points, strict=True), linewidth=width, **style)
             drawing.set_xscale("log", base=2)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
             axes[row][0].set_ylabel(f"{header}, TFLOP/s")
         axes[0][column].set_title(group, fontsize=10)
         axes[-1][column].set_xlabel("context")
-    handles = {
-        label: handle
-        for drawing in axes.flat
-        for handle, label in zip(*drawing.get_legend_handles_labels(), strict=True)
-    }
     if handles:
         ncols = min(len(handles), legend_columns(figure))
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=ncols, fontsize=9)
@@ -294,8 +290,7 @@ def _points_by_line(
     """Return contexts with their values, sorted, by shape and implementation."""
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for cell in cells:
-        # A logarithmic axis has no place for zero.
-        y = value(cell) if cell.status == "ok" else None
+        y = value(cell) if cell.status == "ok" else None  # A logarithmic axis has no place for zero.
         if y:
             key = (_shape_in_words(cell), cell.configuration["implementation"])
             series.setdefault(key, []).append((cell.configuration["context"], y))
@@ -303,15 +298,13 @@ def _points_by_line(
 
 
 def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None:
-    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards.
-
-    It ends at the shortest context, or where it would fall below all values.
-    """
+    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards."""
     if not points:
         return
     longest = max(context for context, _ in points)
     least_at_longest = min(value for context, value in points if context == longest)
     lowest = min(value for _, value in points)
+    # The line ends at the shortest context, or where it would fall below all values.
     shortest = max(min(context for context, _ in points), longest * (lowest / least_at_longest) ** 0.5)
     ends = [(context, least_at_longest * (context / longest) ** 2) for context in (shortest, longest)]
     drawing.plot(*zip(*ends, strict=True), color="0.6", linewidth=7, alpha=0.4, zorder=1)

@@ -100,8 +100,7 @@ class OptimizerStep(Operation):
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
         # The gradient is read; parameter and both moments are read and written: 7 numbers in fp32. A copy is written.
-        elements = workload.tokens * workload.width
-        return {"end_to_end": 7 * 4 * elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
+        return {"end_to_end": 7 * 4 * workload.elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
 
     def _tensors(self, workload: KernelWorkload, device: torch.device) -> tuple[list[Tensor], list[Tensor], Function]:
         """Return parameters, their copies, and what makes random gradients."""
@@ -193,8 +192,7 @@ def _eager_add_rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Te
 
 def _classifier_inputs(workload: KernelWorkload, random: Random, generator: torch.Generator) -> dict[str, Tensor]:
     assert workload.vocab_size is not None
-    # Logits near 1 in size.
-    weight = random((workload.vocab_size, workload.width)) * workload.width**-0.5
+    weight = random((workload.vocab_size, workload.width)) * workload.width**-0.5  # Logits near 1 in size.
     targets = torch.randint(workload.vocab_size, (workload.tokens,), generator=generator, device=generator.device)
     return {"hidden": random((workload.tokens, workload.width)), "weight": weight, "targets": targets}
 

@@ -82,8 +82,7 @@ def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: 
 
     def keep_loss() -> None:
         assert step.loss is not None
-        # Replays overwrite it.
-        losses.append(step.loss.detach().clone())
+        losses.append(step.loss.detach().clone())  # Replays overwrite it.
 
     @contextlib.contextmanager
     def on_batch(number: int) -> Iterator[None]:

@@ -44,18 +44,15 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 
-# The text's digest or files, the context, the batch size and the seed, which decide what batches are drawn.
-_Batches = tuple[object, ...]
-
-
-def _batches_of(cell: Cell) -> _Batches:
+def _batches_of(cell: Cell) -> tuple[object, ...]:
+    """Return what decides which batches are drawn: the text's digest or files, context, batch size and seed."""
     settings = cell.configuration
     text = settings.get("text_digest") or settings.get("text")
     return text, *(settings.get(name) for name in ("context", "batch_size", "seed"))
 
 
-def _first_on_batches(cells: Sequence[Cell]) -> dict[_Batches, Cell]:
-    """Return the first measured cell on each sequence of batches."""
+def _first_on_batches(cells: Sequence[Cell]) -> dict[tuple[object, ...], Cell]:
+    """Return the first measured cell on the same batches, by :func:`_batches_of`."""
     return {_batches_of(cell): cell for cell in reversed(cells) if cell.status == "ok"}
 
 
@@ -65,8 +62,8 @@ def _losses_off(cell: Cell, first: Cell) -> list[float]:
     return [loss - first_loss for loss, first_loss in pairs]
 
 
-def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[str, Any]:
-    """Return a cell's status and, if it was measured, its columns of losses."""
+def _losses(cell: Cell, firsts: Mapping[tuple[object, ...], Cell], averaged: int) -> dict[str, Any]:
+    """Return a cell's status and, if it was measured, its columns of losses; ``averaged``: the last so many steps."""
     if cell.status != "ok":
         return {"status": cell.status}
     first, losses = firsts[_batches_of(cell)], cell.samples["loss"].measured
@@ -88,8 +85,7 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     for number, cell in enumerate(measured):
         losses = cell.samples["loss"].measured
         name = ", ".join(f"{column.header} {cell.configuration.get(key)}" for key, column in settings.items()) or "loss"
-        # Later lines are thinner, so that all are seen where they are equal.
-        width = max(1.0, 3.0 - number)
+        width = max(1.0, 3.0 - number)  # Later lines are thinner, so that all are seen where they are equal.
         curves.plot(range(1, len(losses) + 1), losses, label=name, color=f"C{number}", linewidth=width)
         first = firsts[_batches_of(cell)]
         if cell is not first:

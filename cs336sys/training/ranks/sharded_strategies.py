@@ -89,7 +89,7 @@ def fully_sharded(
 
     training = workload.training
     initialize = models.initializer_of(training)
-    # The model is not built with split weights, which are those of blocks alone: has_half_weights is about all.
+    # Not built with split weights, which are those of blocks alone: below, all weights become bf16, or none.
     in_fp32 = replace(training, state_dtype="fp32")
     build_device = _CPU if initialize is None else _META
     plain = build_plain_model(replace(workload, training=in_fp32), build_device, attention)

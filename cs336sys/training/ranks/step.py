@@ -39,8 +39,7 @@ class ParallelStep(TrainStep):
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
     """
 
-    # Wrappers are made for gradients of the parameters' dtype.
-    takes_half_gradients = False
+    takes_half_gradients = False  # Wrappers are made for gradients of the parameters' dtype.
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
@@ -101,8 +100,7 @@ class ParallelStep(TrainStep):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.replica.around())
             super().forward()
-            # backward() leaves it.
-            self._around_passes = stack.pop_all()
+            self._around_passes = stack.pop_all()  # backward() leaves it.
         if self.replica.loss_weight != 1.0:
             assert self.loss is not None
             self.loss = self.loss * self.replica.loss_weight

@@ -134,7 +134,7 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
         optimizer([{"params": group} for group in groups if group]),
         whole_parameters=lambda: full_tensors(model),
         around=loss_parallel,
-        loss=_distributed_cross_entropy,
+        loss=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
     )
 
 
@@ -147,12 +147,10 @@ def _as_torch_layers(model: nn.Module) -> None:
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
             rows, columns = weight.shape
-            layer: nn.Embedding | nn.Linear
             with torch.device("meta"):  # Without memory for weights that are replaced.
-                if name == "token_embeddings":
-                    layer = nn.Embedding(rows, columns)
-                else:
-                    layer = nn.Linear(in_features=columns, out_features=rows, bias=False)
+                layer = (
+                    nn.Embedding(rows, columns) if name == "token_embeddings" else nn.Linear(columns, rows, bias=False)
+                )
             layer.weight = weight
             setattr(module, name, layer)
 
@@ -189,10 +187,6 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     # clone() waits for the embedding's collective. The backward pass of a compiled block would lose the layout of a
     # tensor that is still arriving (torch 2.13).
     model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
-
-
-def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 # Implementations of a block of ring attention by a workload's attention: torch's own has no logsumexp.
@@ -240,8 +234,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     else:
         attention = _ring(context, workload)
     if workload.training.is_compiled:
-        # Its collectives are launched between the compiled parts.
-        attention = torch.compiler.disable(attention)
+        attention = torch.compiler.disable(attention)  # Its collectives are launched between the compiled parts.
     positions = context.positions(device)
     share = (sequences_of_rank(workload), positions)
     of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
@@ -313,7 +306,6 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
             ):
                 yield
         finally:
-            # torch 2.11 leaves its own there after an error.
-            F.scaled_dot_product_attention = torch_attention
+            F.scaled_dot_product_attention = torch_attention  # torch 2.11 leaves its own there after an error.
 
     return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)

@@ -1,6 +1,7 @@
 """Another attention instead of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -31,11 +32,11 @@ def replace_attention(name: str) -> None:
     ``reference`` and ``sdpa`` leave them as they are.
     """
     global _flash_attention
+    attention: Callable[..., Tensor] = torch_attention
     if ATTENTION[name].is_ours:
         _flash_attention = _flash_attention or ATTENTION[name].load()
-        F.scaled_dot_product_attention = our_attention if _drops else _our_attention_keeping_all
-    else:
-        F.scaled_dot_product_attention = torch_attention if _drops else _torch_attention_keeping_all
+        attention = our_attention
+    F.scaled_dot_product_attention = attention if _drops else functools.partial(_without_dropout, attention)
 
 
 class AttentionCall(NamedTuple):
@@ -50,12 +51,10 @@ class AttentionCall(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
-    def by(self, attention: Callable[..., Tensor], *, drops: bool = True) -> Tensor:
-        """Compute this call by torch's attention or one in its place, without dropout unless it ``drops``."""
-        dropout_p = self.dropout_p if drops else 0.0
-        mask, scale = self.mask if attention is torch_attention else self.attn_mask, self.scale
-        query, key, value = self.query, self.key, self.value
-        return attention(query, key, value, mask, dropout_p, self.is_causal, scale=scale, enable_gqa=self.enable_gqa)
+    def by(self, attention: Callable[..., Tensor]) -> Tensor:
+        """Compute this call by torch's attention or one in its place."""
+        call = self._replace(attn_mask=self.mask) if attention is torch_attention else self
+        return attention(**call._asdict())
 
     @property
     def mask(self) -> Tensor | None:
@@ -79,8 +78,7 @@ _note_left_to_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def is_causal_bias(mask: Tensor | None) -> bool:
     """Return whether a mask is torch's ``causal_upper_left`` or ``causal_lower_right``."""
-    # By its name: the module of the class imports the compiler.
-    return type(mask).__name__ == "CausalBias"
+    return type(mask).__name__ == "CausalBias"  # By its name: the module of the class imports the compiler.
 
 
 def our_attention(*arguments: Any, **named: Any) -> Tensor:
@@ -91,8 +89,7 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
     if reason is not None:
         _note_left_to_torch(reason)
         return call.by(torch_attention)
-    # Masks that reach this line are torch's causal ones.
-    is_causal = call.is_causal or mask is not None
+    is_causal = call.is_causal or mask is not None  # Masks that reach this line are torch's causal ones.
     alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
     attend = _flash_attention or ATTENTION["flash"].load()
     return attend(query, key, value, is_causal, scale=call.scale, causal_alignment=alignment)
@@ -134,8 +131,7 @@ def shape_of_attention(call: AttentionCall, attention: Callable[..., Tensor]) ->
     """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
     key, value = call.key, call.value
     if call.enable_gqa:
-        # A head for each of the query's.
-        group_size = call.query.shape[-3] // key.shape[-3]
+        group_size = call.query.shape[-3] // key.shape[-3]  # A head for each of the query's.
         key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
     # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
     mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
@@ -157,7 +153,7 @@ def without_dropout() -> None:
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Within this, let models drop nothing; in attention, those that are built in it, for good."""
+    """Within this, let models drop nothing; whether their attention drops is decided when they are built."""
     before = _drops
     _let_drop(False)
     try:
@@ -177,9 +173,5 @@ def _drop_nothing(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return input
 
 
-def _our_attention_keeping_all(*arguments: Any, **named: Any) -> Tensor:
-    return AttentionCall(*arguments, **named).by(our_attention, drops=False)
-
-
-def _torch_attention_keeping_all(*arguments: Any, **named: Any) -> Tensor:
-    return AttentionCall(*arguments, **named).by(torch_attention, drops=False)
+def _without_dropout(attention: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
+    return AttentionCall(*arguments, **named)._replace(dropout_p=0.0).by(attention)

@@ -91,8 +91,7 @@ def tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
         context=min(size.context, _POSITIONS),
     )
     yield replace(tiny, vocab_size=min(size.vocab_size, _WORDS))
-    # Some have special tokens among the last of their vocabulary, or a fixed number of heads.
-    yield tiny
+    yield tiny  # Some have special tokens among the last of their vocabulary, or a fixed number of heads.
     yield replace(size, num_layers=min(_LAYERS, size.num_layers))
 
 

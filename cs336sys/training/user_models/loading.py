@@ -72,8 +72,8 @@ def _pop_course_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-class _CoursePackageFinder(importlib.abc.MetaPathFinder):
-    """Finds the user's course package, or the modules in ``ours`` where they come first."""
+class _CoursePackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the user's course package; or the modules in ``ours`` where they come first, and loads them as they are."""
 
     def __init__(self, ours: dict[str, ModuleType]):
         self._our_modules = ours
@@ -94,23 +94,18 @@ class _CoursePackageFinder(importlib.abc.MetaPathFinder):
         if spec is None or our_module is None or spec.origin is None or spec.origin != our_module.__file__:
             return spec
         # A second copy of our modules would have other classes than those in use.
-        loader = _LoaderOfImportedModule(our_module)
-        is_package = hasattr(our_module, "__path__")
-        return importlib.machinery.ModuleSpec(name, loader, origin=spec.origin, is_package=is_package)
-
-
-class _LoaderOfImportedModule(importlib.abc.Loader):
-    """Gives a module that exists."""
-
-    def __init__(self, module: ModuleType):
-        self._module = module
-        self._spec = module.__spec__
+        is_package, original_spec = hasattr(our_module, "__path__"), our_module.__spec__
+        return importlib.machinery.ModuleSpec(
+            name, self, origin=spec.origin, loader_state=original_spec, is_package=is_package
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return self._module
+        return self._our_modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        """Give the module, which was executed before, its own spec back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 _STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -311,8 +306,7 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
     What this program says itself or raises elsewhere, and that memory has run out, goes through.
     """
     references = references_of(workload)
-    # A cell begins here: it does not report the calls that an earlier cell left to torch.
-    left_to_torch.clear()
+    left_to_torch.clear()  # A cell begins here: it does not report the calls that an earlier cell left to torch.
     with _raising_user_code_errors(references, f"{references[0]} failed" if references else None):
         yield
 
