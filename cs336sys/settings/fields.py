@@ -231,7 +231,7 @@ class Configured:
         }
         cells = [dict(zip(lists, combination, strict=True)) for combination in product(*lists.values())]
         for cell in cells:
-            # Of all at once: whether a value gives way depends on what was chosen, not on what gave way before.
+            # All are found first: a value gives way to what was chosen, not to a default that another value just took.
             yielding = [name for name, value in cell.items() if described[name].gives_way(value, cell, lists)]
             cell |= {name: described[name].default for name in yielding}
         return [dict(items) for items in dict.fromkeys(tuple(cell.items()) for cell in cells)]

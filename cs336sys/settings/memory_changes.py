@@ -21,7 +21,7 @@ from cs336sys.settings.training import OPTIMIZERS, Workload
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 _RANKS = (2, 4, 8)
-# The forward pass, a third of a step's FLOPs, is the most that a model which is not ours may compute again.
+# Checkpoints around blocks compute at most the forward pass again, a third of FLOPs: of other models we know no more.
 _WHOLE_FORWARD_PERCENT = 100 / 3
 
 

@@ -23,7 +23,7 @@ from cs336sys.settings.training import BLOCK_NEEDS, Workload
 BUCKETED = "bucketed"
 ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 DATA_PARALLEL_STRATEGIES, SHARD_STRATEGIES = strategies_of("ddp"), strategies_of("shard")
-# Of those of shard: whose ranks split each sequence, or have sequences of their own.
+# Strategies of shard whose ranks split each sequence, and those whose ranks share neither sequences nor layers.
 CONTEXT_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].splits_sequences)
 STATE_SHARDING_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if not STRATEGIES[name].inner_dimension)
 BACKENDS = ("auto", "gloo", "nccl")

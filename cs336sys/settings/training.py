@@ -23,7 +23,7 @@ _KERNEL_SETS = {"reference": (), "fused": FUSED_KERNELS}
 _MODEL_KERNELS = (*_KERNEL_SETS, *FUSED_KERNELS)
 CUDA_GRAPH = ("off", "on")
 
-# Settings that file names always have, and those that they never have; they have the others where not the default.
+# File names have the settings of the first line always, those of the second never, and others that are not the default.
 _NOT_OPTIONAL_IN_FILE_NAMES = (
     *("size", "user", "mode", "precision", "compile", "attention", "optimizer", "warmup"),
     *("steps", "device", "seed"),
@@ -79,7 +79,7 @@ _STATE_NEEDS = (
     Needs("kernels", ("fused",), "keeps the weights that --kernels fused computes with; choose fused", ("split",)),
     Needs("precision", ("bf16",), "keeps weights in bf16, and precision '{}' has none; choose bf16", ("split",)),
 )
-# Of checkpoints around blocks.
+# What settings need that put checkpoints around blocks.
 BLOCK_NEEDS = (
     Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
 )

@@ -171,9 +171,8 @@ class GraphedStep:
                 )
         changed = [(captured, new) for captured, new in zip(self.inputs, inputs, strict=True) if new is not captured]
         if changed:
-            # One launch for all that are on the GPU already.
             targets, sources = zip(*changed, strict=True)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # One launch for all that are on the GPU already.
 
     @property
     def pool_bytes(self) -> int:
@@ -196,8 +195,7 @@ class GraphedStep:
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 is_last = number == warmup - 1
                 if is_last and number > 0:
-                    # The steps before have made the state. Where they see a capture, torch's optimizers refuse state on
-                    # the CPU, too, but do not name it.
+                    # The state exists by now. In a capture torch's optimizers refuse it on the CPU, too, unnamed.
                     _require_state_on_device(optimizers, device)
                     captured = pretend_capturing()
                 with around(number), captured:

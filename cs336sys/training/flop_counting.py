@@ -65,8 +65,7 @@ def _count_cached(workload: Workload) -> StepCount:
     try:
         with attention_kept(), user_models.copied_code(), numbers:
             step = TrainStep(workload, torch.device("meta"))
-            # Building the model is no part of a step.
-            numbers.guessed.clear()
+            numbers.guessed.clear()  # Building the model is no part of a step.
             numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
@@ -151,8 +150,7 @@ class AttentionCalls(TorchDispatchMode):
     def _attend(self, call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
         """Count the FLOPs of the pairs of tokens that a call of torch's attention sees, and call it."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        reason = user_models.why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
-        self.calls[reason or ""] += 1
+        self.calls[call.why_not_ours() or ""] += 1
         heads, queries, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
         if mask is not None and mask in self._from_batch:
             self.is_upper_bound, mask = True, None

@@ -237,8 +237,7 @@ def predicted_timeline(
     training = workload.training
     if training.is_ours:
         return _traced_timeline(workload, follow_operations, progress)
-    # torch logs on standard error what it raises, too.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # torch logs on standard error what it raises, too.
     try:
         with mock.patch.object(logger, "disabled", True), telling_user_errors(training):
             return _traced_timeline(workload, follow_operations, progress)

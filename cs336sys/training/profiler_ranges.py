@@ -105,8 +105,7 @@ def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[Non
         with marks.range(names[block]):
             output = call_block(block, *args, **kwargs)
         if block is blocks[0]:
-            # The last block of the backward pass: no other block's range ends its own.
-            _on_gradient((args, kwargs), open_backward.close)
+            _on_gradient((args, kwargs), open_backward.close)  # Its range is the last of the backward pass.
         _on_gradient(output, functools.partial(start_backward, f"{names[block]} backward"))
         return output
 

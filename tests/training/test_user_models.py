@@ -258,7 +258,7 @@ def test_our_attention_is_torchs(settings):
     query = torch.randn(2, 4, 8, 16, generator=generator)
     key, value = torch.randn(2, 2, 2 if settings.get("enable_gqa") else 4, 8, 16, generator=generator)
     expected = user_models.torch_attention(query, key, value, **settings)
-    assert user_models.attention.why_not_ours(query, key, value, None, 0.0, "enable_gqa" in settings) is None
+    assert user_models.AttentionCall(query, key, value, enable_gqa="enable_gqa" in settings).why_not_ours() is None
     torch.testing.assert_close(user_models.attention.our_attention(query, key, value, **settings), expected)
 
 

@@ -62,7 +62,7 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
         for heads in (workload.heads, workload.key_heads, workload.key_heads, workload.heads)
     ]
     if workload.implementation in FLASH_ATTENTION_4:
-        # As it wants them in memory, and as a model that uses it would have them.
+        # Tokens before heads in memory, as the package takes them, and as a model that uses it would have them.
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
     for tensor in tensors[:3]:
         tensor.requires_grad_()
@@ -460,7 +460,7 @@ def _odd_length_case(
     attention: Attention, workload: AttentionWorkload, device: torch.device, context: int, is_strided: bool
 ) -> OddCase:
     """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
-    # Few heads, of which as many as in the workload share keys.
+    # At most _ODD_MOST_HEADS, or a single group: as many heads share keys as in the workload.
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
     kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
     window = None if workload.window is None else min(workload.window, context)

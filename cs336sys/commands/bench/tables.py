@@ -23,7 +23,7 @@ from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
-# A clock that falls by a larger share slows what computing limits down by more than steps spread.
+# Where the clock falls by a larger share, steps that computing limits slow down by more than they spread.
 _NOTED_FALL = 0.03
 
 
@@ -94,8 +94,7 @@ def _bench_of_rounds(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
     if not pooled.samples:
         return {}
     first = rounds[0].derived
-    # The GPU's peak is not saved; MFU is the TFLOP/s over it.
-    mfu_percent = first["mfu_percent"]
+    mfu_percent = first["mfu_percent"]  # The GPU's peak is not saved; MFU is the TFLOP/s over it.
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
     busy_ms = titles.known_values(rounds, "gpu_busy_ms")
     energies_j = titles.known_values(rounds, "step_energy_j")

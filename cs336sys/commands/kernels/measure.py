@@ -30,7 +30,7 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
 # Imported by a cell: without Triton it is unsupported, and its worker goes on.
 _OPERATIONS = "cs336sys.commands.kernels.operations.OPERATIONS"
 
-# Measures the copy rate: large compared with a GPU's cache; on a CPU as large as the interpreter can chew.
+# Size of the copy whose rate is measured: large compared with a GPU's cache; on a CPU small, as all inputs there.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
@@ -80,9 +80,8 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
 def part_rates(
     operation: Operation, workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
 ) -> dict[str, Any]:
-    """Return TFLOP/s and GB/s of each part, and the percentage of a copy's rate that GB/s are."""
+    """Return TFLOP/s and GB/s of each part, whose samples are in ms, and which percentage of a copy's rate GB/s are."""
     derived: dict[str, Any] = {}
-    # Samples are in ms.
     for part, flops in operation.flops(workload).items():
         derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
     moved_bytes = operation.moved_bytes(workload)

@@ -266,7 +266,7 @@ OPERATIONS: dict[str, Operation] = {
         implementations=_implementations(
             linear_cross_entropy, _cross_entropy, chunked=lambda _: _chunked_cross_entropy, liger=_liger_cross_entropy
         ),
-        # Logits, and the gradients of both inputs.
+        # Three products, each of 2 FLOPs a multiplication and addition: logits, and the gradients of both inputs.
         products=lambda workload: 3 * 2 * workload.elements * (workload.vocab_size or 0),
     ),
     "adamw": OptimizerStep(

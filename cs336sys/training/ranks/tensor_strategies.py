@@ -62,7 +62,6 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
         communicates=record.communicates,
     )
     model: Any = shared
-    whole: Callable[[], Mapping[str, Tensor]] = shared.full_state_dict
     if record.outer == "ddp":
         model = BucketedDDP(plain, BUCKETS, group=mesh["data"])
     elif record.gathers_ahead:
@@ -70,16 +69,16 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
 
         assert workload.prefetch is not None
         half = AUTOCAST_DTYPES.get(training.precision)
-        model = sharded = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
+        model = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
 
-        def whole() -> Mapping[str, Tensor]:
-            return shared.full_state_dict(sharded.gather_full_params())
+    def whole_parameters() -> Mapping[str, Tensor]:
+        return shared.full_state_dict(model.gather_full_params() if record.gathers_ahead else None)
 
     return Replica(
         model,
         optimizer(model.parameters()),
         synchronize=_gradient_completion(model, shared),
-        whole_parameters=whole,
+        whole_parameters=whole_parameters,
         launched=getattr(model, "buckets", ()),
         scaler_class=ShardedGradScaler,
         wait_for_gathers=getattr(model, "wait_for_gathers", None),
@@ -184,8 +183,7 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
         },
     )
-    # clone() waits for the embedding's collective. The backward pass of a compiled block would lose the layout of a
-    # tensor that is still arriving (torch 2.13).
+    # clone() waits for the embedding's collective: compiled blocks lose the layout of what still arrives (torch 2.13).
     model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
 
 
@@ -239,7 +237,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     share = (sequences_of_rank(workload), positions)
     of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
     if record.gathers_ahead:
-        # Over all ranks: each has gradients of tokens of its own.
+        # Over all ranks, those of a group, too: each has gradients of other tokens.
         replica = fully_sharded(workload, device, optimizer, attention)
         models.give_positions(replica.model, positions)
         return replace(replica, **of_this_rank)

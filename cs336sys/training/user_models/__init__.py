@@ -17,7 +17,6 @@ from cs336sys.training.user_models.attention import (
     shape_of_attention,
     torch_attention,
     watched_attention,
-    why_not_ours,
     without_dropout,
 )
 from cs336sys.training.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings

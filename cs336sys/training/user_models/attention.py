@@ -62,6 +62,22 @@ class AttentionCall(NamedTuple):
         mask: Any = self.attn_mask
         return mask._materialize(self.query.device) if is_causal_bias(mask) else mask
 
+    def why_not_ours(self) -> str | None:
+        """Return why our kernels cannot compute this call, so that it goes to torch's attention; None if they can."""
+        query, key, value = self.query, self.key, self.value
+        if self.attn_mask is not None and not is_causal_bias(self.attn_mask):
+            return "with a mask, which our kernels have none of but the causal one"
+        if self.dropout_p > 0:
+            return f"with dropout {self.dropout_p:g}, which our kernels have none of"
+        if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] != value.shape[-1]:
+            return f"of head dimensions {query.shape[-1]} and {value.shape[-1]}: ours are equal and at most 256"
+        if query.dtype not in _DTYPES:
+            return f"of {query.dtype}, which our kernels do not compute in"
+        has_other_heads = key.shape[-3:-2] != query.shape[-3:-2] and not self.enable_gqa
+        if key.shape[:-3] != query.shape[:-3] or has_other_heads or key.shape[:-1] != value.shape[:-1]:
+            return "whose query, key and value have other batches or heads"
+        return None
+
 
 # Why calls went to torch's attention, of all models of this process since its cell began.
 left_to_torch: set[str] = set()
@@ -84,34 +100,15 @@ def is_causal_bias(mask: Tensor | None) -> bool:
 def our_attention(*arguments: Any, **named: Any) -> Tensor:
     """Compute this project's attention in the signature of torch's; what it cannot do, torch's does."""
     call = AttentionCall(*arguments, **named)
-    query, key, value, mask = call.query, call.key, call.value, cast("Any", call.attn_mask)
-    reason = why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
+    reason = call.why_not_ours()
     if reason is not None:
         _note_left_to_torch(reason)
         return call.by(torch_attention)
+    mask = cast("Any", call.attn_mask)
     is_causal = call.is_causal or mask is not None  # Masks that reach this line are torch's causal ones.
     alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
     attend = _flash_attention or ATTENTION["flash"].load()
-    return attend(query, key, value, is_causal, scale=call.scale, causal_alignment=alignment)
-
-
-def why_not_ours(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> str | None:
-    """Return why a call goes to torch's attention, or None."""
-    if attn_mask is not None and not is_causal_bias(attn_mask):
-        return "with a mask, which our kernels have none of but the causal one"
-    if dropout_p > 0:
-        return f"with dropout {dropout_p:g}, which our kernels have none of"
-    if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] != value.shape[-1]:
-        return f"of head dimensions {query.shape[-1]} and {value.shape[-1]}: ours are equal and at most 256"
-    if query.dtype not in _DTYPES:
-        return f"of {query.dtype}, which our kernels do not compute in"
-    batch, heads = query.shape[:-3], query.shape[-3:-2]
-    has_other_heads = key.shape[-3:-2] != heads and not enable_gqa
-    if batch != key.shape[:-3] or has_other_heads or key.shape[:-1] != value.shape[:-1]:
-        return "whose query, key and value have other batches or heads"
-    return None
+    return attend(call.query, call.key, call.value, is_causal, scale=call.scale, causal_alignment=alignment)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def hidden_parameters(model: nn.Module) -> list[str]:
     visited = {id(part) for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
-            # What is in these is registered.
+            # These hold what is registered.
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 for where, tensor in _tensors(value, f"{name}.{attribute}".removeprefix("."), visited):
                     if id(tensor) not in registered:
@@ -84,7 +84,7 @@ def hidden_warnings(reference: str, names: list[str]) -> list[str]:
 def _tensors(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the trained tensors in an attribute's value by name, outside of objects with ``visited`` ids."""
     if isinstance(value, Tensor):
-        # Not what was computed, which is no leaf.
+        # A tensor that was computed is no leaf.
         if value.requires_grad and value.is_leaf:
             yield name, value
         return

@@ -15,11 +15,11 @@ from cs336sys.training.user_models.loading import build, copied_code
 
 Initialize = Callable[[nn.Module], None]
 
-# The size at which a model is built whole, too: as many elements at most, or so many layers, heads, words, positions.
+# Copies that are built both ways have at most so many elements, and so many layers, heads, words and positions.
 _MOST_ELEMENTS = 50_000_000
 _LAYERS, _HEADS, _WORDS, _POSITIONS = 2, 4, 512, 64
 
-# What memory holds before it is filled, by seed: what nothing fills is neither the same twice nor what it should be.
+# What memory holds before a layer is filled, by seed: what nothing fills then differs from seed to seed, and is wrong.
 _POISON: tuple[dict[str, float | int | bool], ...] = (
     {"floating": math.nan, "integer": 113, "bool": False},
     {"floating": 3e4, "integer": 57, "bool": True},

@@ -28,7 +28,7 @@ from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import is_file, is_user_code, named_object, source_file, split_reference
 from cs336sys.training.user_models.attention import left_to_torch
 
-# Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
+# Folders of the user's files that were loaded: the first to have the course package, but the last on ``sys.path``.
 user_folders: list[str] = []
 
 _BUILD_CONTRACT = (
@@ -111,7 +111,7 @@ class _CoursePackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")  # The folders of Python's own modules.
 
-# What has been loaded, and the packages and files that were imported with it, installed ones and ours apart.
+# What has been loaded, and the packages and files that were imported with it, except installed ones and ours.
 _loaded: dict[str, Callable[..., Any]] = {}
 _user_packages: set[str] = set()
 
@@ -380,8 +380,7 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
 
 def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that replace an optimizer's own: all that it has, if it is like AdamW, else none."""
-    # Settings are for AdamW. Without eps, lr scales something else than a bounded step; Adafactor's eps are two numbers
-    # of other meanings.
+    # For AdamW: without eps, lr scales something else than a bounded step; Adafactor's eps are two other numbers.
     if not isinstance(defaults.get("eps"), int | float):
         return {}
     return {name: value for name, value in settings.items() if name in defaults}
@@ -389,7 +388,7 @@ def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]
 
 def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class of what the user's function makes, and its settings, to make one of some of the parameters."""
-    # Groups are often made of matrices and of all else.
+    # A matrix and a vector, because functions often put matrices and all else into two groups.
     optimizer = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
     setting_names = inspect.signature(type(optimizer)).parameters
     settings = [
