@@ -249,7 +249,7 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def has_own_block_backward(self) -> bool:
-        """Return whether kept blocks have a backward pass of their own: fused kernels without autocast."""
+        """Return whether kept blocks have their own backward pass: fused kernels without autocast, as in FSDP."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
         return is_kept and self.strategy_record.keeps_gathered and training.is_fused and not training.is_compiled
 

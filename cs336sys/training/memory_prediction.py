@@ -153,7 +153,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     size, checkpointing = workload.training.size, workload.checkpointing
     # Blocks after which memory repeats: those that share a checkpoint.
     period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
-    fewest_blocks = 2 * period + size.num_layers % period
+    fewest_blocks = 2 * period + size.num_layers % period  # The others are whole periods.
     repeats = workload.training.is_ours and checkpointing != "nested"
     blocks_of_three_steps = 3 * (fewest_blocks + period)
     if not repeats or size.num_layers <= blocks_of_three_steps:

@@ -68,6 +68,7 @@ class TrainStep:
         self.device = device
         self.model = build_model(workload, device) if model is None else model
         self._share = share
+        # Steps read inputs and targets, which graphs keep for ever; the next replay copies _batch there.
         self.inputs, self.targets = self._batch = self._share_of_batch(0)
         self.optimizer = optimizer
         if optimizer is None and workload.updates_parameters:

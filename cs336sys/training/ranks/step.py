@@ -17,7 +17,7 @@ from cs336sys.settings.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.training import user_models
 from cs336sys.training.cuda_graphs import CudaRecorder, require_graphs
-from cs336sys.training.profiler_ranges import Marks, NvtxMarks, phase
+from cs336sys.training.profiler_ranges import NvtxMarks, phase
 from cs336sys.training.ranks.strategies import OptimizerChoice, Replica, sequences_of_rank
 from cs336sys.training.step import TrainStep, set_matmul_precision
 
@@ -56,7 +56,7 @@ class ParallelStep(TrainStep):
             replica: Replica = workload.strategy_record.load("wraps")(workload, device, choice)
         training = workload.training
         if not workload.uses_autocast:
-            # The wrapper computes in half precision itself.
+            # The wrapper computes in half precision itself, and the optimizer, whose state has its dtype, is built.
             training = replace(training, precision="fp32", state_dtype="fp32")
         super().__init__(
             training,
@@ -74,7 +74,7 @@ class ParallelStep(TrainStep):
         self._arrange_phases(in_graphs)
         # Set by Nsight Systems in the processes that it watches.
         if device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
-            self.mark(NvtxMarks())
+            self._show_ranges()
 
     def _arrange_phases(self, in_graphs: bool) -> None:
         """Put what the strategy does besides computing into the phases, or between them."""
@@ -132,12 +132,12 @@ class ParallelStep(TrainStep):
             self._launched = {"step": functools.partial(_call_in_turn, *self._launched.values())}
         super().capture(**{"recorder": self._recorder, **settings})
 
-    def mark(self, marks: Marks) -> None:
-        """Show phases and launches as ranges of a profiler from now on."""
-        self.phases = {name: _within(phase, name, marks, run=run) for name, run in self.phases.items()}
+    def _show_ranges(self) -> None:
+        """Decorate phases and launches, so that each call is a range of Nsight Systems from now on."""
+        self.phases = {name: phase(name, NvtxMarks())(run) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
             # An attribute of this bucket, not of its class.
-            bucket.launch = _within(marks.range, f"launch bucket {number}", run=bucket.launch)
+            bucket.launch = torch.cuda.nvtx.range(f"launch bucket {number}")(bucket.launch)
 
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:
@@ -176,14 +176,3 @@ def rank_device(workload: ParallelWorkload) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _within(around: Callable[..., AbstractContextManager[None]], *arguments: Any, run: Callable[[], None]) -> Any:
-    """Return ``run``, within ``around(*arguments)`` at each call."""
-
-    @functools.wraps(run)
-    def marked() -> None:
-        with around(*arguments):
-            run()
-
-    return marked

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -118,8 +117,8 @@ _user_packages: set[str] = set()
 
 def load(reference: str) -> Callable[..., Any]:
     """Return the function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names; import it once."""
-    if (installed := named_object(reference)) is not None:
-        return installed
+    if (object_of_process := named_object(reference)) is not None:
+        return object_of_process
     if reference in _loaded:
         return _loaded[reference]
     file = source_file(reference)
@@ -169,7 +168,7 @@ def copied_code() -> Iterator[None]:
             if _is_users(name):
                 del sys.modules[name]
         sys.modules.update(modules)
-        sys.modules.update({module.__name__: module for module in _user_modules.values()})
+        sys.modules.update({module.__name__: module for module in _user_modules.values()})  # For torch.compile.
 
 
 def _import_file(file: Path) -> ModuleType:
