@@ -185,7 +185,7 @@ def checkpoint_calls(blocks: Sequence[nn.Module], region: RegionContext) -> None
             return call(*args, **kwargs)
 
     for block in blocks:
-        call = block._compiled_call_impl or block._call_impl
+        call = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first.
         block._compiled_call_impl = functools.partial(keeping_input, functools.partial(run, call), keeps_random=True)
 
 

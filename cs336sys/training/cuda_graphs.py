@@ -195,7 +195,7 @@ class GraphedStep:
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 is_last = number == warmup - 1
                 if is_last and number > 0:
-                    # The state exists by now. In a capture torch's optimizers refuse it on the CPU, too, unnamed.
+                    # By now the state exists. torch refuses it on the CPU in a capture, too, but does not name it.
                     _require_state_on_device(optimizers, device)
                     captured = pretend_capturing()
                 with around(number), captured:
@@ -209,7 +209,7 @@ class GraphedStep:
         self, phases: Mapping[str, Callable[[], Any]], around: Callable[[str], AbstractContextManager[Any]]
     ) -> dict[str, Callable[[], None]]:
         """Record each phase, and return what replays it."""
-        if self.inputs[0].is_cuda:
+        if self.inputs[0].is_cuda:  # Tests have a recorder for a CPU.
             gc.collect()
             torch.cuda.synchronize(self.inputs[0].device)
             # What the warm-up has cached is of no use to the graphs, which take memory of their own.

@@ -42,9 +42,9 @@ class RecordFunctionMarks:
     """Ranges of torch.profiler, which has only those of one thread: attribute by time what other threads launch."""
 
     def start(self, name: str) -> Callable[[], None]:
-        function = record_function(name)
-        function.__enter__()
-        return functools.partial(function.__exit__, None, None, None)
+        open_range = contextlib.ExitStack()
+        open_range.enter_context(record_function(name))
+        return open_range.close
 
     def range(self, name: str) -> AbstractContextManager:
         return record_function(name)

@@ -97,7 +97,7 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Atte
         raise CapabilityError(f"implementation '{name}': the package flash-attn-4 does not load: {error}") from error
     options: dict[str, Any] = {"causal": workload.causal, "deterministic": name == "fa4-deterministic"}
     if workload.window is not None:
-        # How many keys to the left and to the right of the query's own.
+        # How many keys to the left and to the right of the query's own; with none to the right it is causal.
         options |= {"causal": False, "window_size": (workload.window - 1, 0)}
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         *without_baseline,
     )
     heading = titles.title("flash", cells, run, _SHAPE_COLUMNS, varying)
-    return [Table("flash", heading, columns, rows, notes, "--rounds 5 or more --repetition-ms")]
+    return [Table("flash", heading, columns, rows, notes, steadier="--rounds 5 or more --repetition-ms")]
 
 
 def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     notes = [f"{titles.steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
     heading = titles.title("attn", cells, run, _SHAPE_COLUMNS, varying)
     notes += titles.failure_notes(cells, "implementation")
-    times = Table("attn", heading, columns, rows, notes, "more --steps")
+    times = Table("attn", heading, columns, rows, notes, steadier="more --steps")
     return [times, _worked_through([cell for cell in cells if cell.status == "oom"]), _growth(cells)]
 
 
@@ -197,9 +197,12 @@ _ATTN_AXES = (
 
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:
-    """Draw TFLOP/s over the context: a row of axes for each part, a column for each head dim and dtype."""
+    """Draw TFLOP/s over the context: a row of axes for each part, a column for each shape, dtype and mask."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    groups = list(dict.fromkeys(_shape_label(cell) for cell in measured))
+    lines: dict[tuple[str, str], list[Cell]] = {}
+    for cell in measured:
+        lines.setdefault((_shape_label(cell), cell.configuration["implementation"]), []).append(cell)
+    groups = list(dict.fromkeys(group for group, _ in lines))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     columns = max(1, len(groups))
     figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(_PARTS), columns, sharex="col")
@@ -208,12 +211,8 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
         for row, (part, header) in enumerate(_PARTS.items()):
             drawing = axes[row][column]
             for number, implementation in enumerate(implementations):
-                points = sorted(
-                    (cell.configuration["context"], cell.derived[f"{part}_tflops"])
-                    for cell in measured
-                    if f"{part}_tflops" in cell.derived
-                    and (_shape_label(cell), cell.configuration["implementation"]) == (group, implementation)
-                )
+                rated = [cell for cell in lines.get((group, implementation), ()) if f"{part}_tflops" in cell.derived]
+                points = sorted((cell.configuration["context"], cell.derived[f"{part}_tflops"]) for cell in rated)
                 if points:
                     # Our own kernels stand out; the others differ by colour and marker.
                     width = 2.5 if implementation in ("auto", "triton", "hopper") else 1.2

@@ -261,7 +261,7 @@ def speedup_pairs(
     def unexpected_settings(cell: Cell) -> int:
         return sum(cell.configuration.get(name) != value for name, value in expected.items())
 
-    # An interrupted sweep went through some configurations once more than through others.
+    # Rounds may differ: an interrupted sweep went through some configurations once more than through others.
     groups = titles.by_configuration(cells, ignore=(*axes, "rounds")).values()
     baselines = {id(cell): min(group, key=unexpected_settings) for group in groups for cell in group}
     pairs = [(cell, baselines[id(cell)]) for cell in cells]

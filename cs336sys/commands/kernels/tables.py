@@ -39,7 +39,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
     notes += titles.interpreted_notes(cells, run)
     notes += [*without_baseline, *titles.found_in_user_code(cells), *titles.failure_notes(cells, "implementation")]
     heading = titles.title("kernels", cells, run, settings, varying)
-    return [Table("kernels", heading, columns, rows, notes, "more --repetition-ms")]
+    return [Table("kernels", heading, columns, rows, notes, steadier="more --repetition-ms")]
 
 
 def _words(part: str) -> str:
@@ -71,11 +71,11 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     for drawing, part in zip(axes.flat, PARTS, strict=True):
         for number, implementation in enumerate(implementations):
             offset = (number - (len(implementations) - 1) / 2) * width
-            bars = {
-                groups.index(_label(cell)) + offset: cell.derived[f"{part}_copy_percent"]
-                for cell in measured
-                if cell.configuration["implementation"] == implementation and f"{part}_copy_percent" in cell.derived
-            }
+            cells_of_implementation = [
+                cell for cell in measured if cell.configuration["implementation"] == implementation
+            ]
+            rated = [cell for cell in cells_of_implementation if f"{part}_copy_percent" in cell.derived]
+            bars = {groups.index(_label(cell)) + offset: cell.derived[f"{part}_copy_percent"] for cell in rated}
             drawing.bar(list(bars), list(bars.values()), width, color=f"C{number}")
         drawing.axhline(100, color="black", linewidth=0.8)
         drawing.set_ylabel(f"{_words(part)}, % of a copy")

@@ -100,7 +100,7 @@ def fully_sharded(
     blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
     half = AUTOCAST_DTYPES.get(training.precision)
     if blocks is not None and half is not None:
-        cast_outputs_of_replicated(plain, blocks, half)
+        cast_outputs_of_replicated(plain, blocks, half)  # Norms of cs336_basics return the dtype that they get.
     model = FSDP(
         plain,
         half,

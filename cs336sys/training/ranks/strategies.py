@@ -192,8 +192,7 @@ def build_plain_model(
     model = build_model(workload.training, device, attention, compile_options)
     if workload.checkpointing == "block":
         for block in blocks_of(workload.training, model).values():
-            # A module's __call__ runs its _compiled_call_impl where there is one.
-            run = block._compiled_call_impl or block._call_impl
+            run = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first.
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
     kept = kept_blocks(workload.checkpointing)

@@ -59,8 +59,8 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         attributes = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
         if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(attributes)):
             return None, f"{name or 'it'} has tensors that are neither parameters nor buffers"
-    for hidden in hidden_parameters(model):
-        return None, f"{hidden} is not among its parameters()"
+    if hidden := hidden_parameters(model):
+        return None, f"{hidden[0]} is not among its parameters()"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return None, f"{name} has hooks, which new memory would lose"
@@ -91,8 +91,8 @@ def tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
         context=min(size.context, _POSITIONS),
     )
     yield replace(tiny, vocab_size=min(size.vocab_size, _WORDS))
-    yield tiny  # Some have special tokens among the last of their vocabulary, or a fixed number of heads.
-    yield replace(size, num_layers=min(_LAYERS, size.num_layers))
+    yield tiny  # Some models have special tokens among the last of their vocabulary.
+    yield replace(size, num_layers=min(_LAYERS, size.num_layers))  # Some have a fixed number of heads.
 
 
 def _initializer(model: nn.Module) -> Initialize:

@@ -388,7 +388,8 @@ def overriding_settings(defaults: Mapping[str, Any], settings: Mapping[str, Any]
 def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class of what the user's function makes, and its settings, to make one of some of the parameters."""
     # A matrix and a vector, because functions often put matrices and all else into two groups.
-    optimizer = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    optimizer = make_optimizer(reference, parameters, settings={})
     setting_names = inspect.signature(type(optimizer)).parameters
     settings = [
         {name: value for name, value in group.items() if name in setting_names and name != "params"}
