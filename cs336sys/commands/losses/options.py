@@ -36,7 +36,7 @@ def losses(
     for path in text:
         if "," in str(path):
             raise UsageError(f"--text {path}: the results file separates files by commas; rename this one")
-    workloads = training.workloads(warmup=[0], steps=steps)
+    workloads = training.workloads(warmup=[0], steps=steps)  # Every loss is kept, from the first step.
     paths = ",".join(map(str, text))
     refuse_what_does_not_fit(workloads, training.device, force=force)
     digest = text_digest(paths)
