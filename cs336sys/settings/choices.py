@@ -135,8 +135,7 @@ COUNTING_MODULE = "cs336sys.training.flop_counting"
 # optimizers and communicators are set up. torch asks for three, and for eleven with its DistributedDataParallel.
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_TORCH_DDP = 11
-# Nothing is known of an optimizer that a function of the user's makes.
-_USERS_OPTIMIZER = Optimizer()
+_USERS_OPTIMIZER = Optimizer()  # Nothing is known of an optimizer that a function of the user's makes.
 
 
 class StepChoices:

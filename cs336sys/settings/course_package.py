@@ -24,8 +24,7 @@ NEEDED = {
 
 _PROGRAM = Path(__file__).parents[1]
 
-# The name by which ours says that it is made for this program.
-_MARK = "MADE_FOR_CS336SYS"
+_MARK = "MADE_FOR_CS336SYS"  # The name by which ours says that it is made for this program.
 
 
 @dataclass(frozen=True)

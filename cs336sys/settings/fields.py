@@ -13,8 +13,7 @@ from typing import Any, Self
 from cs336sys.errors import UsageError, require_known
 from cs336sys.settings.user_code import is_user_code
 
-# Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
-LONGEST_S = 1e6
+LONGEST_S = 1e6  # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"

@@ -121,8 +121,7 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
         if count < blocks and blocks % count == 0:
             group = f"x = checkpoint(torch.nn.Sequential(*group), x, use_reentrant=False)  # groups of {count} blocks"
             code[f"every={count}"] = group
-    # MemoryWorkload refuses sublayers of blocks that are fused or compiled.
-    if not training.fused_kernels and not training.is_compiled:
+    if not training.fused_kernels and not training.is_compiled:  # MemoryWorkload refuses sublayers of such blocks.
         sublayers = {"attention": "attention", "ffn": "feed-forward layer", "sublayer": "attention, feed-forward layer"}
         for strategy, part in sublayers.items():
             code[strategy] = f"x = x + checkpoint(layer, x, use_reentrant=False)  # {part} of each block, with its norm"

@@ -13,13 +13,11 @@ from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import is_user_code
 
-# The tensors of each backend are on one kind of device.
-BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # The tensors of each backend are on one kind of device.
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
-# Bytes an element, by the name of the dtype.
-COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
+COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}  # Bytes an element, by the name of the dtype.
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ IMPLEMENTATIONS = (
     *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", *FLASH_ATTENTION_4),
 )
 
-# The implementations of ``attn``.
-PLAIN_ATTENTION = ("eager", "compiled", "model")
+PLAIN_ATTENTION = ("eager", "compiled", "model")  # The implementations of ``attn``.
 
 
 def _varied(default: Any = MISSING, help: str = "", **description: Any) -> Any:

@@ -12,8 +12,7 @@ from cs336sys.errors import UsageError
 from cs336sys.settings.fields import Configured, Needs, setting
 from cs336sys.settings.training import BLOCK_NEEDS, Workload
 
-# Kept by a cell of memprof: every allocation worth a look.
-LARGEST_ALLOCATIONS = 40
+LARGEST_ALLOCATIONS = 40  # Kept by a cell of memprof: every allocation worth a look.
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,9 @@ class ProfileWorkload(Configured):
         self.check_settings()
 
 
-# A byte is a token: 500,000 steps of 4 x 512 tokens read so many.
-_MOST_BYTES = 10**9
+_MOST_BYTES = 10**9  # A byte is a token: 500,000 steps of 4 x 512 tokens read so many.
 
-# What counts as text in a folder.
-_ENDINGS = (".md", ".txt")
+_ENDINGS = (".md", ".txt")  # What counts as text in a folder.
 
 
 def read_text(paths: str) -> bytes:

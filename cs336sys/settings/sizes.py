@@ -90,8 +90,7 @@ SIZES = {
     )
 }
 
-# Predictions deal tensors out to ranks one by one, which takes seconds for so many ranks.
-MOST_RANKS = 16_384
+MOST_RANKS = 16_384  # Predictions deal tensors out to ranks one by one, which takes seconds for so many ranks.
 
 
 def choose_size(name: str, **fields: int | None) -> ModelSize:

@@ -117,9 +117,8 @@ def _imported_files(file: Path, folder: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # A dot is the file's folder, and each further dot the folder above.
-            for _ in range(node.level):
-                start = file.parent if start is folder else start.parent
+            if node.level:  # A dot is the file's folder, and each further dot the folder above.
+                start = file.parents[min(node.level, len(file.parents)) - 1]
             module = node.module or ""
             # What is imported from a package may be a module of it.
             names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]

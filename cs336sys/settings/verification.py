@@ -45,8 +45,7 @@ class Program:
         return self.scales and step == 2
 
 
-# Steps before everything is saved.
-SAVED_AFTER = 2
+SAVED_AFTER = 2  # Steps before everything is saved.
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         if name not in DIMENSIONS:
             raise UsageError(f"--mesh {text}: unknown dimension '{name}': {choose_from(name, DIMENSIONS)}")
         is_size = size.isdecimal() and int(size) > 0
-        is_refused = not is_size if equals else bool(unsized)
+        is_refused = not is_size if equals else bool(unsized)  # Only one dimension may lack its size.
         if name in sizes or is_refused:
             raise UsageError(
                 f"--mesh {text}: write each dimension once, with its size, at least 1 (one may be without): "
@@ -218,8 +217,7 @@ class VerifiedWorkload(Configured):
     def groups(self) -> list[list[int]]:
         """Return ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
         groups, stride = [], 1
-        # The last dimension changes fastest with the rank.
-        for size in reversed(self.dimensions.values()):
+        for size in reversed(self.dimensions.values()):  # The last dimension changes fastest with the rank.
             if size > 1:
                 firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
                 groups += [list(range(first, first + stride * size, stride)) for first in firsts]

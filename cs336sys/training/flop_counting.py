@@ -84,13 +84,11 @@ def _count_cached(workload: Workload) -> StepCount:
     return count
 
 
-# Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.
-_HIDDEN_SCORE = -1e4
+_HIDDEN_SCORE = -1e4  # Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.
 
 # Products, and which of their arguments are the operands.
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
-# Operations that take a shape, and no values, from their argument.
-_SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")
+_SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")  # Operations that take a shape, and no values, from their argument.
 
 
 class _MarkedTensors:

@@ -115,8 +115,7 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     return result
 
 
-# Sequences of the step on real tensors that shows what users' code decides by their values.
-_DECISION_SEQUENCES = 2
+_DECISION_SEQUENCES = 2  # Sequences of the step on real tensors that shows what users' code decides by their values.
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
     on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
     if training.scales_loss:
-        training = replace(training, precision="bf16")
+        training = replace(training, precision="bf16")  # It has as many bytes, and runs everywhere.
     workload = replace(workload, training=training, snapshot=None)
     decisions = _decisions(workload, torch.device("cpu" if on_cpu or not torch.cuda.is_available() else "cuda"))
     with (

@@ -12,8 +12,7 @@ from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.training import user_models
 
-# torch's default.
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE = 1e-3  # torch's default.
 
 
 def require_kernels(option: str) -> None:

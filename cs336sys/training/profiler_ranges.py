@@ -50,8 +50,7 @@ class RecordFunctionMarks:
         return record_function(name)
 
 
-# The ways in which ranges reach a profiler.
-Marks = NvtxMarks | RecordFunctionMarks
+Marks = NvtxMarks | RecordFunctionMarks  # The ways in which ranges reach a profiler.
 
 
 @contextlib.contextmanager

@@ -375,8 +375,7 @@ def _settle_gpu_memory(device: torch.device) -> None:
 
 # Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``.
 
-# A length that no tile divides, and one shorter than any tile.
-_ODD_CONTEXTS = (131, 1)
+_ODD_CONTEXTS = (131, 1)  # A length that no tile divides, and one shorter than any tile.
 _ODD_MOST_HEADS = 4
 
 

@@ -27,8 +27,7 @@ def bench(
         str | None, choice(_COMPARED, "Alternate steps of this option's values: attention.", rich_help_panel=MEASURING)
     ] = None,
     percentiles: Annotated[
-        list[float],
-        setting(help="Show these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
+        list[float], setting(help="Show these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT)
     ] = [],
     baseline: Annotated[
         str | None,
@@ -51,8 +50,7 @@ def bench(
 
     workloads = training.workloads(mode)
     baseline = baseline or ""
-    # Refuses a baseline that no cell has.
-    tables.baseline_values(baseline, [workload.configuration() for workload in workloads])
+    tables.baseline_values(baseline, [workload.configuration() for workload in workloads])  # Refuses a wrong one.
     output.check(plot=plot)
     if interleave is None:
         measure, notes = "measure_training", []
@@ -72,8 +70,7 @@ def bench(
         ]
     build = partial(tables.bench_tables, percentiles=percentiles, baseline=baseline)
     output.check_selection("bench", build)
-    # A process warms up once: cells that differ in warm-up each get a new one.
-    is_warmup_study = len({workload.warmup for workload in workloads}) > 1
+    is_warmup_study = len({workload.warmup for workload in workloads}) > 1  # Each then warms up its own process.
     # measure_interleaved finds attention that is the same itself.
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.commands.bench.measure:{measure}"

@@ -211,7 +211,7 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 def gate_warnings(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Warn of cells with so few or noisy steps that ``compare`` could not call them the same as equal ones."""
-    # Each configuration is a side of compare: a list of runs, of which there is one, each a list of rounds.
+    # Each configuration is compared with itself: a side of compare is a list of runs, here one, each a list of rounds.
     sides = [
         [[cell.samples["step"].measured for cell in rounds]]
         for rounds in titles.by_configuration(cells).values()
@@ -306,11 +306,9 @@ _APART = ("mode", "batch_size", "vocab_size", "context")
 
 _BAR_HEIGHT = 0.75  # Of the distance between bars.
 _INCHES_PER_BAR = 0.27
-# Title, ticks and the distance to the next axes.
-_INCHES_BETWEEN = 0.66
+_INCHES_BETWEEN = 0.66  # Title, ticks and the distance to the next axes.
 
-# Share of an axis that the label of the longest bar takes.
-_LABEL_ROOM = 0.22
+_LABEL_ROOM = 0.22  # Share of an axis that the label of the longest bar takes.
 
 
 def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:

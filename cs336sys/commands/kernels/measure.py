@@ -123,8 +123,7 @@ class UsersOperation(UsersProblem):
         self.intended = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
 
 
-# Numbers of rows that no tile divides.
-_ODD_TOKENS = (131, 1)
+_ODD_TOKENS = (131, 1)  # Numbers of rows that no tile divides.
 
 
 def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:

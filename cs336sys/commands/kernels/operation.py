@@ -15,8 +15,7 @@ Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.
 Implementations = Mapping[str, Callable[[KernelWorkload], Function]]
 TimedCalls = dict[str, Callable[[], object]]
-# Takes a shape and perhaps a dtype, which is otherwise the workload's.
-Random = Callable[..., Tensor]
+Random = Callable[..., Tensor]  # Takes a shape and perhaps a dtype, which is otherwise the workload's.
 
 
 class Operation(Protocol):

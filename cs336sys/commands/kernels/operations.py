@@ -118,8 +118,7 @@ class OptimizerStep(Operation):
 
 
 EPS = 1e-5
-# Tokens whose logits ``chunked`` holds at a time: 1.2 GB in bf16 for a vocabulary of 151,936.
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 4096  # Tokens whose logits ``chunked`` holds at a time: 1.2 GB in bf16 for a vocabulary of 151,936.
 
 
 def _implementations(ours: Function, reference: Function, **others: Callable[[Any], Function]) -> Implementations:

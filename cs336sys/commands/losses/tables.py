@@ -13,8 +13,7 @@ from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table
 
-# A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
-_AVERAGED = 20
+_AVERAGED = 20  # A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
 
 _SETTINGS = titles.columns_of(LossWorkload)
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")

@@ -79,7 +79,7 @@ def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *ar
     is_kept = any(name in str(operator) for name in ("scaled_dot_product", "flash_attention_forward"))
     if operator is torch.ops.aten.mm.default:
         inner, columns = args[0].shape[1], args[1].shape[1]
-        # The last product of a block is the input of the next one.
+        # The last product of a block, of inner dimension d_ff, is kept as the input of the next block.
         is_kept = inner != d_ff and (keeps_gate_and_up or columns != d_ff)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -221,7 +221,7 @@ def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: Optim
 
         fused = fused_kernels(model)
         assert fused is not None
-        fused.keep_copies(torch.bfloat16, trained, torch.bfloat16)
+        fused.keep_copies(torch.bfloat16, trained, gradient_dtype=torch.bfloat16)
     return trained
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from cs336sys.settings.choices import ATTENTION
 
-# torch's own, whatever stands in its place.
-torch_attention = F.scaled_dot_product_attention
+torch_attention = F.scaled_dot_product_attention  # torch's own, whatever stands in its place.
 
-# Imported once a model asks for it.
-_flash_attention: Callable[..., Tensor] | None = None
+_flash_attention: Callable[..., Tensor] | None = None  # Imported once a model asks for it.
 _LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
