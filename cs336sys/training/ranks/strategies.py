@@ -79,7 +79,7 @@ def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *ar
     is_kept = any(name in str(operator) for name in ("scaled_dot_product", "flash_attention_forward"))
     if operator is torch.ops.aten.mm.default:
         inner, columns = args[0].shape[1], args[1].shape[1]
-        # The last product of a block, of inner dimension d_ff, is kept as the input of the next block.
+        # The last product of a block, of inner dimension d_ff, is in the input of the next block, which is kept.
         is_kept = inner != d_ff and (keeps_gate_and_up or columns != d_ff)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -230,10 +230,10 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     mean_difference = abs((first.mean() - second.mean()).item())
     log_variance_difference = abs(math.log((first.var() / second.var()).item()))
     # Standard deviations of the two differences. A variable of two values has kurtosis 1, and would get 0.
-    of_means = math.sqrt(2 * variance / size)
-    of_log_variances = math.sqrt(2 * max(0.5, kurtosis - 1) / size)
-    has_same_mean = mean_difference <= _MOST_DEVIATIONS * of_means
-    return has_same_mean and log_variance_difference <= _MOST_DEVIATIONS * of_log_variances
+    mean_deviation = math.sqrt(2 * variance / size)
+    log_variance_deviation = math.sqrt(2 * max(0.5, kurtosis - 1) / size)
+    has_same_mean = mean_difference <= _MOST_DEVIATIONS * mean_deviation
+    return has_same_mean and log_variance_difference <= _MOST_DEVIATIONS * log_variance_deviation
 
 
 def _identical_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -352,9 +352,10 @@ def innermost_line(
     for file, line in reversed(lines):
         if in_package is not None and (file, line) == in_package[1:]:
             return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
-        below = str(file)[len(os.path.commonpath([file, *folders])) :] if str(file).startswith(folders) else ""
-        if below and not any(folder in below for folder in installed):
-            return f"{file.name}, line {line}"
+        if str(file).startswith(folders):
+            below = str(file)[len(os.path.commonpath([file, *folders])) :]
+            if not any(folder in below for folder in installed):
+                return f"{file.name}, line {line}"
     return ""
 
 
