@@ -34,7 +34,7 @@ class NvtxMarks:
         return functools.partial(torch.cuda.nvtx.range_end, torch.cuda.nvtx.range_start(name))
 
     def range(self, name: str) -> AbstractContextManager:
-        """Return a range of the calling thread, nested in those that it has open."""
+        """Return a range of the calling thread, nested in those that it has open; it decorates functions, too."""
         return torch.cuda.nvtx.range(name)
 
 

@@ -17,7 +17,7 @@ from cs336sys.settings.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.training import user_models
 from cs336sys.training.cuda_graphs import CudaRecorder, require_graphs
-from cs336sys.training.profiler_ranges import NvtxMarks, phase
+from cs336sys.training.profiler_ranges import Marks, NvtxMarks, phase
 from cs336sys.training.ranks.strategies import OptimizerChoice, Replica, sequences_of_rank
 from cs336sys.training.step import TrainStep, set_matmul_precision
 
@@ -74,7 +74,7 @@ class ParallelStep(TrainStep):
         self._arrange_phases(in_graphs)
         # Set by Nsight Systems in the processes that it watches.
         if device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
-            self._show_ranges()
+            self.mark(NvtxMarks())
 
     def _arrange_phases(self, in_graphs: bool) -> None:
         """Put what the strategy does besides computing into the phases, or between them."""
@@ -132,12 +132,12 @@ class ParallelStep(TrainStep):
             self._launched = {"step": functools.partial(_call_in_turn, *self._launched.values())}
         super().capture(**{"recorder": self._recorder, **settings})
 
-    def _show_ranges(self) -> None:
-        """Decorate phases and launches, so that each call is a range of Nsight Systems from now on."""
-        self.phases = {name: phase(name, NvtxMarks())(run) for name, run in self.phases.items()}
+    def mark(self, marks: Marks) -> None:
+        """Decorate phases and launches, so that each call is a range of a profiler from now on."""
+        self.phases = {name: phase(name, marks)(run) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
-            # An attribute of this bucket, not of its class.
-            bucket.launch = torch.cuda.nvtx.range(f"launch bucket {number}")(bucket.launch)
+            decorate: Any = marks.range(f"launch bucket {number}")
+            bucket.launch = decorate(bucket.launch)  # An attribute of this bucket, not of its class.
 
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:

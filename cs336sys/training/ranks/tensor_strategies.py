@@ -145,12 +145,10 @@ def _as_torch_layers(model: nn.Module) -> None:
             # Norms, whose weights are vectors, stay.
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            rows, columns = weight.shape
-            with torch.device("meta"):  # Without memory for weights that are replaced.
-                layer = (
-                    nn.Embedding(rows, columns) if name == "token_embeddings" else nn.Linear(columns, rows, bias=False)
-                )
-            layer.weight = weight
+            layer: nn.Module = models.torch_linear(weight)
+            if name == "token_embeddings":
+                layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
+                layer.weight = weight
             setattr(module, name, layer)
 
 
