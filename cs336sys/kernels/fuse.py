@@ -26,10 +26,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def _norm_forward(
     norm: Any, x: Tensor, residual: Tensor | None = None, returns_x: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """Replace the forward pass of the course's RMSNorm; only :func:`_block_forward` gives more than ``x``."""
     return rms_norm(x, norm.weight, norm.eps, residual, returns_x=returns_x)
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
+    # Norms return what the block goes on with, so that their backward kernels add its gradient, too.
     normalized, x = block.ln1(x, returns_x=True)
     normalized, x = block.ln2(block.attn(normalized), residual=x)
     return x + block.ffn(normalized)
@@ -51,9 +53,9 @@ def gate_forward(layers: Gate) -> Callable:
         gate, up, down = (getattr(ffn, name) for name in layers)
         if not _reads_copy(ffn.gate_up_copy, x):
             return down(swiglu(gate(x), up(x)))
-        dtype = ffn.gradient_dtype
-        gate_up = linear_of_copy(x, ffn.gate_up_copy, gate.weight, up.weight, gradient_dtype=dtype)
-        return swiglu_linear_of_copy(gate_up, ffn.down_copy, down.weight, dtype)
+        gradient_dtype = ffn.gradient_dtype
+        gate_up = linear_of_copy(x, ffn.gate_up_copy, gate.weight, up.weight, gradient_dtype=gradient_dtype)
+        return swiglu_linear_of_copy(gate_up, ffn.down_copy, down.weight, gradient_dtype)
 
     return forward
 
@@ -65,7 +67,7 @@ def norm_forward(eps: float) -> Callable:
     def forward(norm: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
         (x,) = (*inputs, *named_inputs.values())
         if x.dtype != norm.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            # RMSNorms of different models return different ones of the two dtypes.
+            # Models differ in which of the two dtypes their RMSNorms return here.
             return type(norm).forward(norm, x)
         y = rms_norm(x, norm.weight, eps)
         assert isinstance(y, Tensor)
@@ -103,22 +105,22 @@ def attention_forward(theta: float | None, attention: Attention) -> Callable:
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         if attn.qkv_copy is None:
             return type(attn).forward(attn, x, token_positions)
-        dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype)
+        gradient_dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=gradient_dtype)
         if theta is None:
             # (..., S, 3 H D) to three of (..., H, S, D).
             query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
         else:
             query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
         heads = attention(query, key, value).transpose(-3, -2).flatten(-2)
-        return linear_of_copy(heads, attn.output_copy, attn.output_proj.weight, gradient_dtype=dtype)
+        return linear_of_copy(heads, attn.output_copy, attn.output_proj.weight, gradient_dtype=gradient_dtype)
 
     return forward
 
 
 @functools.cache
 def attention_of(module: types.ModuleType) -> Attention:
-    """Return causal attention by the function that the model's module has at the time of a call."""
+    """Return causal attention by the function that the model's module has at the time of a call: it may be replaced."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         index = torch.arange(query.shape[-2], device=query.device)
@@ -288,6 +290,7 @@ class Fused:
                 f"softcap {options['softcap']}: the model caps its logits at {softcap:g} itself; leave it out"
             )
         if self.copies is not None:
+            # A compiled model does not do so itself: see _refresh_changed_copies.
             self.copies.refresh_changed()
         self._head.__dict__.update(targets=targets, loss_options=options)
         try:
@@ -356,16 +359,13 @@ class Fused:
                 shape = sum(map(len, weights)), weights[0].shape[1]
                 copy = module.__dict__[name] = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 self.copies.add(weights, copy)
-        if are_separate and self._head is not None and self._count_owners(self._head.weight) == 1:
+        # An optimizer writes one copy of a weight: what an embedding shares with the head gets none.
+        if are_separate and self._head is not None and _count_owners(self._model)[self._head.weight] == 1:
             self._head.__dict__["copy"] = torch.empty_like(self._head.weight, dtype=dtype, requires_grad=False)
             self.copies.add([self._head.weight], self._head.copy)
         self._model.register_load_state_dict_post_hook(_refresh_copies)
         self._model.register_forward_pre_hook(_refresh_changed_copies)
         return self.copies
-
-    def _count_owners(self, weight: nn.Parameter) -> int:
-        """Count the modules that own a parameter: an embedding may share the head's."""
-        return sum(parameter is weight for module in self._model.modules() for parameter in module._parameters.values())
 
     def undo(self) -> None:
         """Let the model compute as before; a second call does nothing."""
@@ -386,6 +386,11 @@ def fused_kernels(model: nn.Module) -> Fused | None:
     return next((module.__dict__[_HANDLE] for module in model.modules() if _HANDLE in module.__dict__), None)
 
 
+def _count_owners(model: nn.Module) -> Counter[nn.Parameter | None]:
+    """Count the modules that own each parameter."""
+    return Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+
+
 def _refresh_copies(model: nn.Module, _: object) -> None:
     handle = fused_kernels(model)
     if handle is not None and handle.copies is not None:
@@ -393,6 +398,7 @@ def _refresh_copies(model: nn.Module, _: object) -> None:
 
 
 def _refresh_changed_copies(model: nn.Module, _: object) -> None:
+    # torch.compile cannot decide by the versions of weights.
     handle = None if torch.compiler.is_compiling() else model.__dict__.get(_HANDLE)
     if handle is not None and handle.copies is not None:
         handle.copies.refresh_changed()
@@ -432,7 +438,7 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     for name in only or ():
         if name not in KERNELS:
             raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
-    kernels = KERNELS if only is None or set(only) == set(KERNELS) else tuple(only)
+    kernels = tuple(KERNELS if only is None else only)
     names = {type(module).__name__ for module in model.modules()}
     if names.issuperset(ATTRIBUTES):
         return _fuse_course_model(model, attention, kernels)
@@ -442,7 +448,7 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
 def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
     """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
     replaced_classes = {name for kernel in kernels for name in KERNELS[kernel]}
-    if kernels is KERNELS:
+    if set(kernels) == set(KERNELS):
         # Its fused forward pass differs only with copies of the weights, which need all kernels.
         replaced_classes.add("CausalMultiHeadSelfAttention")
     course_modules = {
@@ -487,13 +493,13 @@ def _course_forward(model: nn.Module, path: str, module: Any, attention: Attenti
     name = type(module).__name__
     if name == "RotaryEmbedding":
         base = rotation_base(model, path, module)
-        heads: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
-        head_dim = len(heads.q_proj.weight) // heads.num_heads
+        attn: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
+        head_dim = len(attn.q_proj.weight) // attn.num_heads
         return rotation_forward(base) if recognition.is_rotation(module, base, head_dim) else None
     if name == "CausalMultiHeadSelfAttention":
         rotation: Any = module.positional_encoder
         if len(list(module.parameters())) != 4:
-            # It has biases, or norms of queries and keys.
+            # Besides the four projections it has biases, or norms of queries and keys.
             return None
         theta = None if rotation is None else rotation_base(model, path, rotation)
         return attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
@@ -508,10 +514,11 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
     replacements: dict[nn.Module, Replacement] = {}
     counts: Counter[str] = Counter()
-    owners = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    owners = _count_owners(model)
     stacked_layers: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module in stacked_layers:
+            # Its SwiGLU computes it.
             continue
         kernel, replacement = _recognize(module, kernels, head, owners)
         if replacement is None:
@@ -521,8 +528,9 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         stacked_layers.update(itertools.chain.from_iterable(replacement.stacks.values()))
         if kernel is not None:
             counts[kernel] += 1
+    # Of all kernels a model need not have each; those that were chosen by name it must have.
     missing = [kernel for kernel in kernels if kernel not in counts]
-    if not counts or (missing and kernels is not KERNELS):
+    if not counts or (missing and set(kernels) != set(KERNELS)):
         raise UsageError(
             f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
             f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
@@ -550,7 +558,7 @@ def _recognize(
         layers = tuple(module.get_submodule(name) for name in gate)
         if all(owners[layer.get_parameter("weight")] == 1 for layer in layers):
             return "swiglu", Replacement(gate_forward(gate), {"gate_up_copy": layers[:2], "down_copy": layers[2:]})
-    if kernels is KERNELS and recognition.is_linear(module) and owners[module.get_parameter("weight")] == 1:
+    if set(kernels) == set(KERNELS) and recognition.is_linear(module) and owners[module.get_parameter("weight")] == 1:
         return None, Replacement(_linear_forward, {"weight_copy": (module,)})
     return None, None
 

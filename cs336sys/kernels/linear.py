@@ -35,9 +35,7 @@ _weight_gradient_operator = define_operator(
 
 
 @register_flop_formula(torch.ops.cs336sys.linear_weight_gradient)
-def _product_flops(
-    grad_shape: torch.Size, x_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
+def _product_flops(grad_shape: torch.Size, x_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(grad_shape) * x_shape[-1]
 
 
@@ -53,16 +51,16 @@ class LinearOfCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, copy: Tensor, gradient_dtype: torch.dtype, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, copy)
-        ctx.rows = [len(weight) for weight in weights]
-        ctx.dtype = gradient_dtype
+        ctx.rows_of_weights = [len(weight) for weight in weights]
+        ctx.gradient_dtype = gradient_dtype
         return torch.nn.functional.linear(x, copy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, copy = ctx.saved_tensors
-        grad_weight = weight_gradient(grad, x, ctx.dtype)
-        return grad @ copy, None, None, *grad_weight.split(ctx.rows)
+        grad_weight = weight_gradient(grad, x, ctx.gradient_dtype)
+        return grad @ copy, None, None, *grad_weight.split(ctx.rows_of_weights)
 
 
 def linear_of_copy(x: Tensor, copy: Tensor, *weights: Tensor, gradient_dtype: torch.dtype | None = None) -> Tensor:
@@ -82,6 +80,7 @@ def linear_of_copy(x: Tensor, copy: Tensor, *weights: Tensor, gradient_dtype: to
     gradient_dtype = gradient_dtype or weights[0].dtype
     if not torch.is_autocast_enabled(device_type):
         return LinearOfCopy.apply(x, copy, gradient_dtype, *weights)
+    # Autocast to another dtype than the copy's would cast x and the copy once more.
     with torch.autocast(device_type, enabled=False):
         return LinearOfCopy.apply(x.to(copy.dtype), copy, gradient_dtype, *weights)
 
@@ -138,4 +137,5 @@ class WeightCopies:
             yield weight, difference
 
     def _versions_now(self) -> list[tuple[int, int]]:
+        """Return which tensor each weight is, and how often PyTorch has written into it."""
         return [(id(weight), weight._version) for weight, _ in self._pairs]

@@ -51,6 +51,7 @@ def _load_logits(pointers, mask, other, softcap, CAPPED: tl.constexpr):
         square = ratio * ratio
         decay = tl.exp(-2.0 * tl.abs(ratio))
         tanh = (1.0 - decay) / (1.0 + decay)
+        # Near 0, where this difference loses digits, by the Taylor series of tanh.
         series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315)))
         x = softcap * tl.where(square < 0.01, ratio * series, tl.where(ratio < 0.0, -tanh, tanh))
     return x
@@ -79,7 +80,7 @@ def _reduce_row(
     total = 0.0
     sum_of_logits = 0.0
     for start in range(0, last_start, COLUMN_TILE):
-        x = _load_logits(logits_ptr + start + tile, None, None, softcap, CAPPED)
+        x = _load_logits(logits_ptr + start + tile, mask=None, other=None, softcap=softcap, CAPPED=CAPPED)
         maximum, total = _accumulate(x, maximum, total)
         if SMOOTHED:
             weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
@@ -192,7 +193,7 @@ def cross_entropy_forward_kernel(
         tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED), mask=column < row_stride)
         for columns_done in range(0, last_start, COLUMN_TILE):
             column = last_start - COLUMN_TILE - columns_done + tile
-            x = _load_logits(logits_ptr + column, None, None, softcap, CAPPED)
+            x = _load_logits(logits_ptr + column, mask=None, other=None, softcap=softcap, CAPPED=CAPPED)
             weights = _load_class_weights(class_weight_ptr, column, num_columns, SMOOTHED and WEIGHTED)
             tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED))
 
@@ -360,12 +361,16 @@ def _sums_dtype(weight: Tensor, dtype: torch.dtype, kept: torch.dtype, logits_by
 def _allocate_grad_weight(
     weight: Tensor, kept: torch.dtype, num_tokens: int, options: LossOptions
 ) -> tuple[Tensor, int]:
-    """Return memory for sums of the weight's gradient, empty if not needed, and the bytes left for a chunk's logits."""
+    """Return memory for sums of the weight's gradient, empty if not needed, and the bytes left for a chunk's logits.
+
+    They are fewer where the sums are in float32 and are rounded to a second tensor of dtype ``kept`` in the end.
+    """
     if not options.makes_gradients[1]:
         return torch.empty(0, dtype=options.dtype, device=weight.device), CHUNK_BYTES
     logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
     sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
     has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
+    # Without tokens no product writes it.
     allocate = torch.empty if num_tokens else torch.zeros
     grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
     return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)
@@ -443,6 +448,7 @@ def launch_forward(
                     torch.addmm(grad, logits[:, part], compute_weight[part], out=grad)
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
+    # Frees the logits before the sums are rounded to a second tensor.
     del buffer
 
     if kept == torch.bfloat16:
@@ -457,6 +463,7 @@ def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tu
     """Return the sum of the targets' weights, by which a mean is divided, and the sum of all class weights."""
     count = _count_targets(targets, vocab_size, options.ignore_index)
     if options.class_weight is None:
+        # The second stands in for a sum that the kernel does not read.
         return count, count
     is_counted = targets != options.ignore_index
     weights = options.class_weight[targets.where(is_counted, 0)].where(is_counted, 0)
@@ -498,7 +505,7 @@ def _launch_kernel(
             CAPPED=options.softcap is not None,
             WEIGHTED=class_weight is not None,
             WITH_GRADIENT=any(options.makes_gradients),
-            AVERAGED=options.is_averaged and options.dtype != torch.float16,
+            AVERAGED=options.is_averaged and options.dtype != torch.float16,  # see _split_factor
             SCALED=grad_loss is not None,
             COLUMN_TILE=column_tile,
             num_warps=column_tile // COLUMNS_OF_A_WARP,
@@ -584,7 +591,7 @@ def _gradients_of_arguments(ctx: Any, grad_hidden: Tensor, grad_weight: Tensor) 
     return (
         grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
         grad_weight.to(ctx.gradient_dtype) if ctx.options.needs_grad_weight else None,
-        *(None,) * (1 + len(ctx.options)),
+        *(None,) * (1 + len(ctx.options)),  # targets and options
     )
 
 
@@ -592,9 +599,11 @@ define_gradient("linear_cross_entropy", _differentiate, _save_for_backward)
 
 
 @register_flop_formula(torch.ops.cs336sys.linear_cross_entropy)
-def _flops(hidden_shape: torch.Size, weight_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _flops(
+    hidden_shape: torch.Size, weight_shape: torch.Size, targets_shape: torch.Size, *arguments: Any, **kwargs: Any
+) -> int:
     """Count 2 N d V for the logits, and as many for each gradient."""
-    options = LossOptions(*args[1:])
+    options = LossOptions(*arguments)
     num_products = 1 if options.is_deferred else 1 + options.needs_grad_hidden + options.needs_grad_weight
     return 2 * num_products * math.prod(hidden_shape) * weight_shape[0]
 

@@ -124,11 +124,9 @@ def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
         return True
     device = tensors[0].device if tensors else torch.device("cpu")
     with _isolated_trial():
-        x, positions = torch.randn((2, 2, head_dim), device="cpu").to(device), torch.tensor([1, 0], device=device)
-        return all(
-            _agrees(lambda x: module(x, positions), lambda x: reference_rope(x, positions, theta=theta), [x.to(dtype)])
-            for dtype in _TOLERANCES
-        )
+        sample, positions = torch.randn((2, 2, head_dim), device="cpu").to(device), torch.tensor([1, 0], device=device)
+        reference = functools.partial(reference_rope, positions=positions, theta=theta)
+        return all(_agrees(lambda x: module(x, positions), reference, [sample.to(dtype)]) for dtype in _TOLERANCES)
 
 
 def is_prenorm_block(block: nn.Module) -> bool:
@@ -165,15 +163,16 @@ def find_head(model: nn.Module) -> Head | None:
     with _restored_modes(model):
 
         def record(*shape: int) -> list[list[_Step] | None]:
-            # The modes differ in their batch size as well, on which the operations must not depend.
+            """Record in both modes what the model does to a tensor of this shape in place of its logits."""
+            # The modes differ in batch size and tokens as well, on which the operations must not depend.
             return [
                 _record_logits(model.train(is_training), head, batch=1 + is_training, shape=shape)
                 for is_training in (True, False)
             ]
 
+        # The fused head later returns a loss: a scalar where the model does nothing to it, else (1, 1, 1).
         if record() == [[], []]:
-            return Head(head, None)
-        # In place of logits the fused head later returns a loss (1, 1, 1).
+            return Head(head, softcap=None)
         steps, *others = record(1, 1, vocab_size) + record(1, 1, 1)
     softcap = _read_softcap(steps, vocab_size) if steps and all(other == steps for other in others) else None
     return None if softcap is None else Head(head, softcap)
@@ -187,13 +186,13 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
         shape: of the tensor that stands for the logits.
     """
     weight = head.get_parameter("weight")
-    device, tokens = weight.device, (batch, 2)
+    device, tokens_shape = weight.device, (batch, 2)
     # Fake tensors may be on a GPU that this machine lacks.
-    has_random_numbers = device.type == "cuda" and torch.cuda.is_available()
+    restores_gpu_state = device.type == "cuda" and torch.cuda.is_available()
     watch = _Watch()
 
-    def mark(hidden: Tensor) -> Tensor:
-        if hidden.shape != (*tokens, weight.shape[1]) or watch.results:
+    def replace_logits(hidden: Tensor) -> Tensor:
+        if hidden.shape != (*tokens_shape, weight.shape[1]) or watch.results:
             raise ValueError("this layer does not compute the logits of every token, or not once")
         watch.results.append(hidden.new_zeros(shape))
         return watch.results[0]
@@ -203,19 +202,20 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
     name = "scaled_dot_product_attention"
+    # A model's file may import torch's function or, as the course's, define its own.
     sources = [torch.nn.functional, *(sys.modules.get(type(part).__module__) for part in model.modules())]
     try:
         with (
             contextlib.ExitStack() as stack,
             torch.no_grad(),
-            torch.random.fork_rng(devices=[device] if has_random_numbers else []),
-            mock.patch.dict(head.__dict__, {"forward": mark}),
+            torch.random.fork_rng(devices=[device] if restores_gpu_state else []),
+            mock.patch.dict(head.__dict__, {"forward": replace_logits}),
             watch,
         ):
             for source in dict.fromkeys(sources):
                 if hasattr(source, name):
                     stack.enter_context(mock.patch.object(source, name, zero_attention))
-            output = model(torch.full(tokens, batch - 1, dtype=torch.int64, device=device))
+            output = model(torch.full(tokens_shape, fill_value=batch - 1, dtype=torch.int64, device=device))
     except Exception:
         return None
     is_last = bool(watch.results) and getattr(output, "logits", output) is watch.results[-1]

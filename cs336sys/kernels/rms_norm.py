@@ -50,7 +50,7 @@ def rms_norm_forward_kernel(
 ):  # fmt: skip
     """Compute y = total * inverse_rms * weight of a tile of rows in each program.
 
-    ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
+    ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps). ONE_TILE: a tile has whole rows.
     """
     x, residual = Matrix(x_ptr, x_strides), Matrix(residual_ptr, residual_strides)
     # Offsets are int64, for tensors of more than 2**31 elements.
@@ -179,7 +179,7 @@ FORWARD_ROW_ELEMENTS = 8192
 BACKWARD_ROW_ELEMENTS = 8192
 # Rows and columns of a tile where a row has several, in the backward pass.
 LONG_ROW_TILES = 4, 4096
-# Narrow rows share a tile of so many elements; half as many in the forward pass.
+# Narrow rows share a tile of so many elements; half as many in the forward pass, where each thread takes 32.
 NARROW_TILE_ELEMENTS = 2048
 # What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has; and
 # those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them: 2048
@@ -209,9 +209,10 @@ class RMSNormSettings(NamedTuple):
 
 
 def forward_settings(width: int) -> RMSNormSettings:
+    """Return the forward pass's settings for rows of ``width`` elements."""
     column_tile = triton.next_power_of_2(width)
     if column_tile > FORWARD_ROW_ELEMENTS:
-        return RMSNormSettings(1, FORWARD_ROW_ELEMENTS, num_warps=16)
+        return RMSNormSettings(row_tile=1, column_tile=FORWARD_ROW_ELEMENTS, num_warps=16)
     row_tile = max(1, NARROW_TILE_ELEMENTS // 2 // column_tile)
     return RMSNormSettings(row_tile, column_tile, num_warps=max(1, row_tile * column_tile // 1024))
 
@@ -259,6 +260,7 @@ def launch_forward(
     if y.numel() == 0:
         return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
     rows = as_rows(x)
+    # Where there is no residual, the kernel does not touch what stands for it.
     residual_rows = rows if residual is None else as_rows(residual)
     width = x.shape[-1]
     settings = forward_settings(width)
@@ -273,6 +275,7 @@ def launch_forward(
 
 
 def _empty_grads(grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype):
+    """Allocate the results of :func:`launch_backward`, whose arguments these are."""
     grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
     if residual_dtype is None or residual_dtype == x_dtype:
         grad_residual = torch.empty(0, dtype=x_dtype, device=total.device)
@@ -304,6 +307,7 @@ def launch_backward(
     constants = settings.constants(width)
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
     num_programs = min(num_tiles, settings.programs * num_multiprocessors(rows.device))
+    # Programs that walk along a row in several tiles add to their sums in memory.
     allocate = torch.empty if constants["ONE_TILE"] else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
     inputs = grad_y_rows, grad_total_rows, rows, weight, inverse_rms.contiguous()
@@ -344,6 +348,7 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:
+        # A gradient of the empty total that the operator returns.
         grad_total = None
     backward = _backward_operator if needs_operators(grad_y) else launch_backward
     grad_x, grad_residual, grad_weight = backward(

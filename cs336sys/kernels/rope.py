@@ -29,7 +29,7 @@ def _cos_sin(turns):
 
     The nearest quarter turn is taken off; for the remainder, at most pi / 4, the polynomials are right to float32.
     """
-    high = (turns >> 32).to(tl.int32)
+    high = (turns >> 32).to(tl.int32)  # in 2^-32 turns: a quarter turn is 1 << 30
     quadrant = (high + (1 << 29)) >> 30
     angle = (high - (quadrant << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
     square = angle * angle
@@ -77,7 +77,10 @@ def _rotate_heads(
     x, y, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim,
     ROTATES: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of rows of one of ``num_groups`` groups of heads in each program; without ROTATES copy it."""
+    """Rotate a tile of rows of one of ``num_groups`` groups of heads in each program; without ROTATES copy it.
+
+    A group has ``CONFIG.heads`` heads; of a tensor with fewer groups the last programs have nothing to do.
+    """
     ROW_TILE: tl.constexpr = CONFIG.row_tile
     HALF_TILE: tl.constexpr = CONFIG.half_tile
     num_row_tiles = tl.cdiv(num_rows, ROW_TILE)
@@ -143,6 +146,7 @@ def rope_qkv_kernel(
 ):  # fmt: skip
     """Rotate query and key out of the projection and copy value, or back: one of them along the grid's second axis."""
     part = tl.program_id(1)
+    # Positions (batch, row) are those of all heads. In the projection heads of query, key and value follow each other.
     positions = View(positions_ptr, (positions_strides[0], 0, positions_strides[1]))
     if part == 0:
         _part_of_qkv(
@@ -183,7 +187,7 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
 def _tiling(
     batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device
 ) -> tuple[int, int, tuple[int, int, int]]:
-    """Return the programs of a launch, the groups of heads that a tensor has at most, and heads, rows, pairs of a tile.
+    """Return the programs for each tensor, the groups of heads of the largest, and a program's (heads, rows, pairs).
 
     ``heads``: of each tensor that the launch rotates.
     """
@@ -205,8 +209,8 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
     if x.numel() == 0:
         return
     *leading, num_rows, dim = x.shape
-    # Batches, heads, rows and columns.
-    shape = (math.prod(leading[:-1]), leading[-1] if leading else 1, num_rows, dim)
+    batches, heads = math.prod(leading[:-1]), leading[-1] if leading else 1
+    shape = batches, heads, num_rows, dim
     x, y = x.reshape(shape), y.view(shape)
     implied = positions is None
     if positions is None:
@@ -215,13 +219,13 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
     else:
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
         positions_strides = positions.stride()
-    shared = positions_strides[1] == 0 or shape[1] == 1
-    num_programs, _, tile = _tiling(shape[0], shape[1:2], num_rows, dim, x.device)
+    shared = positions_strides[1] == 0 or heads == 1
+    num_programs, _, tile = _tiling(batches, [heads], num_rows, dim, x.device)
     config = RotationConfig(*tile, implied_positions=implied, shared_positions=shared)
     frequencies, strides = _frequencies(dim, theta, inverse, x.device), (x.stride(), y.stride(), positions_strides)
     with torch.cuda.device_of(x):
         rope_kernel[(num_programs,)](
-            x, y, positions, frequencies, *strides, shape[1], num_rows, dim // 2, CONFIG=config, num_warps=NUM_WARPS
+            x, y, positions, frequencies, *strides, heads, num_rows, dim // 2, CONFIG=config, num_warps=NUM_WARPS
         )
 
 
@@ -275,7 +279,7 @@ def _check_angles(positions: Tensor | None, theta: float, shape: tuple[int, ...]
 def empty_rotated(
     x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    """Check arguments, and allocate the rotated x."""
+    """Check arguments, and allocate the rotated x; computes on fake tensors, as all ``empty_...`` here."""
     if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
         raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
     _check_angles(positions, theta, x.shape[:-1], x.device)
@@ -317,6 +321,7 @@ def empty_qkv(
 def compute_qkv(
     qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query and key, rotated, and value."""
     results = empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
     check_tensors("rope_qkv", rope_qkv_kernel, qkv=qkv)
     _rotate_qkv(qkv, results, positions, theta, backward=False)
@@ -387,8 +392,8 @@ def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0)
         TypeError, CapabilityError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
     rotate = _operator if needs_operators(x) else Rope.apply
-    # Not inverse, and without strides of the caller's.
-    return rotate(x, positions, theta, False, None, result_dtype(x))
+    inverse, strides_of_result = False, None
+    return rotate(x, positions, theta, inverse, strides_of_result, result_dtype(x))
 
 
 _qkv_operator = define_operator(

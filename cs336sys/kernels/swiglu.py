@@ -1,4 +1,7 @@
-"""SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it."""
+"""SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it.
+
+Functions ``_empty_...`` allocate results, and compute on fake tensors in place of the kernels.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +86,7 @@ def _swiglu_tiling(matrix: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def _empty_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """Check shapes, and allocate the product in ``dtype``."""
     if gate.dim() == 0 or gate.shape != up.shape:
         raise ValueError(
             f"gate and up must have the same shape (..., d), got {tuple(gate.shape)} and {tuple(up.shape)}"
@@ -103,7 +107,8 @@ def _forward(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_grads(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    grad_gate, grad_up = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (gate, up))
+    grad_gate, grad_up = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (gate, up))
+    # An operator returns tensors: one without elements stands for no product.
     return grad_gate, grad_up, torch.empty(gate.shape if recomputes else 0, dtype=grad.dtype, device=gate.device)
 
 
@@ -111,7 +116,7 @@ def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple
     """Return the gradients of gate and up, and the product in the dtype of ``grad``, empty unless recomputed."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
     inputs = _as_matrices(gate, up, grad)
-    _launch_backward(inputs, (grad_gate, grad_up, product), inputs[0].shape[1])
+    _launch_backward(inputs, (grad_gate, grad_up, product), grad_row_stride=inputs[0].shape[1])
     return grad_gate, grad_up, product
 
 
@@ -135,8 +140,7 @@ def _launch_backward(inputs: Sequence[Tensor], results: Sequence[Tensor], grad_r
 
 
 def _empty_grad_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    # Not empty_like: the strides of the inputs may be others.
-    grad_gate_up, product = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (gate_up, grad))
+    grad_gate_up, product = (torch.empty_like(like, memory_format=torch.contiguous_format) for like in (gate_up, grad))
     return grad_gate_up, product
 
 
@@ -146,7 +150,7 @@ def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     rows = as_rows(gate_up)
     gate, up = rows.chunk(2, -1)
     grad_gate, grad_up = as_rows(grad_gate_up).chunk(2, -1)
-    _launch_backward((gate, up, as_rows(grad)), (grad_gate, grad_up, product), rows.shape[1])
+    _launch_backward((gate, up, as_rows(grad)), (grad_gate, grad_up, product), grad_row_stride=rows.shape[1])
     return grad_gate_up, product
 
 
@@ -164,7 +168,8 @@ _pair_backward_operator = define_operator(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+    gate, up, _ = inputs
+    ctx.save_for_backward(gate, up)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
@@ -205,7 +210,7 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, copy: Tensor, gradient_dtype: torch.dtype, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, copy)
-        ctx.dtype = gradient_dtype
+        ctx.gradient_dtype = gradient_dtype
         gate, up = gate_up.chunk(2, -1)
         if copy.dim() != 2 or copy.shape[1:] != gate.shape[-1:]:
             raise ValueError(
@@ -220,7 +225,7 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
         gate_up, copy = ctx.saved_tensors
         backward = _pair_backward_operator if needs_operators(grad) else _backward_of_pair
         grad_gate_up, product = backward(gate_up, grad @ copy)
-        return grad_gate_up, None, None, weight_gradient(grad, product, ctx.dtype)
+        return grad_gate_up, None, None, weight_gradient(grad, product, ctx.gradient_dtype)
 
 
 def swiglu_linear_of_copy(
@@ -233,7 +238,7 @@ def swiglu_linear_of_copy(
 
     Args:
         gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; its gradient is one tensor.
-        copy: (d_out, d).
+        copy: (d_out, d), the weight in half precision (:class:`~cs336sys.kernels.linear.WeightCopies`).
         weight: (d_out, d), which gets its gradient and is not read.
         gradient_dtype: of the weight's gradient, as in :func:`~cs336sys.kernels.linear.linear_of_copy`.
 
@@ -243,6 +248,7 @@ def swiglu_linear_of_copy(
     Raises:
         ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
+    # Autocast to another dtype than the copy's would cast the product and the copy once more.
     with torch.autocast(gate_up.device.type, enabled=False):
         return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight)
 

@@ -166,6 +166,7 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
         if RANDOM:
             # Different bits for every element of every parameter in every step, the same in every run.
             low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)
+            # Four numbers of 32 bits: for moments and weight of the first half of the tile, then of the second.
             random_bits = tl.philox(seed, low, zero + high, zero + number, zero, PHILOX_ROUNDS)
         for half in tl.static_range(2):
             offset = first + half * HALF_TILE
@@ -233,7 +234,10 @@ def adamw_prepare_kernel(
     rows_ptr, groups_ptr, factors_ptr, sums_ptr, clip_ptr, num_rows, num_sums, max_norm,
     CLIPPED: tl.constexpr, ROW_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count the step of every parameter, and compute its factors and the factor of clipping, in one program."""
+    """Count the step of every parameter, and compute its factors and the factor of clipping, in one program.
+
+    A group's settings are in the order of SETTINGS, factors in that of the comment at NUM_FACTORS.
+    """
     if CLIPPED:
         sums = tl.zeros((SUM_TILE,), tl.float64)
         for start in range(0, num_sums, SUM_TILE):

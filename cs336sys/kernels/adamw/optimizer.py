@@ -104,6 +104,7 @@ class AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "state_dtype": self.state_dtype}
 
     def __setstate__(self, state: dict) -> None:
+        # Unpickling gives all attributes; load_state_dict() comes through here, too, with the state alone.
         if "state_dtype" in state:
             self._reset_tables()
         super().__setstate__(state)
@@ -299,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
                 check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
                 part.tables = UpdateTables(self._device)
             part.tables.describe(updates)
-            # Tables that a graph copies to the device are there only once it runs.
+            # Tables that a captured graph uploads are on the device only once it runs: the next step uploads its own.
             part.described_signature = None if is_capturing(self._device) else signature
         assert part.tables is not None
         self._norm_and_clip_factor = part.tables.step(list(map(_group_settings, self.param_groups)), self.max_grad_norm)
@@ -348,6 +349,8 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
+        # Besides a weight the kernel reads and writes ``other``: its low bits, or a copy, which of a master is the
+        # parameter.
         weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
         extra_state = self._extra_state_name(parameter)
         if extra_state == "master":
@@ -357,7 +360,8 @@ class AdamW(torch.optim.Optimizer):
         elif parameter.dtype != torch.float32:
             weight_format = kernels.BFLOAT16
         copy_dtype = TRITON_DTYPES[other.dtype] if other is not None and weight_format == kernels.FLOAT32 else None
-        variant = Variant(TRITON_DTYPES[gradient.dtype], self.state_dtype == "bf16", weight_format.value, copy_dtype)
+        has_bfloat16_moments = self._moment_dtype == torch.bfloat16
+        variant = Variant(TRITON_DTYPES[gradient.dtype], has_bfloat16_moments, weight_format.value, copy_dtype)
         return Update(
             variant, weight, gradient, state["exp_avg"], state["exp_avg_sq"], other, state["step"], number, group
         )

@@ -1,6 +1,7 @@
 """Tables on the device that describe tensors to the AdamW kernels, made anew only when tensors change."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,9 +28,10 @@ class Variant(NamedTuple):
 def tile_settings(variant: Variant) -> tuple[int, int]:
     """Return the elements of half a tile and the warps of a program.
 
-    On an H200, as a share of the copy rate (0.94 B parameters, 28, 30, 26, 20 and 14 bytes of each; torch's fused
-    AdamW with float32 states: 0.82): float32 0.98, with copies 0.97, split 0.97, bfloat16 states 0.99, bfloat16
-    throughout 0.88. With halves of 1024 and four warps the last two are 0.97 and 0.80: random bits take registers.
+    Shares of the copy rate on an H200, and bytes that a step moves of each of 0.94 B parameters: float32 0.98 (28
+    bytes), with copies 0.97 (30), split 0.97 (26), bfloat16 states 0.99 (20), bfloat16 throughout 0.88 (14); torch's
+    fused AdamW with float32 states 0.82. With halves of 1024 and four warps bfloat16 states reach 0.97 and bfloat16
+    throughout 0.80: random bits take registers.
     """
     if kernels.INTERPRETED:
         return kernels.CHUNK // 2, 4
@@ -125,10 +127,11 @@ class Chunks:
         self.launches: list[ChunkRange] = []
         # Parameters of one variant, which are next to each other, are updated by one launch.
         first_chunk = 0
-        for variant, group in itertools.groupby(zip(sizes, counts, strict=True), key=lambda pair: pair[0][0]):
-            count = sum(count for _, count in group)
-            self.launches.append(ChunkRange(variant, first_chunk, count))
-            first_chunk += count
+        variants = [variant for variant, _ in sizes]
+        for variant, group in itertools.groupby(zip(variants, counts, strict=True), key=operator.itemgetter(0)):
+            num_chunks_of_launch = sum(count for _, count in group)
+            self.launches.append(ChunkRange(variant, first_chunk, num_chunks_of_launch))
+            first_chunk += num_chunks_of_launch
         self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
         self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
         # The norm of the gradients, and the factor that clips them.
@@ -210,10 +213,11 @@ def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float
     """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
     launches = [launch for launch in chunks.launches if launch.num_chunks]
     tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}
-    for variant, first, count in launches if max_norm is not None else ():
-        kernels.adamw_norm_kernel[(count,)](
-            rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
-        )
+    if max_norm is not None:
+        for variant, first, count in launches:
+            kernels.adamw_norm_kernel[(count,)](
+                rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
+            )
     tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
     numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
     constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
@@ -221,7 +225,7 @@ def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float
     sources = rows, chunks.table, chunks.factors, chunks.clip
     for variant, first, count in launches:
         half_tile, num_warps = tile_settings(variant)
-        config = kernels.UpdateConfig(*variant, max_norm is not None, kernels.CHUNK, half_tile)
+        config = kernels.UpdateConfig(*variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile)
         kernels.adamw_update_kernel[(count,)](
             *sources, first, CONFIG=config, num_warps=num_warps, enable_fp_fusion=False
         )
