@@ -33,7 +33,7 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
-    """Refuse, in one sentence, what no kernel computes, or not those that are asked for."""
+    """Refuse, in one sentence, what no kernel computes, or not the kernels that the options name."""
     is_causal, float32_precision, _, kernels, window, scale, aligned_at_end = options
     check_attention_inputs(query, key, value)
     check_mask(window, is_causal, aligned_at_end)
@@ -66,6 +66,7 @@ def _why_unavailable(query: Tensor) -> str | None:
         )
     if query.dtype == torch.bfloat16:
         capability = gpu_capability(query.device)
+        # AMD, which is below all compute capabilities, has bfloat16.
         if AMD < capability < (8, 0):
             name, (major, minor) = torch.cuda.get_device_name(query.device), capability
             return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"
@@ -75,7 +76,10 @@ def _why_unavailable(query: Tensor) -> str | None:
 def _takes_hopper(
     kernels: str, query: Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
 ) -> bool:
-    """Return whether the Hopper kernels compute this: if asked for, or of "auto" where they can and are faster."""
+    """Return whether the Hopper kernels compute this: if asked for, or of "auto" where they can and are faster.
+
+    They cannot where a causal mask's diagonal begins elsewhere than at the first query and key.
+    """
     if kernels != "auto":
         return kernels == "hopper"
     return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
@@ -107,7 +111,7 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     results = [Operand(grad) for grad in grads]
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
-    # The Hopper kernels write by TMA.
+    # The Hopper kernels read and write these by TMA.
     fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
     is_faster = functools.partial(settings.hopper_backward_is_faster, deterministic=options.deterministic)
     if fits_hopper and _takes_hopper(options.kernels, query, problem, is_faster):

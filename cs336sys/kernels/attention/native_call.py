@@ -199,7 +199,7 @@ def _build_command() -> list[str]:
 
 
 def import_from(path: str, package: str = "") -> ModuleType:
-    """Import the module in a file. A process has one of a name: ``package`` in front makes another name.
+    """Import the module in a file. A process imports one module of a name: ``package`` in front gives it another.
 
     Raises:
         CapabilityError: others can write to the file's folder.
@@ -276,6 +276,7 @@ def _check_sizes(ptx: str, parameters: Sequence) -> None:
 
 
 def _parameter_bytes(parameter: Any) -> int:
+    """Return the size of a parameter: a number's bytes, the address of the tensor in a slot, or a TMA descriptor."""
     if isinstance(parameter, bytes):
         return len(parameter)
     return len(_NULL) if isinstance(parameter, int) else _DESCRIPTOR_BYTES

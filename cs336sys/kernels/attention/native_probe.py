@@ -13,7 +13,7 @@ from cs336sys.kernels.attention import native_call
 from cs336sys.kernels.attention.triton import kept_settings
 
 
-def found_and_fix() -> tuple[str, str | None]:
+def calls_and_fix() -> tuple[str, str | None]:
     """Return how calls run here, and what would let them run in C++, if anything."""
     reason = native_call.why_off()
     if reason is not None:
@@ -33,7 +33,7 @@ def found_and_fix() -> tuple[str, str | None]:
     return f"in C++, compiled by {native_call.compiler()}", None
 
 
-def kept_and_fix() -> tuple[str, str | None]:
+def settings_and_fix() -> tuple[str, str | None]:
     """Return which settings of the kernels are in force, and what to do about those that cannot be read."""
     try:
         return kept_settings.read_settings(torch.device("cuda"))[1], None
@@ -42,4 +42,4 @@ def kept_and_fix() -> tuple[str, str | None]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"attention calls": found_and_fix(), "attention settings": kept_and_fix()}, allow_nan=False))
+    print(json.dumps({"attention calls": calls_and_fix(), "attention settings": settings_and_fix()}, allow_nan=False))

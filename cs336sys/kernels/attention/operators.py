@@ -148,6 +148,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tup
         options,
     )  # fmt: skip
     plan = _plans.get(signature)
+    # Results of a direct plan are allocated on the current GPU.
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         out, logsumexp = _empty_results(plan)
         plan(query, key, value, out, logsumexp)
@@ -202,6 +203,7 @@ def _backward(
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         grads = _empty_results(plan)
         plan(query, key, value, out, _kernel_statistic(logsumexp), grad_out, *grads)
+        # The C++ gives plans the tensors as they are.
         if logsumexp.is_contiguous():
             _give_plan_to_native("add_backward", plan, saved, options)
         return grads
@@ -212,15 +214,19 @@ def _backward(
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
     if query.numel() == 0 or key.numel() == 0:
         return [grad.zero_() for grad in grads]
-    tensors = [_kernel_view(tensor, chosen.kernels) for tensor in (query, key, value, out, grad_out)]
+    kernel_query, kernel_key, kernel_value, kernel_out, kernel_grad_out = (
+        _kernel_view(tensor, chosen.kernels) for tensor in (query, key, value, out, grad_out)
+    )
     if out.dim() < query.dim():
-        tensors[3] = _kernel_statistic(out)
+        kernel_out = _kernel_statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
-        plan = backward_plan(tensors, kernel_grads, chosen)
-        _remember(signature, plan, (query, key, value, out, grad_out, *grads), (*tensors, *kernel_grads), grads)
+        kernel_tensors = kernel_query, kernel_key, kernel_value, kernel_out, kernel_grad_out
+        plan = backward_plan(kernel_tensors, kernel_grads, chosen)
+        _remember(signature, plan, (query, key, value, out, grad_out, *grads), (*kernel_tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
-        plan(*tensors[:4], _kernel_statistic(logsumexp), tensors[4], *kernel_grads)
+        statistic = _kernel_statistic(logsumexp)
+        plan(kernel_query, kernel_key, kernel_value, kernel_out, statistic, kernel_grad_out, *kernel_grads)
         if plan.is_direct and logsumexp.is_contiguous():
             _give_plan_to_native("add_backward", plan, saved, options)
     return grads
@@ -233,6 +239,7 @@ _OPTIONS_SCHEMA = (
 
 
 def _compute_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # Operators leave out options that have their defaults.
     out, logsumexp = _forward(query, key, value, (*AttentionOptions(*options),))
     return out, logsumexp
 
@@ -296,7 +303,7 @@ def forward_flops(
 
     if not options.aligned_at_end:
         return count(num_queries, num_keys)
-    # The last rows of a square of all keys.
+    # The queries are the last rows of a square of all keys: its FLOPs less those of the rows before them.
     earlier = max(0, num_keys - num_queries)
     return count(num_keys, num_keys) - count(earlier, earlier)
 
@@ -304,8 +311,8 @@ def forward_flops(
 @register_flop_formula(torch.ops.cs336sys.flash_attention_backward)
 def backward_flops(*arguments: Any, **kwargs: Any) -> int:
     """Count FLOPs of attention backward, 2.5 times the forward: five matrix products compared with two."""
-    query_key_value, options = arguments[:3], arguments[6:]
-    return forward_flops(*query_key_value, *options) * 5 // 2
+    query_shape, key_shape, value_shape, _out_shape, _logsumexp_shape, _grad_out_shape, *options = arguments
+    return forward_flops(query_shape, key_shape, value_shape, *options) * 5 // 2
 
 
 class FlashAttentionTriton(torch.autograd.Function):

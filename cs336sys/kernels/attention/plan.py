@@ -17,7 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # The tensors that the plans of a pass are called with.
 FORWARD_TENSORS = ("query", "key", "value", "out", "logsumexp")
-BACKWARD_TENSORS = ("query", "key", "value", "out", "logsumexp", "grad_out", "grad_query", "grad_key", "grad_value")
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
+BACKWARD_TENSORS = ("query", "key", "value", "out", "logsumexp", "grad_out", *GRADIENTS)
 
 # What FlashAttention-3 lets the operands that concurrent programs stream fill of the L2 cache, 50 MB on H100 and H200.
 FORWARD_L2_BYTES = 32 * 2**20
@@ -83,8 +84,8 @@ class Launch:
             tensor.data_ptr() if descriptors is None else descriptors.describe(tensor)
             for tensor, descriptors in itertools.zip_longest(tensors, self.descriptors)
         ]
-        stream = self._current_stream(self._device)
-        self.compiled.run(self.num_programs, 1, 1, stream, *self._handle, *operands, *self.arguments)
+        stream, grid = self._current_stream(self._device), (self.num_programs, 1, 1)
+        self.compiled.run(*grid, stream, *self._handle, *operands, *self.arguments)
 
     def _compile(self, tensors: Sequence[Tensor]) -> None:
         """Launch as Triton does, and keep what it compiled; the interpreter compiles nothing: each call comes here."""
@@ -97,6 +98,7 @@ class Launch:
         self.compiled = compiled
         driver = triton.runtime.driver.active
         self._device, self._current_stream = driver.get_current_device(), driver.get_current_stream
+        # In place of metadata for hooks, and of the hooks before and after a launch.
         no_hooks = None, None, None
         self._handle = compiled.function, compiled.packed_metadata, *no_hooks
 

@@ -181,7 +181,7 @@ def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice,
 
 
 def _split_heads_by_key(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
-    """View (..., H, S_q, D) as (..., H_kv, H / H_kv, S_q, D); without D where ``dims``, those after H, is 1."""
+    """View (..., H, S_q, D) as (..., H_kv, H / H_kv, S_q, D); ``dims``: behind H, 1 where there is no D."""
     leading = key.shape[:-2]
     if tensor.shape[:-dims] == leading:
         return tensor.unsqueeze(-dims - 1)

@@ -736,7 +736,7 @@ def test_other_versions_of_triton_are_left_alone(library, monkeypatch, recwarn):
 def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", True)
     monkeypatch.setattr(native_call, "compiler", lambda: None)
-    found, fix = native_probe.found_and_fix()
+    found, fix = native_probe.calls_and_fix()
     assert (found, fix) == (
         "through Python: there is no C++ compiler: install g++ or set CXX",
         "`apt-get install g++`, or set CXX.",
@@ -744,18 +744,18 @@ def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
     monkeypatch.setattr(native_call, "compiler", lambda: "g++")
     broken = tmp_path / "native_call.so"
     monkeypatch.setattr(native_call, "library_path", lambda: broken)
-    assert native_probe.found_and_fix() == ("in C++, which g++ compiles in the background at the first call", None)
+    assert native_probe.calls_and_fix() == ("in C++, which g++ compiles in the background at the first call", None)
     broken.write_bytes(b"no library")
-    found, fix = native_probe.found_and_fix()
+    found, fix = native_probe.calls_and_fix()
     assert found.startswith("through Python: ")
     assert fix == f"Have it compiled again: `rm {broken}`."
     monkeypatch.setattr(native_call, "import_from", lambda path: None)
-    assert native_probe.found_and_fix() == ("in C++, compiled by g++", None)
+    assert native_probe.calls_and_fix() == ("in C++, compiled by g++", None)
 
 
 def test_the_probe_names_a_triton_whose_launcher_is_unknown(monkeypatch):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
-    found, fix = native_probe.found_and_fix()
+    found, fix = native_probe.calls_and_fix()
     assert found == (
         f"through Python: triton {triton.__version__} may launch kernels in another way than 3.6, 3.7, 3.8, 3.9, the "
         "versions that the C++ supports"

@@ -7,16 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
 from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, change_kernels, store_wait, tma_load, tma_store
-from cs336sys.kernels.attention.hopper.schedule import (
-    member_of_visit,
-    piece_visits,
-    query_tiles,
-    tile_among_heads,
-    tile_of_visit,
-    turns_before,
-    visits,
-)
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -56,13 +48,13 @@ class HopperBackwardConfig:
     reducer_registers: int = 0
 
 
-_query_tiles = gluon.jit(query_tiles)
-_turns_before = gluon.jit(turns_before)
-_visits = gluon.jit(visits)
-_member_of_visit = gluon.jit(member_of_visit)
-_tile_of_visit = gluon.jit(tile_of_visit)
-_tile_among_heads = gluon.jit(tile_among_heads)
-_piece_visits = gluon.jit(piece_visits)
+_query_tiles = gluon.jit(schedule_arithmetic.query_tiles)
+_turns_before = gluon.jit(schedule_arithmetic.turns_before)
+_visits = gluon.jit(schedule_arithmetic.visits)
+_member_of_visit = gluon.jit(schedule_arithmetic.member_of_visit)
+_tile_of_visit = gluon.jit(schedule_arithmetic.tile_of_visit)
+_tile_among_heads = gluon.jit(schedule_arithmetic.tile_among_heads)
+_piece_visits = gluon.jit(schedule_arithmetic.piece_visits)
 
 
 @gluon.jit

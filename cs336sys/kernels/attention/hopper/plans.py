@@ -9,6 +9,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from cs336sys.kernels.attention.hopper import schedule
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
 from cs336sys.kernels.attention.hopper.backward_tiles import HopperBackwardConfig
@@ -16,19 +17,6 @@ from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.forward import HopperForwardConfig, forward_kernel
 from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW
-from cs336sys.kernels.attention.hopper.schedule import (
-    as_table,
-    as_table_of_pieces,
-    cut_all,
-    cut_the_rest,
-    key_tiles,
-    longest_first_at_the_end,
-    ordered_items,
-    query_tiles,
-    share_out,
-    tiles_of_window,
-    window_tiles,
-)
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_settings, hopper_forward_settings
 from cs336sys.kernels.attention.plan import (
     BACKWARD_L2_BYTES,
@@ -59,7 +47,8 @@ WHOLE_COST = 2
 
 # How many columns of dK and dV a program sums over the pieces, and how many pieces at a time; of grouped queries there
 # may be few items of many pieces.
-SUMMED = {"of one head": (128, 1), "grouped": (16, 8)}
+SUMMED_OF_ONE_HEAD = (128, 1)
+SUMMED_OF_GROUP = (16, 8)
 
 _BACKWARD_KERNELS = {"exchange": backward_kernel, "reducer": reducer_backward_kernel, "wide": wide_backward_kernel}
 
@@ -119,11 +108,14 @@ class HopperForwardPlan(Plan):
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
+        num_heads = operands[0].shape[1]
+        # Of the items of a sequence, in tiles of keys: those that its queries see, and one for all else.
         costs = []
         for first_query in range(0, problem.num_queries, item_rows):
-            first, end = 0, key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)[1]
+            first = 0
+            _, end = schedule.key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)
             if problem.window is not None:
-                first, _ = window_tiles(
+                first, _ = schedule.window_tiles(
                     first_query, item_rows, problem.num_queries, settings.key_rows, problem.window, end
                 )
             costs.append(1 + end - first)
@@ -135,20 +127,14 @@ class HopperForwardPlan(Plan):
             streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
             per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, FORWARD_L2_BYTES)
             per_group *= problem.group_size
-        items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
-        # They share the items.
+        items = schedule.ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
         num_programs = min(len(costs) * problem.num_sequences, problem.num_multiprocessors)
-        schedule = self._add_tensor("schedule", _table(as_table(share_out(items, costs, num_programs)), device))
+        table = schedule.as_table(schedule.share_out(items, costs, num_programs))
+        self._add_tensor("schedule", _table(table, device))
         launch = Launch(
             forward_kernel,
             num_programs,
-            (
-                operands[0].shape[1],
-                *lengths,
-                math.log2(math.e) * problem.scale,
-                problem.group_size,
-                problem.window or 0,
-            ),
+            (num_heads, *lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0),
             (
                 HopperForwardConfig(
                     head_dim=problem.head_dim,
@@ -164,7 +150,7 @@ class HopperForwardPlan(Plan):
             [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
-        self._add_launch(launch, *self.tensor_names, schedule)
+        self._add_launch(launch, *self.tensor_names, "schedule")
 
 
 class HopperBackwardPlan(BackwardPlan):
@@ -177,7 +163,7 @@ class HopperBackwardPlan(BackwardPlan):
         self.fused, self._num_splits, self._takes_turns = True, 1, deterministic
         self._settings = hopper_backward_settings(self._problem, deterministic)
         window, key_rows = self._problem.window, self._settings.key_rows
-        self._window_tiles = 0 if window is None else tiles_of_window(window, BACKWARD_QUERY_ROWS, key_rows)
+        self._window_tiles = 0 if window is None else schedule.tiles_of_window(window, BACKWARD_QUERY_ROWS, key_rows)
         self._pad(BACKWARD_QUERY_ROWS, key_rows)
         self._add_prepared([self._only_pass()])
 
@@ -191,11 +177,13 @@ class HopperBackwardPlan(BackwardPlan):
             at_a_time = max(per_group, triton.cdiv(problem.num_multiprocessors, num_tiles))
             per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
         # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
-        items = list(ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns))
+        items = list(
+            schedule.ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns)
+        )
         if self._takes_turns and _mask(problem) == CAUSAL.value and problem.head_dim >= 128:
             # Over the backward pass in any order, 1x16x16384x128: 1.084, not turned round 1.101; 8x16x2048x128: 1.156,
             # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
-            items = longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
+            items = schedule.longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
         self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole
         num_programs = self._num_whole + self._num_cut * self._num_pieces
@@ -206,24 +194,17 @@ class HopperBackwardPlan(BackwardPlan):
         num_visits = self._num_visits()
         costs = [WHOLE_COST + visits for visits in num_visits]
         costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in num_visits]
-        table = as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
-        # Behind all that programs are given come the items, and last of them those in pieces.
+        table = schedule.as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
+        # The table ends with the items, and these with those in pieces.
         self._first_cut = len(table) - self._num_cut
         self._add_tensor("schedule", _table(table, self._device))
+        num_key_heads, lengths = self._operands[1].shape[1], (problem.num_queries, problem.num_keys)
+        scales = problem.scale, problem.scale * math.log2(math.e)
+        window = problem.window or 0, self._window_tiles
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
-            (
-                self._operands[1].shape[1],
-                problem.num_queries,
-                problem.num_keys,
-                self._padded_queries,
-                problem.scale,
-                problem.scale * math.log2(math.e),
-                problem.group_size,
-                problem.window or 0,
-                self._window_tiles,
-            ),
+            (num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
             (
                 HopperBackwardConfig(
                     head_dim=problem.head_dim,
@@ -247,13 +228,15 @@ class HopperBackwardPlan(BackwardPlan):
         """Return how many visits to tiles of queries an item of each tile of keys makes."""
         problem = self._problem
         tiles = (
-            query_tiles(first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles)
+            schedule.query_tiles(
+                first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles
+            )
             for first_key in range(0, problem.num_keys, self._settings.key_rows)
         )
         return [max(0, end - first) * problem.group_size for first, end in tiles]
 
     def _cut(self, items: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """(items that stay whole, pieces of each other item); who adds to dQ in turn has no pieces."""
+        """Return (items that stay whole, pieces of each other item); who adds to dQ in turn has no pieces."""
         problem, settings = self._problem, self._settings
         if self._takes_turns:
             return len(items), 1
@@ -262,14 +245,14 @@ class HopperBackwardPlan(BackwardPlan):
             # The queries of a window are few enough for L2.
             least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
-            return cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
+            return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
         if settings.kernel == "exchange" and not problem.is_causal:
             num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
-            return cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
+            return schedule.cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
         return len(items), 1
 
     def _least_pieces(self, num_tiles: int) -> int:
-        """Pieces with so few heads each that the programs of ``num_tiles`` tiles of keys find their queries in L2.
+        """Return pieces of so few heads each that the programs of ``num_tiles`` tiles of keys find their queries in L2.
 
         Under a causal mask a program is done with a head sooner than the one before it, so they part: by two tiles of
         queries with the first head, by two more with each further one. With head dimension 64 and 128, 32 heads of
@@ -305,7 +288,7 @@ class HopperBackwardPlan(BackwardPlan):
         return descriptors
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
-        # The kernel adds dQ to its sum, the reducer by TMA, the others by address.
+        # The kernel adds dQ to its sum: the reducer by TMA, so that it stands among the descriptors, others by address.
         results = *grads[1:], grad_query_sum
         if self._settings.kernel == "reducer":
             results = grad_query_sum, *grads[1:]
@@ -323,24 +306,19 @@ class HopperBackwardPlan(BackwardPlan):
             convert_register_order_kernel,
             problem.num_sequences * num_tiles,
             (self._grad_strides[0], num_tiles, self._operands[0].shape[1], problem.num_queries, problem.scale),
-            # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension.
+            # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension. The last: EARLY.
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
             **_BACKWARD_OPTIONS,
         )
         self._add_launch(convert, sums[0], "grad_query")
         if self._num_cut:
             num_tiles = self._settings.key_rows // WARPGROUP_ROWS
-            columns, at_a_time = SUMMED["of one head" if problem.group_size == 1 else "grouped"]
+            columns, at_a_time = SUMMED_OF_ONE_HEAD if problem.group_size == 1 else SUMMED_OF_GROUP
+            num_key_heads, strides = self._operands[1].shape[1], self._grad_strides[1:]
             sum_pieces = Launch(
                 sum_pieces_kernel,
                 self._num_cut * num_tiles * (problem.head_dim // columns),
-                (
-                    *self._grad_strides[1:],
-                    self._first_cut,
-                    self._num_pieces,
-                    self._operands[1].shape[1],
-                    problem.num_keys,
-                ),
+                (*strides, self._first_cut, self._num_pieces, num_key_heads, problem.num_keys),
                 (problem.head_dim, num_tiles, columns, at_a_time),
             )
             self._add_launch(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

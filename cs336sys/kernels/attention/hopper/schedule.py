@@ -15,7 +15,7 @@ MAX_ROUNDS = 16
 def ordered_items(
     num_tiles: int, num_sequences: int, sequences_per_group: int, last_tile_first: bool
 ) -> Iterator[tuple[int, int]]:
-    """(tile, sequence) of all items, in the order in which they should begin.
+    """Yield (tile, sequence) of all items, in the order in which they should begin.
 
     Sequences come in groups whose streamed operands fit in the L2 cache together. Inside a group the items go tile by
     tile, each tile for all its sequences: under a causal mask the longest come first and the shortest fill the gaps.
@@ -38,7 +38,7 @@ def longest_first_at_the_end(items: Iterable[tuple[int, int]], num_last: int) ->
 
 
 def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_programs: int) -> list[list[tuple[int, int]]]:
-    """The items of each program: whoever is done first gets the next; costs[tile] is how long an item takes.
+    """Return the items of each program: whoever is done first gets the next; costs[tile] is how long an item takes.
 
     Graham, "Bounds on multiprocessing timing anomalies" (1969): list scheduling.
     """
@@ -52,18 +52,20 @@ def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_progra
 
 
 def cut_the_rest(num_items: int, num_programs: int, num_tiles: int, piece_cost: int) -> tuple[int, int]:
-    """(items that stay whole, pieces of each other item), for items of ``num_tiles`` tiles each.
+    """Return (items that stay whole, pieces of each other item), for items of ``num_tiles`` tiles each.
 
     If the last of them fill but a part of the GPU, which runs ``num_programs`` at a time, they are cut into pieces of
     about equal length, by which it is done sooner; ``piece_cost``: what a piece takes besides its tiles, in tiles.
     """
     rest = num_items % num_programs
+    # When the rest is done, in tiles, by the number of pieces of each item.
     ends = {1: num_tiles if rest else 0}
     for pieces in range(2, 5):
         rounds = -(-rest * pieces // num_programs)
         ends[pieces] = rounds * (-(-num_tiles // pieces) + piece_cost)
     best = min(ends, key=ends.__getitem__)
     saved = ends[1] - ends[best]
+    # Less than 1 % of all rounds is not worth the sums.
     if saved * 100 < num_items // num_programs * num_tiles + ends[1]:
         return num_items, 1
     return num_items - rest, best
@@ -76,42 +78,39 @@ def cut_all(
     costs: tuple[int, int],
     least_pieces: int = 1,
 ) -> tuple[int, int]:
-    """As ``cut_the_rest``, for items of different lengths: item (tile, sequence) makes num_visits[tile] visits.
+    """Return (items that stay whole, pieces of each other item): item (tile, sequence) makes num_visits[tile] visits.
 
     ``share_out`` tells what ends first: none cut, all cut, or only those behind the last whole round. ``costs``: what a
     whole item and what a piece takes besides its visits, in visits. ``least_pieces``: how many it must be.
     """
+    whole_cost, piece_cost = costs
     least_pieces = min(least_pieces, NUMBERS_OF_PIECES[-1])
-    whole_rounds = len(items) - len(items) % num_programs
-    # Of choices that end at about the same time the first.
-    choices = [(len(items), 1)]
+    # The first choice, of the fewest pieces, is taken unless another ends at least 1 % sooner.
     if least_pieces > 1:
         choices = [(0, next(pieces for pieces in NUMBERS_OF_PIECES if pieces >= least_pieces))]
-    for num_whole in sorted({0} if least_pieces > 1 else {0, whole_rounds} - {len(items)}):
+        numbers_of_whole = [0]
+    else:
+        choices = [(len(items), 1)]
+        whole_rounds = len(items) - len(items) % num_programs
+        numbers_of_whole = sorted({0, whole_rounds} - {len(items)})
+    for num_whole in numbers_of_whole:
         for pieces in NUMBERS_OF_PIECES:
             programs = num_whole + (len(items) - num_whole) * pieces
             if pieces >= least_pieces and programs <= MAX_ROUNDS * num_programs:
                 choices.append((num_whole, pieces))
-    ends = {choice: _end_of_pieces(items, num_visits, num_programs, costs, *choice) for choice in choices}
+
+    def end_of(num_whole: int, num_pieces: int) -> int:
+        """Return when the last program is done that has items and, behind ``num_whole`` of them, pieces of items."""
+        costs_of_programs = [whole_cost + visits for visits in num_visits]
+        costs_of_programs += [piece_cost + -(-visits // num_pieces) for visits in num_visits]
+        programs = [(tile, 0) for tile, _ in items[:num_whole]]
+        programs += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
+        shares = share_out(programs, costs_of_programs, num_programs)
+        return max(sum(costs_of_programs[program] for program, _ in share) for share in shares)
+
+    ends = {choice: end_of(*choice) for choice in choices}
     best = min(ends, key=ends.__getitem__)
     return best if ends[best] * 100 <= ends[choices[0]] * 99 else choices[0]
-
-
-def _end_of_pieces(
-    items: Sequence[tuple[int, int]],
-    num_visits: Sequence[int],
-    num_programs: int,
-    costs: tuple[int, int],
-    num_whole: int,
-    num_pieces: int,
-) -> int:
-    """Return when the last program is done that has items and, behind ``num_whole`` of them, pieces of items."""
-    costs_of_programs = [costs[0] + visits for visits in num_visits]
-    costs_of_programs += [costs[1] + -(-visits // num_pieces) for visits in num_visits]
-    programs = [(tile, 0) for tile, _ in items[:num_whole]]
-    programs += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
-    shares = share_out(programs, costs_of_programs, num_programs)
-    return max(sum(costs_of_programs[program] for program, _ in share) for share in shares)
 
 
 def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
@@ -147,7 +146,7 @@ def as_table_of_pieces(
 
 
 def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal):
-    """(whole, end): the queries see all of the key tiles before ``whole``, some of those before ``end``, none beyond.
+    """Return (whole, end): queries see all key tiles before ``whole``, some of those before ``end``, none beyond.
 
     (0, 0) if all of them lie behind the last query.
     """
@@ -159,8 +158,10 @@ def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causa
 
 
 def window_tiles(first_query, query_rows, num_queries, key_rows, window, end):
-    """(first, whole): of the key tiles before ``end``, the queries see none before ``first``, and no window ends in
-    ``whole`` or behind it. There always is a first one, also for queries that are too far behind the last key.
+    """Return (first, whole): of the key tiles before ``end``, the queries see none before ``first``.
+
+    No window ends in ``whole`` or behind it. ``first`` is always before ``end``, if there is a tile, also for queries
+    that are too far behind the last key.
     """
     last_query = min(first_query + query_rows, num_queries) - 1
     first = min(max(first_query - window + 1, 0) // key_rows, max(end - 1, 0))
@@ -168,7 +169,7 @@ def window_tiles(first_query, query_rows, num_queries, key_rows, window, end):
 
 
 def query_tiles(first_key, num_queries, query_rows, is_causal, window_tiles):
-    """(first, end) of the query tiles in which a query sees a key at or behind ``first_key``: none if end <= first.
+    """Return (first, end) of the query tiles in which a query sees a key from ``first_key`` on: none if end <= first.
 
     ``window_tiles``: of how many tiles the queries have these keys in their window; 0 without a window.
     """
@@ -186,7 +187,7 @@ def tiles_of_window(window, query_rows, key_rows):
 
 
 def visits(first, end, group_size):
-    """(first, end) of the visits to tiles ``first`` to ``end`` of the queries of each head of a group, head by head.
+    """Return (first, end) of the visits to query tiles ``first`` to ``end`` of each head of a group, head by head.
 
     With one head a visit has the number of its tile, and so have those to the first head of several.
     """
@@ -199,17 +200,17 @@ def member_of_visit(visit, first, end):
 
 
 def tile_of_visit(visit, first, end):
-    """The tile of a visit among those of its head."""
+    """Return the tile of a visit among those of its head."""
     return visit - (visit - first) // max(end - first, 1) * (end - first)
 
 
 def tile_among_heads(visit, first, end, num_tiles):
-    """The tile of a visit among those of all heads of the group, one below the other, with ``num_tiles`` each."""
+    """Return the tile of a visit among those of all heads, one head below the other, with ``num_tiles`` each."""
     return visit + (visit - first) // max(end - first, 1) * (num_tiles - end + first)
 
 
 def piece_visits(first, end, piece, num_pieces):
-    """(first, end) of the visits of one of the pieces into which an item's visits are cut."""
+    """Return (first, end) of the visits of one of the pieces into which an item's visits are cut."""
     num_visits = end - first
     return first + num_visits * piece // num_pieces, first + num_visits * (piece + 1) // num_pieces
 

@@ -59,7 +59,7 @@ class HopperBackwardSettings:
 
 
 def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
-    """The forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
+    """Return the forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
     if problem.head_dim == 16:
         # 1x16x16384x16: 0.755; taking turns 0.818. Two consumers with 256 keys 0.862.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
@@ -71,8 +71,10 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # Shorter items waste less at the ends of few rounds. Two consumers and three: full 4x16, 512 queries and 4096
         # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
         # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
-        rounds = {n: math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * n)) for n in (2, 3)}
-        if min(problem.num_keys, problem.window or problem.num_keys) <= 1024 or 0.8 * rounds[2] < rounds[3]:
+        rounds_of_two, rounds_of_three = (
+            math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * consumers)) for consumers in (2, 3)
+        )
+        if min(problem.num_keys, problem.window or problem.num_keys) <= 1024 or 0.8 * rounds_of_two < rounds_of_three:
             return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=True)
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=problem.is_causal)
     if problem.head_dim == 256:
@@ -86,7 +88,7 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
 
 
 def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = False) -> HopperBackwardSettings:
-    """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
+    """Return the backward kernel's settings; with head dimension 128 dK, dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
         # Three stages and two: 8x16x2048x64: 0.414, 0.422; 1x16x16384x64: 2.55, 2.68. Turns are counted for two.
         return HopperBackwardSettings(num_stages=2 if deterministic else 3, kernel="reducer")
@@ -119,7 +121,7 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
 
 
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
-    """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
+    """Return the same of the backward kernel, against the deterministic form of plain Triton if it must be that.
 
     Grouped queries count as one head of keys each, because items are cut into pieces until they fill the GPU; in the
     deterministic form they are not.
@@ -138,7 +140,7 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     elif problem.head_dim == 64:
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.8
     else:
-        # Two halves of each item fill the GPU.
+        # Two halves of each item fill the GPU (HopperBackwardPlan cuts them so).
         in_halves = not problem.is_causal and not deterministic and 0.4 <= items_per_multiprocessor <= 0.5
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.4
         pays_off = pays_off or (in_halves and problem.num_queries >= 2048)
@@ -158,7 +160,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_unavailable(query: torch.Tensor) -> str | None:
-    """One sentence why the Hopper kernels cannot take ``query`` and its keys, or None if they can."""
+    """Return why the Hopper kernels cannot take ``query`` and its keys, a sentence, or None if they can."""
     if not query.is_cuda:
         return f"implementation 'hopper' runs on CUDA tensors, got {query.device}"
     capability = gpu_capability(query.device)

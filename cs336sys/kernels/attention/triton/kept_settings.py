@@ -29,6 +29,7 @@ BUILT_IN: dict[str, Callable[[AttentionProblem], Any]] = {
     "forward": forward_settings,
     "backward": functools.partial(backward_settings, deterministic=False),
 }
+# The texts of settings, which name the form of a backward pass, then the tile of each pass.
 _SETTINGS = re.compile(r"(\w+; )?(\d+x\d+, \d warps, \d stages(, TMA)?(, \d+ registers)?(; )?)+")
 
 

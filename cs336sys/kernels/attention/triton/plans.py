@@ -12,6 +12,7 @@ from cs336sys.kernels.attention.plan import (
     BACKWARD_TENSORS,
     FORWARD_L2_BYTES,
     FORWARD_TENSORS,
+    GRADIENTS,
     Descriptors,
     Launch,
     Plan,
@@ -38,7 +39,7 @@ COMBINED_ROWS = 16
 
 
 def _block_dim(problem: AttentionProblem) -> int:
-    """The head dimension of tiles: a power of two, and at least the 16 that ``tl.dot`` needs."""
+    """Return the head dimension of tiles: a power of two, and at least the 16 that ``tl.dot`` needs."""
     return max(16, triton.next_power_of_2(problem.head_dim))
 
 
@@ -88,8 +89,9 @@ class ForwardPlan(Plan):
                 combine_kernel,
                 problem.num_sequences * triton.cdiv(problem.num_queries, COMBINED_ROWS),
                 (partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
-                (CombineConfig(problem.head_dim, block_dim, COMBINED_ROWS, num_splits),),
+                (CombineConfig(problem.head_dim, block_dim, rows=COMBINED_ROWS, num_splits=num_splits),),
             )
+            # The forward kernel writes outputs of (split, sequence, row), and behind them a logsumexp for each row.
             out_strides = partial_strides
             partial = self._add_tensor("partial", Scratch((num_splits * num_rows, problem.head_dim + 1)))
             results = partial, partial
@@ -99,21 +101,13 @@ class ForwardPlan(Plan):
             descriptors = [_descriptors(operand, n, block_dim) for operand, n in zip(operands[:3], rows, strict=True)]
         # The heads of a group stream the same keys.
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize // problem.group_size
+        per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
+        strides = ForwardStrides._make([*(operand.row_strides for operand in operands[:3]), out_strides])
+        sizes = problem.num_sequences, problem.num_queries, problem.num_keys, problem.window or 0, problem.diagonal
         launch = Launch(
             forward_kernel,
             num_splits * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
-            (
-                ForwardStrides._make([*(operand.row_strides for operand in operands[:3]), out_strides]),
-                num_heads,
-                problem.group_size,
-                problem.num_sequences,
-                problem.num_queries,
-                problem.num_keys,
-                problem.window or 0,
-                problem.diagonal,
-                sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
-                math.log2(math.e) * problem.scale,
-            ),
+            (strides, num_heads, problem.group_size, *sizes, per_group, math.log2(math.e) * problem.scale),
             (ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
             descriptors,
             **_launch_options(tile),
@@ -133,8 +127,9 @@ class BackwardPlan(Plan):
     # Whether the pass is launched while the kernel that prepares it ends, by programmatic dependent launch. Short ones,
     # 1x16x1024x64: 0.0327 ms, one behind the other 0.0345; 1x12x512x32: 0.0162, 0.0172.
     _early = True
-    # Whether it may begin as soon as multiprocessors have room, and not when all programs of that kernel end: then the
-    # first of these take several of its programs, and of few others have none (1x16x1024x64: 0.0366).
+    # Whether it may begin as soon as a multiprocessor has room, and not only when all programs of that kernel end. Here
+    # multiprocessors with room for several would take them all, where there are few, and leave others none
+    # (1x16x1024x64: 0.0366).
     _at_once = False
 
     def __init__(
@@ -166,58 +161,54 @@ class BackwardPlan(Plan):
         self.fused, self._num_splits = settings.fused, settings.num_splits
         self._prepared = settings.precomputes_delta or self._delta_given
         self._early = self._prepared and has_hopper_resources(self._problem.capability)
-        self._pad(
-            max(backward_pass.tile.query_rows for backward_pass in settings.passes), settings.passes[0].tile.key_rows
-        )
-        # One behind another pass waits for it as ever.
-        launches = [self._pass_launch(tiles, self._early and not n) for n, tiles in enumerate(settings.passes)]
+        passes = settings.passes
+        self._pad(max(backward_pass.tile.query_rows for backward_pass in passes), passes[0].tile.key_rows)
+        # A second pass is launched when the first has ended.
+        launches = [self._pass_launch(passes[0], early=self._early)]
+        launches += [self._pass_launch(backward_pass, early=False) for backward_pass in passes[1:]]
         if self._prepared:
             self._add_prepared(launches)
             return
         for launch in launches:
             # The logsumexp also stands in for the sum of dQ, which is not touched.
             sums = "logsumexp", "logsumexp"
-            self._add_launch(launch, "query", "key", "value", "grad_out", *sums, *self.tensor_names[6:], "out")
+            self._add_launch(launch, "query", "key", "value", "grad_out", *sums, *GRADIENTS, "out")
 
     def _pad(self, query_rows: int, key_rows: int) -> None:
-        """Rows of a sequence in scratch memory: whole tiles."""
+        """Count the rows of a sequence in scratch memory, where tiles are whole."""
         self._padded_queries = triton.cdiv(self._problem.num_queries, query_rows) * query_rows
         self._padded_keys = triton.cdiv(self._problem.num_keys, key_rows) * key_rows
 
     def _add_prepared(self, passes: Sequence[Launch]) -> None:
-        """The passes between the launch that prepares them and, in the fused form, the one that converts sums."""
-        problem, grads = self._problem, self.tensor_names[6:]
+        """Add the passes between the launch that prepares them and, in the fused form, the one that converts sums."""
+        problem = self._problem
         num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
+        # Programs that share a tile of keys add dK and dV up in float32, as all programs of the fused form add up dQ.
         key_sums = self._num_splits > 1
         summed_keys = self._padded_keys if key_sums else 0
         num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
-        forms = self._delta_given, self._takes_turns, self._early, self._at_once
+        strides = self._out_strides, self._operands[3].row_strides
+        sizes = problem.group_size, problem.num_queries, self._padded_queries, self._padded_keys
+        tile = problem.head_dim, self._block_dim, rows
+        sums_to_clear = {"fused": self.fused, "key_sums": key_sums, "turns": self._takes_turns}
+        launching = {"early": self._early, "at_once": self._at_once}
         prepare = Launch(
             backward.prepare_kernel,
             problem.num_sequences * num_tiles,
-            (
-                self._out_strides,
-                self._operands[3].row_strides,
-                num_tiles,
-                num_heads,
-                problem.group_size,
-                problem.num_queries,
-                self._padded_queries,
-                self._padded_keys,
-            ),
-            (backward.PrepareConfig(problem.head_dim, self._block_dim, rows, self.fused, key_sums, *forms),),
+            (*strides, num_tiles, num_heads, *sizes),
+            (backward.PrepareConfig(*tile, has_delta=self._delta_given, **sums_to_clear, **launching),),
         )
         statistics = self._add_tensor("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
-        results: Sequence[str] = grads
+        results: Sequence[str] = GRADIENTS
         if self.fused:
             num_rows = problem.num_sequences * self._padded_queries
             sums[0] = self._add_tensor("grad_query_sum", Scratch((num_rows, self._block_dim)))
         if key_sums:
             key_sum = Scratch((problem.num_key_sequences * self._padded_keys, self._block_dim))
             sums[1:] = (self._add_tensor(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
-            results = grads[0], *sums[1:]
+            results = "grad_query", *sums[1:]
         turns = statistics
         if self._takes_turns:
             turns = self._add_tensor("turns", Scratch((problem.num_sequences, self._padded_queries)))
@@ -228,31 +219,23 @@ class BackwardPlan(Plan):
             self._add_convert(sums, rows, key_sums)
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
-        """The launch that makes gradients of the sums of dQ, dK and dV, with ``rows`` a program."""
-        problem = self._problem
+        """Add the launch that makes gradients of the sums of dQ, dK and dV, with ``rows`` a program."""
+        problem, num_heads = self._problem, self._operands[0].shape[1]
         num_tiles = triton.cdiv(max(self._padded_queries, self._padded_keys if key_sums else 0), rows)
+        sizes = problem.group_size, problem.num_queries, problem.num_keys, self._padded_queries, self._padded_keys
         convert = Launch(
             backward.convert_grad_query_kernel,
             problem.num_sequences * num_tiles,
-            (
-                *self._grad_strides,
-                num_tiles,
-                self._operands[0].shape[1],
-                problem.group_size,
-                problem.num_queries,
-                problem.num_keys,
-                self._padded_queries,
-                self._padded_keys,
-                problem.scale,
-            ),
+            (*self._grad_strides, num_tiles, num_heads, *sizes, problem.scale),
             (backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
-        self._add_launch(convert, *sums, *self.tensor_names[6:])
+        self._add_launch(convert, *sums, *GRADIENTS)
 
     def _pass_launch(self, backward_pass: BackwardPass, early: bool) -> Launch:
         problem, tile = self._problem, backward_pass.tile
         element_bytes = problem.dtype.itemsize
         if backward_pass.computes_dkv:
+            # Of each query itself, its gradient of the output and, if fused, a row of the float32 sum of dQ.
             row_bytes = problem.head_dim * 2 * element_bytes + (4 * self._block_dim if self.fused else 0)
             # A program of dK and dV reads the queries of all group_size sequences that share its keys.
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES

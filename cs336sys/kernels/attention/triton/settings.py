@@ -1,6 +1,10 @@
 """Tile sizes, warps and pipeline depth of the Triton attention kernels: a pure function of shape, dtype and GPU.
 
 Nothing is tuned at run time, so the first call of a kernel compiles one variant, in seconds.
+
+Comments give measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms, first of what is chosen
+for a shape, batch x heads x S x D, then of other tiles, queries x keys: "1x16x1024x64: 0.073, 64x64 0.092". "ptr" loads
+by pointers, "tma" by descriptors, which take the CPU some microseconds.
 """
 
 import functools
@@ -76,17 +80,17 @@ class BackwardSettings:
 
 
 def fused(tile: TileSettings, num_splits: int = 1) -> BackwardSettings:
-    """One pass over tiles of keys that computes dK, dV and dQ."""
+    """Return one pass over tiles of keys that computes dK, dV and dQ."""
     return BackwardSettings((BackwardPass(tile, computes_dkv=True),), fused=True, num_splits=num_splits)
 
 
 def separate(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
-    """A pass over tiles of keys for dK and dV, then one over tiles of queries for dQ."""
+    """Return a pass over tiles of keys for dK and dV, then one over tiles of queries for dQ."""
     return BackwardSettings((BackwardPass(key_value, computes_dkv=True), BackwardPass(query, computes_dq=True)))
 
 
 def joint(tile: TileSettings, precomputes_delta: bool = True) -> BackwardSettings:
-    """The two passes of the separate form side by side in one launch."""
+    """Return the two passes of the separate form side by side in one launch."""
     both = BackwardPass(tile, computes_dkv=True, computes_dq=True)
     return BackwardSettings((both,), precomputes_delta=precomputes_delta)
 
@@ -131,6 +135,7 @@ def _holds_operands_in_registers(problem: AttentionProblem) -> bool:
 
 
 def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSettings]:
+    """Return the tiles of forward and of all passes of backward where products read operands from registers."""
     tiles = _FLOAT32_TILES if problem.dtype == torch.float32 else _HALF_TILES
     if problem.float32_precision == "ieee" and problem.dtype == torch.float32 and problem.capability != AMD:
         tiles = _IEEE_TILES
@@ -141,13 +146,9 @@ def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSe
     return forward, backward
 
 
-# All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms, first of the choice.
-# Shapes are batch x heads x S x D. "ptr" loads by pointers, "tma" by descriptors, which take the CPU some microseconds.
-
-
 @functools.cache
 def forward_settings(problem: AttentionProblem) -> ForwardSettings:
-    """The settings of the forward kernels."""
+    """Return the settings of the forward kernels."""
     tile = _forward_tile(problem)
     return ForwardSettings(tile, _num_splits(problem, tile))
 
@@ -207,7 +208,8 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
 
 def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
     tile, _ = _tiles_by_registers(problem)
-    # Three loops instead of two, or masks of columns, spill up to 88 bytes on 12.0 with a whole tile.
+    # Three loops over keys (a window) instead of two, or masks of columns (a head dimension that is padded to 128),
+    # spill up to 88 bytes of a thread's registers on 12.0 with a whole tile.
     needs_masks = 64 < problem.head_dim <= 128 and (problem.window is not None or problem.head_dim < 128)
     if problem.dtype != torch.float32:
         return replace(tile, key_rows=32) if needs_masks else tile
@@ -216,7 +218,6 @@ def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
 
 
 def _float32_forward(problem: AttentionProblem) -> TileSettings:
-    """Return a tile: rows of queries, then of keys. Comments: ms of the choice for a shape, then of other tiles."""
     if problem.head_dim > 128:
         return TileSettings(32, 16, num_warps=4, num_stages=1)
     if problem.float32_precision == "ieee":
@@ -276,7 +277,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
     query = TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True)
     if problem.group_size > 1 and problem.window is not None:
-        # 64 queries spill, and beyond 9.0 four warps.
+        # With 64 queries registers spill, and beyond 9.0 with four warps.
         num_warps = 8 if _is_beyond_hopper(problem) else 4
         return separate(TileSettings(32, 64, num_warps=num_warps, num_stages=2, use_tma=True), query)
     if problem.num_queries <= 4096 or problem.group_size > 1:
@@ -352,10 +353,10 @@ def _float32_backward(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 
 def _fused_with_splits(problem: AttentionProblem, tile: TileSettings, per_sm: int) -> BackwardSettings:
-    """The fused form, with enough splits for ``per_sm`` programs on every multiprocessor, as far as there are tiles."""
+    """Return the fused form, with splits for ``per_sm`` programs on every multiprocessor, as far as there are tiles."""
     key_tiles = problem.num_key_sequences * -(-problem.num_keys // tile.key_rows)
-    seen_by = min(problem.num_queries, tile.key_rows + (problem.window or problem.num_queries))
-    query_tiles = -(-seen_by // tile.query_rows)
+    queries_of_key_tile = min(problem.num_queries, tile.key_rows + (problem.window or problem.num_queries))
+    query_tiles = -(-queries_of_key_tile // tile.query_rows)
     return fused(tile, min(query_tiles, -(-per_sm * problem.num_multiprocessors // key_tiles)))
 
 
@@ -381,12 +382,14 @@ def problem_class(problem: AttentionProblem) -> AttentionProblem:
 
 
 def candidates(settings_of: Callable[[AttentionProblem], Any], problem: AttentionProblem) -> dict[str, Any]:
-    """The settings to try for a problem's class, by their texts: the built-in, H200's and A100's, and neighbours.
+    """Return the settings to try for a problem's class, by their texts: built-in, H200's and A100's, and neighbours.
 
     ``settings_of``: returns the built-in ones of a problem.
     """
     largest = problem_class(problem)
     built_in = settings_of(largest)
+    # 8 warps instead of 4 or 4 instead of 8, more queries, the other way to load, more and fewer stages; the first two
+    # without the limits of registers, which were measured for other warps and rows.
     changes: tuple[Callable[[TileSettings], TileSettings], ...] = (
         lambda tile: replace(tile, num_warps=12 - tile.num_warps, max_registers=None),
         lambda tile: replace(tile, query_rows=min(128, 2 * tile.query_rows), num_warps=8, max_registers=None),

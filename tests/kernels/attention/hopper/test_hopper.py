@@ -25,7 +25,7 @@ from cs336sys.kernels.attention import (
     flash_attention_backward,
     operators,
 )
-from cs336sys.kernels.attention.hopper import plans, settings
+from cs336sys.kernels.attention.hopper import schedule, settings
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan, HopperForwardPlan
 from cs336sys.kernels.attention.hopper.schedule import (
@@ -670,7 +670,7 @@ def test_grouped_queries(shape, is_causal, head_dim, device, poisoned_empty):
 def test_grouped_queries_however_items_are_cut(
     cut, is_causal, head_dim, device, monkeypatch, fresh_plans, poisoned_empty
 ):
-    monkeypatch.setattr(plans, "cut_all", lambda items, *others: cut(items))
+    monkeypatch.setattr(schedule, "cut_all", lambda items, *others: cut(items))
     inputs = grouped_inputs(((2, 6), 3, 333, 300), head_dim, device)
     assert_matches_float64(inputs, is_causal, kernels="hopper")
 

@@ -111,7 +111,7 @@ def assert_refused(pattern, recwarn):
     assert tile_of_new_plan() == tile_of_new_plan() == (64, 64, 4, 3)
     (warning,) = [str(warning.message) for warning in recwarn if "attention" in str(warning.message)]
     assert re.fullmatch(f"attention uses its built-in settings: {pattern}", warning)
-    state, fix = native_probe.kept_and_fix()
+    state, fix = native_probe.settings_and_fix()
     assert re.fullmatch(f"built-in settings: {pattern}", state)
     assert fix == "`cs336sys flash --keep-settings` measures again."
 
@@ -148,9 +148,9 @@ def test_settings_that_no_version_would_try_are_ignored(recwarn):
 
 
 def test_doctor_says_how_many_are_kept_and_what_undoes_it(gpu):
-    assert native_probe.kept_and_fix() == ("built-in settings", None)
+    assert native_probe.settings_and_fix() == ("built-in settings", None)
     keep(forward=TILE, backward="joint; 32x64, 8 warps, 2 stages")
-    assert native_probe.kept_and_fix() == (f"2 kept in {gpu} (undo: rm {gpu})", None)
+    assert native_probe.settings_and_fix() == (f"2 kept in {gpu} (undo: rm {gpu})", None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
