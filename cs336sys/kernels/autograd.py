@@ -28,6 +28,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 def refuse_transforms(function: str, remedy: str, *tensors: torch.Tensor) -> None:
     """Refuse derivatives in forward mode and transforms by torch.func, which would lose the tangent in silence."""
+    # Compiled code is not checked.
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():

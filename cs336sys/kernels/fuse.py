@@ -64,14 +64,12 @@ def gate_forward(layers: Gate) -> Callable:
 def norm_forward(eps: float) -> Callable:
     """Return the forward pass of an RMSNorm outside our blocks, without a residual."""
 
-    def forward(norm: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
+    def forward(norm: Any, *inputs: Tensor, **named_inputs: Tensor) -> Any:
         (x,) = (*inputs, *named_inputs.values())
         if x.dtype != norm.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             # Models differ in which of the two dtypes their RMSNorms return here.
             return type(norm).forward(norm, x)
-        y = rms_norm(x, norm.weight, eps)
-        assert isinstance(y, Tensor)
-        return y
+        return rms_norm(x, norm.weight, eps)
 
     return forward
 
@@ -136,10 +134,6 @@ def _is_rms_norm(norm: Any) -> bool:
     return type(norm).__name__ == "RMSNorm" and recognition.norm_epsilon(norm) == norm.eps
 
 
-def _is_swiglu(ffn: Any) -> bool:
-    return recognition.gate_layers(ffn) == _COURSE_GATE
-
-
 def _is_block(block: Any) -> bool:
     # Its fused forward pass calls the norms with the residual.
     return recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
@@ -148,7 +142,7 @@ def _is_block(block: Any) -> bool:
 # By the name of a class in ``cs336_basics``: its fused forward pass, and whether a module of this name computes that.
 FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
     "RMSNorm": (_norm_forward, _is_rms_norm),
-    "SwiGLU": (gate_forward(_COURSE_GATE), _is_swiglu),
+    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: recognition.gate_layers(ffn) == _COURSE_GATE),
     "TransformerBlock": (_block_forward, _is_block),
 }
 
@@ -158,8 +152,7 @@ def head_forward(head: Any, hidden: Tensor) -> Tensor:
     if head.targets is None:
         return type(head).forward(head, hidden)
     options = {"copy": head.copy, "gradient_dtype": head.gradient_dtype, "softcap": head.softcap, **head.loss_options}
-    loss = linear_cross_entropy(hidden, head.weight, head.targets, **options)
-    assert isinstance(loss, Tensor)
+    loss: Any = linear_cross_entropy(hidden, head.weight, head.targets, **options)
     # A model that caps takes the loss for logits (B, S, V): scaled down, it passes the cap. Fused.loss scales it back.
     return loss if head.softcap is None else CAPPED_LOSS_SCALE * loss.reshape(*(loss.shape or (1, 1)), 1)
 
@@ -410,9 +403,8 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     In a model with the names of classes and attributes of ``cs336_basics.model``, modules are known by these names, and
     left alone where they compute something else: ``RMSNorm``, ``SwiGLU``, ``RotaryEmbedding`` (with its own ``theta``
     or the model's ``config["rope_theta"]``), ``TransformerBlock``, which adds attention's output in the kernel of its
-    second norm, and, once the handle keeps copies of the weights,
-    ``CausalMultiHeadSelfAttention``. ``lm_head`` is ``linear_cross_entropy`` where the handle's ``loss`` calls the
-    model.
+    second norm, and, once the handle keeps copies of the weights, ``CausalMultiHeadSelfAttention``. ``lm_head`` is
+    ``linear_cross_entropy`` where the handle's ``loss`` calls the model.
 
     In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
     SwiGLUs, a last layer whose output the model returns unchanged or as ``cap * tanh(output / cap)`` (Gemma 2) and does

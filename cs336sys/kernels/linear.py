@@ -12,10 +12,6 @@ from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
 
 
-def _empty_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device)
-
-
 def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
     grad_rows, rows = as_rows(grad), as_rows(x)
@@ -30,7 +26,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 _weight_gradient_operator = define_operator(
     "linear_weight_gradient(Tensor grad, Tensor x, ScalarType dtype) -> Tensor",
     _weight_gradient,
-    _empty_weight_gradient,
+    fake=lambda grad, x, dtype: torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device),
 )
 
 

@@ -551,7 +551,7 @@ _operator = define_operator(
     "ScalarType? gradient_dtype=None, str reduction='mean', float? softcap=None, Tensor? class_weight=None, "
     "Tensor? grad_loss=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch_forward,
-    _fake_forward,
+    fake=_fake_forward,
 )
 
 

@@ -8,17 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336sys.kernels import operators
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.operators import (
-    as_rows,
-    check_tensors,
-    define_gradient,
-    define_operator,
-    needs_operators,
-    num_multiprocessors,
-    result_dtype,
-    sum_of_partials,
-)
 
 # A matrix, with strides of its rows and columns.
 Matrix = namedtuple("Matrix", "pointer strides")
@@ -256,12 +247,12 @@ def launch_forward(
     """Compute y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
     y, total, inverse_rms = empty_results(x, weight, residual, eps, dtype)
     tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
-    check_tensors("rms_norm", rms_norm_forward_kernel, **tensors)
+    operators.check_tensors("rms_norm", rms_norm_forward_kernel, **tensors)
     if y.numel() == 0:
         return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
-    rows = as_rows(x)
+    rows = operators.as_rows(x)
     # Where there is no residual, the kernel does not touch what stands for it.
-    residual_rows = rows if residual is None else as_rows(residual)
+    residual_rows = rows if residual is None else operators.as_rows(residual)
     width = x.shape[-1]
     settings = forward_settings(width)
     operands = rows, residual_rows, weight, y, total, inverse_rms
@@ -299,14 +290,14 @@ def launch_backward(
     )
     if grad_x.numel() == 0:
         return grad_x, grad_residual, grad_weight.zero_()
-    rows, grad_y_rows = as_rows(total), as_rows(grad_y)
-    grad_total_rows = grad_y_rows if grad_total is None else as_rows(grad_total)
+    rows, grad_y_rows = operators.as_rows(total), operators.as_rows(grad_y)
+    grad_total_rows = grad_y_rows if grad_total is None else operators.as_rows(grad_total)
     width = total.shape[-1]
     tensors_read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
     settings = backward_settings(width, element_bytes=sum(tensor.element_size() for tensor in tensors_read))
     constants = settings.constants(width)
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
-    num_programs = min(num_tiles, settings.programs * num_multiprocessors(rows.device))
+    num_programs = min(num_tiles, settings.programs * operators.num_multiprocessors(rows.device))
     # Programs that walk along a row in several tiles add to their sums in memory.
     allocate = torch.empty if constants["ONE_TILE"] else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
@@ -318,20 +309,20 @@ def launch_backward(
         rms_norm_backward_kernel[(num_programs,)](
             *inputs, *results, *strides, *rows.shape, STAGES=settings.stages, **constants
         )
-    return grad_x, grad_residual, sum_of_partials(partial_grad_weight, weight.dtype)
+    return grad_x, grad_residual, operators.sum_of_partials(partial_grad_weight, weight.dtype)
 
 
-_forward_operator = define_operator(
+_forward_operator = operators.define_operator(
     "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)",
     launch_forward,
-    empty_results,
+    fake=empty_results,
 )
-_backward_operator = define_operator(
+_backward_operator = operators.define_operator(
     "rms_norm_backward(Tensor grad_y, Tensor? grad_total, Tensor total, Tensor weight, Tensor inverse_rms,"
     " ScalarType x_dtype, ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor)",
     launch_backward,
-    _empty_grads,
+    fake=_empty_grads,
 )
 
 
@@ -350,7 +341,7 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *
     if residual_dtype is None and not ctx.returns_x:
         # A gradient of the empty total that the operator returns.
         grad_total = None
-    backward = _backward_operator if needs_operators(grad_y) else launch_backward
+    backward = _backward_operator if operators.needs_operators(grad_y) else launch_backward
     grad_x, grad_residual, grad_weight = backward(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
@@ -359,7 +350,7 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *
     return grad_x, grad_weight, grad_x if residual_dtype == x_dtype else grad_residual, None, None
 
 
-define_gradient("rms_norm_forward", _differentiate, _save_for_backward)
+operators.define_gradient("rms_norm_forward", _differentiate, _save_for_backward)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -412,8 +403,8 @@ def rms_norm(
     """
     if returns_x and residual is not None:
         raise ValueError("with a residual the sum is returned: x cannot be, too")
-    dtype = result_dtype(x) if residual is None else result_dtype(x, residual)
-    if needs_operators(x):
+    dtype = operators.result_dtype(x) if residual is None else operators.result_dtype(x, residual)
+    if operators.needs_operators(x):
         # An operator cannot return what it was given; compilers add gradients in passes of their own choice.
         y, total, _ = _forward_operator(x, weight, residual, eps, dtype)
         return (y, x) if returns_x else y if residual is None else (y, total)

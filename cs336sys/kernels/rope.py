@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336sys.kernels.operators import (
-    check_tensors,
-    define_function,
-    define_gradient,
-    define_operator,
-    needs_operators,
-    num_multiprocessors,
-    result_dtype,
-)
+from cs336sys.kernels import operators
 
 
 @triton.jit
@@ -197,7 +189,7 @@ def _tiling(
     group_size = MAX_HEADS_OF_PROGRAM
     # The interpreter, which runs one program after another, is best off with few.
     if device.type == "cuda":
-        min_programs = MIN_PROGRAMS_OF_MULTIPROCESSOR * num_multiprocessors(device)
+        min_programs = MIN_PROGRAMS_OF_MULTIPROCESSOR * operators.num_multiprocessors(device)
         while group_size > 1 and num_tiles * sum(triton.cdiv(number, group_size) for number in heads) < min_programs:
             group_size //= 2
     num_groups = triton.cdiv(max(heads), group_size)
@@ -279,7 +271,7 @@ def _check_angles(positions: Tensor | None, theta: float, shape: tuple[int, ...]
 def empty_rotated(
     x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    """Check arguments, and allocate the rotated x; computes on fake tensors, as all ``empty_...`` here."""
+    """Check arguments, and allocate the rotated x."""
     if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
         raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
     _check_angles(positions, theta, x.shape[:-1], x.device)
@@ -294,7 +286,7 @@ def compute_rotated(
 ) -> Tensor:
     """Return x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
     y = empty_rotated(x, positions, theta, inverse, strides, dtype)
-    check_tensors("rope", rope_kernel, x=x)
+    operators.check_tensors("rope", rope_kernel, x=x)
     _rotate(x, y, positions, theta, inverse)
     return y
 
@@ -323,7 +315,7 @@ def compute_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query and key, rotated, and value."""
     results = empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
-    check_tensors("rope_qkv", rope_qkv_kernel, qkv=qkv)
+    operators.check_tensors("rope_qkv", rope_qkv_kernel, qkv=qkv)
     _rotate_qkv(qkv, results, positions, theta, backward=False)
     return results
 
@@ -344,10 +336,10 @@ def compute_grad_qkv(
     return grad_qkv
 
 
-_operator = define_operator(
+_operator = operators.define_operator(
     "rope(Tensor x, Tensor? positions, float theta, bool inverse, SymInt[]? strides, ScalarType dtype) -> Tensor",
     compute_rotated,
-    empty_rotated,
+    fake=empty_rotated,
 )
 
 
@@ -359,15 +351,15 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
-    rotate = _operator if needs_operators(grad) else Rope.apply
+    rotate = _operator if operators.needs_operators(grad) else Rope.apply
     # The transposed rotation is the rotation back; written as x was, so that a projection's gradient is contiguous.
     grad_x = rotate(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
     return grad_x, None, None, None, None, None
 
 
-define_gradient("rope", _differentiate, _save_for_backward)
+operators.define_gradient("rope", _differentiate, _save_for_backward)
 # ``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`.
-Rope = define_function("Rope", compute_rotated, _differentiate, _save_for_backward, twice=True)
+Rope = operators.define_function("Rope", compute_rotated, _differentiate, _save_for_backward, twice=True)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
@@ -391,22 +383,22 @@ def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0)
         ValueError: D is odd, or shapes or devices do not fit together.
         TypeError, CapabilityError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
-    rotate = _operator if needs_operators(x) else Rope.apply
+    rotate = _operator if operators.needs_operators(x) else Rope.apply
     inverse, strides_of_result = False, None
-    return rotate(x, positions, theta, inverse, strides_of_result, result_dtype(x))
+    return rotate(x, positions, theta, inverse, strides_of_result, operators.result_dtype(x))
 
 
-_qkv_operator = define_operator(
+_qkv_operator = operators.define_operator(
     "rope_qkv(Tensor qkv, Tensor? positions, int num_heads, int num_key_value_heads, float theta, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)",
     compute_qkv,
-    empty_qkv,
+    fake=empty_qkv,
 )
-_grad_qkv_operator = define_operator(
+_grad_qkv_operator = operators.define_operator(
     "rope_qkv_backward(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor? positions, float theta,"
     " ScalarType dtype) -> Tensor",
     compute_grad_qkv,
-    empty_grad_qkv,
+    fake=empty_grad_qkv,
 )
 
 
@@ -418,14 +410,14 @@ def _save_qkv_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) 
 
 def _differentiate_qkv(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
-    backward = _grad_qkv_operator if needs_operators(grad_query) else compute_grad_qkv
+    backward = _grad_qkv_operator if operators.needs_operators(grad_query) else compute_grad_qkv
     grad_qkv = backward(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
     return grad_qkv, None, None, None, None, None
 
 
-define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)
+operators.define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)
 # ``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`.
-RopeQKV = define_function("RopeQKV", compute_qkv, _differentiate_qkv, _save_qkv_for_backward, twice=False)
+RopeQKV = operators.define_function("RopeQKV", compute_qkv, _differentiate_qkv, _save_qkv_for_backward, twice=False)
 
 
 def rope_qkv(
@@ -456,8 +448,8 @@ def rope_qkv(
     """
     if num_key_value_heads is None:
         num_key_value_heads = num_heads
-    split = _qkv_operator if needs_operators(qkv) else RopeQKV.apply
-    return split(qkv, positions, num_heads, num_key_value_heads, theta, result_dtype(qkv))
+    split = _qkv_operator if operators.needs_operators(qkv) else RopeQKV.apply
+    return split(qkv, positions, num_heads, num_key_value_heads, theta, operators.result_dtype(qkv))
 
 
 def reference_rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:

@@ -1,7 +1,4 @@
-"""SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it.
-
-Functions ``_empty_...`` allocate results, and compute on fake tensors in place of the kernels.
-"""
+"""SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336sys.kernels import operators
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.linear import weight_gradient
-from cs336sys.kernels.operators import (
-    as_rows,
-    check_tensors,
-    define_function,
-    define_gradient,
-    define_operator,
-    needs_operators,
-    result_dtype,
-)
 
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
@@ -73,7 +62,7 @@ def _as_matrices(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View equally shaped tensors as rows and columns: as one row where all are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return tuple(tensor.view(1, -1) for tensor in tensors)
-    return tuple(as_rows(tensor) for tensor in tensors)
+    return tuple(operators.as_rows(tensor) for tensor in tensors)
 
 
 def _swiglu_tiling(matrix: Tensor) -> tuple[int, dict[str, int]]:
@@ -96,7 +85,7 @@ def _empty_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     product = _empty_product(gate, up, dtype)
-    check_tensors("swiglu", _swiglu_forward_kernel, gate=gate, up=up)
+    operators.check_tensors("swiglu", _swiglu_forward_kernel, gate=gate, up=up)
     if product.numel() == 0:
         return product
     gate, up = _as_matrices(gate, up)
@@ -147,23 +136,23 @@ def _empty_grad_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of ``gate_up`` (..., gate, then up), as a whole, and the product in the dtype of ``grad``."""
     grad_gate_up, product = _empty_grad_of_pair(gate_up, grad)
-    rows = as_rows(gate_up)
+    rows = operators.as_rows(gate_up)
     gate, up = rows.chunk(2, -1)
-    grad_gate, grad_up = as_rows(grad_gate_up).chunk(2, -1)
-    _launch_backward((gate, up, as_rows(grad)), (grad_gate, grad_up, product), grad_row_stride=rows.shape[1])
+    grad_gate, grad_up = operators.as_rows(grad_gate_up).chunk(2, -1)
+    _launch_backward((gate, up, operators.as_rows(grad)), (grad_gate, grad_up, product), grad_row_stride=rows.shape[1])
     return grad_gate_up, product
 
 
-_forward_operator = define_operator(
-    "swiglu_forward(Tensor gate, Tensor up, ScalarType dtype) -> Tensor", _forward, _empty_product
+_forward_operator = operators.define_operator(
+    "swiglu_forward(Tensor gate, Tensor up, ScalarType dtype) -> Tensor", _forward, fake=_empty_product
 )
-_backward_operator = define_operator(
+_backward_operator = operators.define_operator(
     "swiglu_backward(Tensor gate, Tensor up, Tensor grad, bool recomputes) -> (Tensor, Tensor, Tensor)",
     _backward,
-    _empty_grads,
+    fake=_empty_grads,
 )
-_pair_backward_operator = define_operator(
-    "swiglu_pair_backward(Tensor gate_up, Tensor grad) -> (Tensor, Tensor)", _backward_of_pair, _empty_grad_of_pair
+_pair_backward_operator = operators.define_operator(
+    "swiglu_pair_backward(Tensor gate_up, Tensor grad) -> (Tensor, Tensor)", _backward_of_pair, fake=_empty_grad_of_pair
 )
 
 
@@ -174,14 +163,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     gate, up = ctx.saved_tensors
-    backward = _backward_operator if needs_operators(grad) else _backward
+    backward = _backward_operator if operators.needs_operators(grad) else _backward
     grad_gate, grad_up, _ = backward(gate, up, grad, recomputes=False)
     return grad_gate, grad_up, None
 
 
-define_gradient("swiglu_forward", _differentiate, _save_for_backward)
+operators.define_gradient("swiglu_forward", _differentiate, _save_for_backward)
 # ``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`.
-SwiGLU = define_function("SwiGLU", _forward, _differentiate, _save_for_backward, twice=False)
+SwiGLU = operators.define_function("SwiGLU", _forward, _differentiate, _save_for_backward, twice=False)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -200,8 +189,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
-    dtype = result_dtype(gate, up)
-    return _forward_operator(gate, up, dtype) if needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
+    dtype = operators.result_dtype(gate, up)
+    return _forward_operator(gate, up, dtype) if operators.needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
 
 
 class SwiGLULinearOfCopy(torch.autograd.Function):
@@ -216,14 +205,14 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
             raise ValueError(
                 f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(copy.shape)}"
             )
-        product = _forward_operator if needs_operators(gate) else _forward
+        product = _forward_operator if operators.needs_operators(gate) else _forward
         return torch.nn.functional.linear(product(gate, up, copy.dtype), copy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         gate_up, copy = ctx.saved_tensors
-        backward = _pair_backward_operator if needs_operators(grad) else _backward_of_pair
+        backward = _pair_backward_operator if operators.needs_operators(grad) else _backward_of_pair
         grad_gate_up, product = backward(gate_up, grad @ copy)
         return grad_gate_up, None, None, weight_gradient(grad, product, ctx.gradient_dtype)
 

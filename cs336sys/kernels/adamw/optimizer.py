@@ -349,8 +349,7 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
-        # Besides a weight the kernel reads and writes ``other``: its low bits, or a copy, which of a master is the
-        # parameter.
+        # ``other``: the low bits of the weight, or a copy that the kernel writes: of a master that is the parameter.
         weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
         extra_state = self._extra_state_name(parameter)
         if extra_state == "master":

@@ -140,7 +140,9 @@ class Library:
             return None
         try:
             if not path.exists():
-                raise ImportError(f"the C++ compiler failed: {_first_line(Path(f'{path}.log'))}")
+                log = Path(f"{path}.log")
+                errors = log.read_text().strip().splitlines() if log.exists() else []
+                raise ImportError(f"the C++ compiler failed: {errors[0] if errors else 'it said nothing'}")
             module = import_from(str(path))
             driver = ctypes.CDLL("libcuda.so.1")
         except (OSError, ImportError) as error:
@@ -172,11 +174,6 @@ def _make_lock(lock: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _first_line(log: Path) -> str:
-    lines = log.read_text().strip().splitlines() if log.exists() else []
-    return lines[0] if lines else "it said nothing"
 
 
 def _warn(reason: str) -> None:

@@ -258,20 +258,16 @@ def _fake_forward(query, key, value, *arguments):
     return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
 
-def _fake_backward(query, key, value, *others):
-    return _empty_result(query), _empty_result(key), _empty_result(value)
-
-
 _forward_operator = define_operator(
     f"flash_attention_forward(Tensor query, Tensor key, Tensor value, {_OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
     _compute_forward,
-    _fake_forward,
+    fake=_fake_forward,
 )
 _backward_operator = define_operator(
     "flash_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out, "
     f"{_OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _compute_backward,
-    _fake_backward,
+    fake=lambda query, key, value, *others: (_empty_result(query), _empty_result(key), _empty_result(value)),
 )
 
 

@@ -101,8 +101,7 @@ def make_problem(
     if query.is_cuda:
         capability = gpu_capability(query.device)
         num_multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    # TMA coordinates have 32 bits, and the sum of dQ is addressed as one tall matrix, whose sequences are padded to
-    # whole tiles, by less than 256 rows.
+    # TMA coordinates have 32 bits; the sum of dQ is one tall matrix, of sequences padded by less than 256 rows each.
     fits_tma = all(operand.fits_tma for operand in operands) and num_sequences * (num_queries + 256) < 2**31
     return AttentionProblem(
         head_dim=query.shape[-1],

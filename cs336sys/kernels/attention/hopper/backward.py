@@ -46,7 +46,7 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    tiles.produce(shared, turns, shared.buffers.grad_key_tiles, 2, True, CONFIG)
+    tiles.produce(shared, turns, shared.buffers.grad_key_tiles, TILES=2, CONFIG=CONFIG)
 
 
 @gluon.jit
@@ -145,7 +145,8 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         mbarrier.arrive(tile_free.index(slot), count=1)
 
     if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
-        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=2, CONFIG=CONFIG)
+        share += CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
@@ -164,7 +165,7 @@ def backward_kernel(
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
+    """Write dK and dV of 128 keys of one sequence; add their share of dQ / scale to grad_query_sum.
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.

@@ -72,10 +72,11 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         round = work - first_work
         item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
         mbarrier.wait(shared.barriers.keys_free.index(round % 2), ((round // 2) & 1) ^ 1)
-        tiles.load_keys(shared, item, round % 2, 2)
+        tiles.load_keys(shared, item, round % 2, TILES=2)
         if work == first_work:
             change_kernels()
-        tiles.load_queries(shared, turns, item, first_use, 2, False, CONFIG)
+        # The reducer, which adds to dQ, ends turns itself.
+        tiles.load_queries(shared, turns, item, first_use, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
         first_use += item.end_visit - item.first_visit
 
 
@@ -154,15 +155,15 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
         query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
-        another = visit + 1 < end
+        has_next = visit + 1 < end
         scores = tiles.issue_scores(
-            query, use + 1, another, key_operand, query_ring, query_ready, first_key, shape, CONFIG
+            query, use + 1, has_next, key_operand, query_ring, query_ready, first_key, shape, CONFIG
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(barriers.tile_free.index(slot), count=1)
 
     if tiles.is_piece(schedule, work, CONFIG):
-        share = tiles.pieces_of(pieces, schedule, work, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+        share = tiles.pieces_of(pieces, schedule, work, NUM_TILES=2, CONFIG=CONFIG) + CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
@@ -183,7 +184,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
 @gluon.jit
 def _in_register_order(grad_query):
-    """(64, D) as (D / 2, 128), the order of ``convert.py``: a thread stores its numbers 16 bytes at a time."""
+    """Return (64, D) as (D / 2, 128), the order of ``convert.py``: a thread stores its numbers 16 bytes at a time."""
     COLUMNS: gl.constexpr = grad_query.shape[1]
     fours = grad_query.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     return fours.reshape([COLUMNS // 2, 2 * ROWS])
@@ -191,7 +192,7 @@ def _in_register_order(grad_query):
 
 @gluon.jit
 def _reducer(shared, turns, CONFIG: gl.constexpr):
-    """dQ of every tile of queries for the 128 keys of each item.
+    """Add dQ of every tile of queries for the 128 keys of each item to the sum in memory.
 
     Ordered: one tile of dQ is on its way to memory while the next is made, so two lie in shared memory.
     """
@@ -205,7 +206,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     for work in range(first_work, end_work):
         _, key_sequence, first_tile, first, end = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
         sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
-        of_sequence = turns + sequence * shape.padded_queries
+        turns_of_sequence = turns + sequence * shape.padded_queries
         keys_slot = (work - first_work) % 2
         mbarrier.wait(barriers.key_ready.index(keys_slot), ((work - first_work) // 2) & 1)
         for visit in range(first, end):
@@ -223,7 +224,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             if CONFIG.ordered:
                 reduce_wait(1)
                 thread_barrier()
-                tiles.end_turn(of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
+                tiles.end_turn(turns_of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
             else:
                 # The reduction before must have read what this one overwrites.
                 store_wait(0)
@@ -239,8 +240,8 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
         if CONFIG.ordered:
             reduce_wait(0)
             thread_barrier()
-            tiles.end_turn(of_sequence, end - 2, first < end - 1, first_tile, shape, CONFIG)
-            tiles.end_turn(of_sequence, end - 1, first < end, first_tile, shape, CONFIG)
+            tiles.end_turn(turns_of_sequence, end - 2, first < end - 1, first_tile, shape, CONFIG)
+            tiles.end_turn(turns_of_sequence, end - 1, first < end, first_tile, shape, CONFIG)
         first_use += end - first
     store_wait(0)
 
@@ -251,7 +252,7 @@ def reducer_backward_kernel(
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
+    """Write dK and dV of 128 keys of one sequence; add their share of dQ / scale to grad_query_sum.
 
     All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others
@@ -295,6 +296,7 @@ def reducer_backward_kernel(
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
     shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
+    # The last two arguments: warps, and registers of a thread, of all functions but the first.
     gl.warp_specialize(
         [
             (_consumer, (shared, pieces, scale, scale_log2, FIRST, CONFIG)),

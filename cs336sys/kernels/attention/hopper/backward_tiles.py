@@ -76,7 +76,7 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
 
 @gluon.jit
 def first_sequence(key_sequence, shape, CONFIG: gl.constexpr):
-    """The first sequence of queries of the group that shares a sequence of keys."""
+    """Return the first sequence of queries of the group that shares a sequence of keys."""
     sequence = key_sequence
     if CONFIG.grouped:
         sequence *= shape.group_size
@@ -103,7 +103,7 @@ def member_of(visit, first_tile, shape, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tile_of(visit, first_tile, shape, CONFIG: gl.constexpr):
-    """The tile of queries of a visit among those of its sequence."""
+    """Return the tile of queries of a visit among those of its sequence."""
     tile = visit
     if CONFIG.grouped:
         tile = _tile_of_visit(visit, first_tile, _end_tile(first_tile, shape, CONFIG))
@@ -112,7 +112,7 @@ def tile_of(visit, first_tile, shape, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tile_of_group(visit, first_tile, shape, CONFIG: gl.constexpr):
-    """The tile of queries of a visit among those of all sequences of the group, one sequence after the other."""
+    """Return the tile of queries of a visit among those of all sequences of the group, sequence after sequence."""
     tile = visit
     if CONFIG.grouped:
         tile = _tile_among_heads(visit, first_tile, _end_tile(first_tile, shape, CONFIG), shape.padded_queries // ROWS)
@@ -123,7 +123,7 @@ def tile_of_group(visit, first_tile, shape, CONFIG: gl.constexpr):
 def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
     """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
     tile = tile_of_group(visit, first_tile, shape, CONFIG)
-    # Of one sequence 32 bits hold it.
+    # 32 bits hold the offset in one sequence, and not in all of a group.
     if CONFIG.grouped:
         tile = tile.to(gl.int64)
     return tile * ROWS * CONFIG.head_dim
@@ -145,17 +145,18 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
+def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, CONFIG: gl.constexpr):
     """Load keys and values of TILES times 64 keys once, then every tile of queries that sees them, and store dK and dV.
 
-    Consumers leave dV where the values were, and dK in ``grad_key_tiles``. Ordered: see ``pass_turns``. One tile of
-    keys: consumers release a tile's queries later than its gradient of the output.
+    Consumers leave dV where the values were, and dK in ``grad_key_tiles``; who releases the queries of a tile has added
+    to its dQ.
     """
     tensors, buffers, barriers, schedule, shape = shared
     item = read_item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
-    load_keys(shared, item, 0, TILES)
+    load_keys(shared, item, slot=0, TILES=TILES)
+    # What follows was written by the kernel before.
     change_kernels()
-    load_queries(shared, turns, item, 0, TILES, ENDS_TURNS, CONFIG)
+    load_queries(shared, turns, item, first_use=0, TILES=TILES, ENDS_TURNS=True, CONFIG=CONFIG)
     if not is_piece(schedule, gl.program_id(0), CONFIG):
         batch = item.key_sequence // shape.num_key_heads
         key_head = item.key_sequence % shape.num_key_heads
@@ -186,7 +187,10 @@ def load_keys(shared, item, slot, TILES: gl.constexpr):
 
 @gluon.jit
 def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
-    """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings."""
+    """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings.
+
+    Ordered: see ``pass_turns``. One tile of keys: consumers release queries later than gradients of the output.
+    """
     tensors, buffers, barriers, _, shape = shared
     query, _, _, grad_out, statistics, _, _, _ = tensors
     query_ready, grad_out_ready = barriers.query_ready, barriers.grad_out_ready
@@ -208,17 +212,17 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
         first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
         head = first_head + member_of(visit, first_tile, shape, CONFIG)
         sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
-        fresh = ((use // STAGES) & 1) ^ 1
-        mbarrier.wait(query_free.index(slot), fresh)
+        free_parity = ((use // STAGES) & 1) ^ 1
+        mbarrier.wait(query_free.index(slot), free_parity)
         # Turns go on for as many visits as the ring has tiles.
-        there_is_one = visit < end if CONFIG.ordered else True
-        if there_is_one:
+        has_tile = visit < end if CONFIG.ordered else True
+        if has_tile:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), buffers.query_ring.index(slot))
             tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
             tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
             if TILES == 1:
-                mbarrier.wait(barriers.grad_out_free.index(slot), fresh)
+                mbarrier.wait(barriers.grad_out_free.index(slot), free_parity)
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if CONFIG.ordered:
@@ -242,6 +246,7 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
         counter = turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS
         tile = tile_of(visit - 1, first_tile, shape, CONFIG)
         before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask)
+        # Until so many programs have added; then what the reducer writes by TMA comes after what was read here.
         gl.inline_asm_elementwise(
             """{
             .reg .pred early;
@@ -262,16 +267,16 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
 
 @gluon.jit
 def wait_for_turn(turn, use):
-    """Until this program may add to dQ of its visit number ``use``."""
+    """Wait until this program may add to dQ of its visit number ``use``."""
     mbarrier.wait(turn.index(use % TURNS), (use // TURNS) & 1)
 
 
 @gluon.jit
-def end_turn(turns, visit, there_is_one, first_tile, shape, CONFIG: gl.constexpr):
-    """Lets the next program add to dQ of a visit, if there is one, after all that this thread knows to be in memory."""
+def end_turn(turns, visit, is_visit, first_tile, shape, CONFIG: gl.constexpr):
+    """Let the next program add to dQ of a visit, if it is one, after all that this thread knows to be in memory."""
     counter = turns + tile_of_group(visit, first_tile, shape, CONFIG) * ROWS
     counter = counter.to(gl.pointer_type(gl.int32), bitcast=True)
-    gl.atomic_add(counter, 1, mask=there_is_one, sem="release", scope="gpu")
+    gl.atomic_add(counter, 1, mask=is_visit, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -288,7 +293,7 @@ def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
 
 @gluon.jit
 def masked_start(start, first_query, first_key, shape, CONFIG: gl.constexpr):
-    """``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
+    """Return ``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
 
     The mask is what the sums start from: registers are scarcer once they are complete.
     """
@@ -322,14 +327,14 @@ def scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG: 
 
 @gluon.jit
 def grad_weights_start(deltas):
-    """-D of the tile's queries, what the sums of dP^T start from: then dS^T is P^T times dP^T."""
+    """Return -D of the tile's queries, what the sums of dP^T start from: then dS^T is P^T times dP^T."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, deltas.shape[0], 16])
     return gl.zeros([ROWS, deltas.shape[0]], gl.float32, layout) - deltas[None, :]
 
 
 @gluon.jit
 def _in_fours(sums, values):
-    """Addresses of four float32 numbers for each thread, 16 bytes, and the four: as ``convert.py`` describes."""
+    """Return addresses of four float32 numbers for each thread, 16 bytes, and the four: as ``convert.py`` describes."""
     COLUMNS: gl.constexpr = values.shape[1]
     fours = values.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16 * COLUMNS, 2, 2])
     left, right = gl.split(fours)
@@ -341,7 +346,7 @@ def _in_fours(sums, values):
 
 @gluon.jit
 def add_grad_query(sums, grad_query):
-    """Adds a warpgroup's tile of 64 queries and N columns of dQ to 64 N float32 numbers, 16 bytes a thread at a time.
+    """Add a warpgroup's tile of 64 queries and N columns of dQ to 64 N float32 numbers, 16 bytes a thread at a time.
 
     They lie in memory as ``convert.py`` describes.
     """
@@ -364,7 +369,7 @@ def pieces_of(pieces, schedule, work, NUM_TILES: gl.constexpr, CONFIG: gl.conste
 
 @gluon.jit
 def store_piece(sums, grad):
-    """Writes a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
+    """Write a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
     addresses, first, second, third, fourth = _in_fours(sums, grad)
     gl.inline_asm_elementwise(
         "{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
@@ -378,15 +383,14 @@ def store_piece(sums, grad):
 
 @gluon.jit
 def issue_scores(
-    first_query, use, there_is_one, key_operand, query_ring, query_ready, first_key, shape, CONFIG: gl.constexpr
+    first_query, use, has_tile, key_operand, query_ring, query_ready, first_key, shape, CONFIG: gl.constexpr
 ):
-    """Begins S^T of a tile of queries, with -inf where a query does not see a key.
+    """Begin S^T of a tile of queries, with -inf where a query does not see a key.
 
-    The mask is what the sums start from: registers are scarcer once they are complete. ``key_operand``: the 64 keys in
-    shared memory or, as left operand, in registers.
+    ``key_operand``: the 64 keys, in registers. Without a tile nothing is waited for, and the result means nothing.
     """
     slot = use % CONFIG.stages
-    mbarrier.wait(query_ready.index(slot), (use // CONFIG.stages) & 1, pred=there_is_one)
+    mbarrier.wait(query_ready.index(slot), (use // CONFIG.stages) & 1, pred=has_tile)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     masked = needs_mask(first_query, first_key, shape, CONFIG)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)

@@ -50,8 +50,8 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    # Who releases the queries of a tile has added to its dQ.
-    tiles.produce(shared, turns, shared.buffers.key_tiles, 1, True, CONFIG)
+    # dK is left where the keys were.
+    tiles.produce(shared, turns, shared.buffers.key_tiles, TILES=1, CONFIG=CONFIG)
 
 
 @gluon.jit
@@ -137,7 +137,8 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         mbarrier.arrive(query_free.index(slot), count=1)
 
     if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
-        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), 1, CONFIG) + CONSUMER * ROWS * HALF
+        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=1, CONFIG=CONFIG)
+        share += CONSUMER * ROWS * HALF
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
     else:
@@ -156,7 +157,7 @@ def wide_backward_kernel(
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """As ``backward.backward_kernel``, for 64 keys of one sequence."""
+    """Compute what ``backward.backward_kernel`` does, for 64 keys of one sequence."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
@@ -189,6 +190,7 @@ def wide_backward_kernel(
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
     shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
+    # The last two arguments: warps, and registers of a thread, of all functions but the first.
     gl.warp_specialize(
         [
             (_consumer, (shared, pieces, scale, scale_log2, FIRST, CONFIG)),

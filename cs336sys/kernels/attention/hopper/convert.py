@@ -21,7 +21,7 @@ def convert_register_order_kernel(
     grad_query_sum, grad_query, grad_query_strides, num_tiles, num_heads, num_queries, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its sum, for 64 queries of one sequence; a warpgroup's tile has COLUMNS of the head dimension.
+    """Write dQ = scale * its sum, for 64 queries of one sequence; a warpgroup's tile has COLUMNS of the head dimension.
 
     EARLY: launched while the kernel that makes the sum may still run.
     """
@@ -47,7 +47,7 @@ def sum_pieces_kernel(
     pieces, grad_key, grad_value, schedule, grad_key_strides, grad_value_strides, first_item, num_pieces, num_key_heads,
     num_keys, HEAD_DIM: tl.constexpr, NUM_TILES: tl.constexpr, COLUMNS: tl.constexpr, AT_A_TIME: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 keys of an item in pieces, and COLUMNS of them: the sum over the pieces, AT_A_TIME after another.
+    """Write COLUMNS of dK and dV of 64 keys of an item in pieces: sums over the pieces, AT_A_TIME after another.
 
     An item has NUM_TILES times 64 keys, whose shares lie as the backward kernels wrote them; ``first_item``: where in
     the schedule the first such item stands.
@@ -62,17 +62,18 @@ def sum_pieces_kernel(
     batch = (sequence // num_key_heads).to(tl.int64)
     head = (sequence % num_key_heads).to(tl.int64)
     columns = first_column + tl.arange(0, COLUMNS)
-    for which in tl.static_range(2):
+    for gradient in tl.static_range(2):  # dK, then dV
         sums = tl.zeros([ROWS * COLUMNS], tl.float32)
         for first_piece in range(0, num_pieces, AT_A_TIME):
             # All of them on their way at the same time: the latency of L2 is what a program waits for.
-            some = first_piece + tl.arange(0, AT_A_TIME)
-            shares = (2 * (item * num_pieces + some) + which) * NUM_TILES + tile
+            piece = first_piece + tl.arange(0, AT_A_TIME)
+            shares = (2 * (item * num_pieces + piece) + gradient) * NUM_TILES + tile
             offsets = shares.to(tl.int64) * (ROWS * HEAD_DIM) + first_column * ROWS
             elements = pieces + offsets[:, None] + tl.arange(0, ROWS * COLUMNS)[None, :]
-            sums += tl.sum(tl.load(elements, mask=(some < num_pieces)[:, None], other=0.0), 0)
+            sums += tl.sum(tl.load(elements, mask=(piece < num_pieces)[:, None], other=0.0), 0)
+        # 8 columns, warp, lane // 4, lane % 4, row + 0 or 8, column + 0 or 1.
         rows = sums.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLUMNS])
-        grad = grad_key if which == 0 else grad_value
-        strides = grad_key_strides if which == 0 else grad_value_strides
+        grad = grad_key if gradient == 0 else grad_value
+        strides = grad_key_strides if gradient == 0 else grad_value_strides
         pointers = grad + batch * strides[0] + head * strides[1] + keys.to(tl.int64)[:, None] * strides[2]
         tl.store(pointers + columns[None, :], rows.to(grad.dtype.element_ty), mask=(keys < num_keys)[:, None])

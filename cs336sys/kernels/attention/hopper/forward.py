@@ -16,7 +16,8 @@ in front of the exponentials, and rescales nothing. When a sum of weights passes
 once more and its step is that of the online softmax, with new maxima.
 
 What TMA brings is announced by mbarriers. A ``ready`` barrier counts one arrival, the producer's, and the bytes of the
-tile; a phase is named by its parity: use n of a slot waits for phase n, of parity n & 1. That a slot of a ring is free,
+tile; a phase is named by its parity: use n of a slot waits for phase n, of parity n & 1. Who overwrites what it holds
+waits for the phase before, of parity (n & 1) ^ 1, which at first counts as over. That a slot of a ring is free,
 and whose turn it is, is said by named barriers, at which a warp arrives and goes on: at an mbarrier a warpgroup's warps
 must meet first, so that one thread may arrive for all (1x16x16384x64: 1.000 ms instead of 0.975).
 
@@ -97,7 +98,7 @@ _window_tiles = gluon.jit(window_tiles)
 
 @gluon.jit
 def _tiles(first_query, shape, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """(first, whole_from, whole, end) of the key tiles that queries see; from whole_from to whole they see all keys."""
+    """Return (first, whole_from, whole, end) of key tiles that queries see; all see those from whole_from to whole."""
     _, num_queries, num_keys, window = shape
     KEY_ROWS: gl.constexpr = CONFIG.key_rows
     whole, end = _key_tiles(first_query, ROWS, num_queries, num_keys, KEY_ROWS, CONFIG.mask >= CAUSAL)
@@ -114,7 +115,7 @@ def _num_rounds(schedule):
 
 @gluon.jit
 def _item(schedule, round, num_heads, CONFIG: gl.constexpr):
-    """(first query, batch, head) of this program's item in a round."""
+    """Return (first query, batch, head) of this program's item in a round."""
     entry = schedule + (gl.load(schedule + gl.program_id(0) * 2 + 1) + round) * 2
     sequence = gl.load(entry + 1)
     return gl.load(entry) * (CONFIG.consumers * CONSUMER_ROWS), sequence // num_heads, sequence % num_heads
@@ -122,13 +123,13 @@ def _item(schedule, round, num_heads, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _release(slot, FREE: gl.constexpr, CONFIG: gl.constexpr):
-    """A consumer has read what is in a slot of the ring whose named barriers begin with FREE."""
+    """Announce that a consumer has read what is in a slot of the ring whose named barriers begin with FREE."""
     named_barrier_arrive(FREE + slot, CONFIG.consumers * WARPGROUP_THREADS + PRODUCER_THREADS)
 
 
 @gluon.jit
 def _load(tensor, batch, head, row, ring, ready, use, FREE: gl.constexpr, CONFIG: gl.constexpr):
-    """Fills the slot of a use of a ring with the tile that begins at a row."""
+    """Fill the slot of a use of a ring with the tile that begins at a row, once its consumers have released it."""
     slot = use % CONFIG.stages
     if use >= CONFIG.stages:
         named_barrier_wait(FREE + slot, CONFIG.consumers * WARPGROUP_THREADS + PRODUCER_THREADS)
@@ -171,7 +172,7 @@ def _producer(shared, group_size, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _take_turn(CONSUMER: gl.constexpr):
-    """Waits until the consumer before this one has issued its products of the same use, the first: of the last."""
+    """Wait until the consumer before has issued its products of the same use; the first waits for the use before."""
     named_barrier_wait(TURNS + CONSUMER, 2 * WARPGROUP_THREADS)
 
 
@@ -182,7 +183,7 @@ def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _masked(scores, first_query, first_key, shape, CONFIG: gl.constexpr):
-    """Scores with -inf where a query does not see a key."""
+    """Return scores with -inf where a query does not see a key."""
     _, _, num_keys, window = shape
     layout: gl.constexpr = scores.type.layout
     keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
@@ -207,14 +208,14 @@ def _has_mask(tile, whole_from, whole, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _sum_in_thread(weights):
-    """[rows, 4]: the sum of what one thread holds of a row, which four threads share. Adding these up can wait."""
+    """Sum what one thread holds of a row, which four threads share: [rows, 4]. Adding these up can wait."""
     columns = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(columns, 3), 1)
 
 
 @gluon.jit
 def _softmax(scores, row_max, row_sum, scale_log2):
-    """One step of the online softmax: weights, new maximum and sums of the rows, and the factor of older weights."""
+    """Return a step of the online softmax: weights, new maximum and sums of rows, and the factor of older weights."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     weights = gl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
@@ -225,7 +226,7 @@ def _softmax(scores, row_max, row_sum, scale_log2):
 
 @gluon.jit
 def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Output and logsumexp of one warpgroup's 64 queries, from key tile end - 1 down to the first, of at least one.
+    """Write output and logsumexp of a warpgroup's 64 queries, from key tile end - 1 down to the first, of at least one.
 
     Tile end - 1 - i is use first_use + i of the rings. ``item``: (first query, batch, head); ``tiles``:
     what :func:`_tiles` returns.
@@ -306,8 +307,8 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
         else:
             row_sum += sums
         _release(slot, KEY_FREE, CONFIG)
-    OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
-    if OWN_OUT_TILES:
+    HAS_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
+    if HAS_OUT_TILES:
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
     last_use = first_use + count - 1
     slot = last_use % STAGES
@@ -331,7 +332,8 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
     natural_logsumexp = (row_max + gl.log2(row_sum)) * LN_2
     logsumexps = logsumexp + (batch * shape.num_heads + head).to(gl.int64) * shape.num_queries + queries
     gl.store(logsumexps, natural_logsumexp, mask=queries < shape.num_queries)
-    if not OWN_OUT_TILES:
+    if not HAS_OUT_TILES:
+        # The output lies where the next queries are loaded to.
         store_wait(0)
         thread_barrier()
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
@@ -339,7 +341,10 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
 
 @gluon.jit
 def _skip(first_use, end, barriers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Releases tiles that this consumer does not see. An arrival before one is there would count for that before it."""
+    """Release tiles that this consumer does not see, each once it is loaded.
+
+    An arrival before would count for the tile before in the same slot.
+    """
     _, _, key_ready, value_ready = barriers
     for use in range(first_use, end):
         slot = use % CONFIG.stages
@@ -357,6 +362,7 @@ def _skip(first_use, end, barriers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _, _, barriers, schedule, shape = shared
     if CONFIG.take_turns and CONFIG.consumers - 1 == CONSUMER:
+        # The first consumer's first turn.
         _pass_turn(CONSUMER, CONFIG)
     first_use = 0
     for round in range(_num_rounds(schedule)):
@@ -366,7 +372,7 @@ def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.
         tiles = _tiles(first_query, shape, CONSUMER_ROWS, CONFIG)
         item_first, item_end, first, end = item_tiles[0], item_tiles[3], tiles[0], tiles[3]
         last_use = first_use + item_end - item_first
-        # Tiles that only later consumers see, and for who has no queries all.
+        # Tiles that only later consumers see; all tiles where this one has no queries.
         seen_use = first_use + item_end - end
         if CONFIG.mask == WINDOW:
             seen_use = min(seen_use, last_use)
@@ -389,7 +395,7 @@ def forward_kernel(
     query, key, value, out, logsumexp, schedule, num_heads, num_queries, num_keys, scale_log2, group_size, window,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
+    """Write output and logsumexp of all items that fall to a program; scale_log2 is log2(e) times the scale.
 
     ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points
     to (sequence, query), ``schedule`` to what ``schedule.as_table`` made.
@@ -420,7 +426,8 @@ def forward_kernel(
         schedule,
         Shape(num_heads, num_queries, num_keys, window),
     )
-    # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.
+    # Triton gives up constants in a tuple that is named or concatenated, so each call is written out. The last two
+    # arguments: warps, and registers of a thread, of all functions but the first.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -34,7 +34,7 @@ else:
 
 @gluon.jit
 def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """A barrier for each slot, whose phases end after so many arrivals."""
+    """Return a barrier for each slot, whose phases end after so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)
@@ -43,7 +43,7 @@ def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def named_barrier_arrive(number, threads):
-    """Arrives at one of the multiprocessor's 16 barriers, for so many threads in all, and goes on."""
+    """Arrive at one of the multiprocessor's 16 barriers, for so many threads in all, and go on."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -51,7 +51,7 @@ def named_barrier_arrive(number, threads):
 
 @gluon.jit
 def named_barrier_wait(number, threads):
-    """Arrives, and waits until all the threads have."""
+    """Arrive, and wait until all the threads have."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -75,7 +75,7 @@ def change_kernels():
 
 @gluon.jit
 def reduce_wait(PENDING: gl.constexpr):
-    """Until all but the last PENDING tiles that this thread has added by TMA are in memory.
+    """Wait until all but the last PENDING tiles that this thread has added by TMA are in memory.
 
     ``store_wait`` waits only until shared memory has been read.
     """

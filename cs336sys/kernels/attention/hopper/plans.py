@@ -93,10 +93,6 @@ def _mask(problem: AttentionProblem) -> int:
     return int(problem.is_causal) if problem.window is None else WINDOW.value
 
 
-def _table(rows: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32, device=device)
-
-
 class HopperForwardPlan(Plan):
     """The launch of the forward kernel."""
 
@@ -130,7 +126,7 @@ class HopperForwardPlan(Plan):
         items = schedule.ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
         num_programs = min(len(costs) * problem.num_sequences, problem.num_multiprocessors)
         table = schedule.as_table(schedule.share_out(items, costs, num_programs))
-        self._add_tensor("schedule", _table(table, device))
+        self._add_tensor("schedule", torch.tensor(table, dtype=torch.int32, device=device))
         launch = Launch(
             forward_kernel,
             num_programs,
@@ -147,7 +143,7 @@ class HopperForwardPlan(Plan):
                     consumer_registers=settings.consumer_registers,
                 ),
             ),
-            [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
+            [_tile_descriptors(*tensor, problem.dtype) for tensor in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
         self._add_launch(launch, *self.tensor_names, "schedule")
@@ -168,6 +164,7 @@ class HopperBackwardPlan(BackwardPlan):
         self._add_prepared([self._only_pass()])
 
     def _only_pass(self) -> Launch:
+        """Decide the order of the items and their pieces, and return the launch of the kernel that computes them."""
         problem, settings = self._problem, self._settings
         num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
         streamed_bytes = problem.num_queries * self._row_bytes() * problem.group_size
@@ -197,7 +194,7 @@ class HopperBackwardPlan(BackwardPlan):
         table = schedule.as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
         # The table ends with the items, and these with those in pieces.
         self._first_cut = len(table) - self._num_cut
-        self._add_tensor("schedule", _table(table, self._device))
+        self._add_tensor("schedule", torch.tensor(table, dtype=torch.int32, device=self._device))
         num_key_heads, lengths = self._operands[1].shape[1], (problem.num_queries, problem.num_keys)
         scales = problem.scale, problem.scale * math.log2(math.e)
         window = problem.window or 0, self._window_tiles

@@ -61,6 +61,8 @@ class BackwardConfig(TileConfig):
 
 @dataclass(frozen=True)
 class PrepareConfig(Dims):
+    """``early``: the pass behind may be launched when all programs end, or with ``at_once`` when all have begun."""
+
     rows: int
     fused: bool
     key_sums: bool
@@ -78,7 +80,7 @@ class ConvertConfig(Dims):
 
 @triton.jit
 def load_statistic(statistics, row, first_query, padded_queries, CONFIG: tl.constexpr):
-    """A number for each query of a tile, from one row of statistics (rows, padded_queries)."""
+    """Load a number for each query of a tile, from one row of statistics (rows, padded_queries)."""
     if CONFIG.tma:
         statistic = statistics.load([row, first_query]).reshape(CONFIG.query_rows)
     else:
@@ -89,7 +91,7 @@ def load_statistic(statistics, row, first_query, padded_queries, CONFIG: tl.cons
 
 @triton.jit
 def base2_logsumexps(logsumexp, sequence, rows, num_queries):
-    """logsumexp * log2(e) of some queries, from logsumexp (sequences, num_queries).
+    """Load logsumexp * log2(e) of some queries, from logsumexp (sequences, num_queries).
 
     Rows behind the last query, and those whose scores were all -inf, get +inf, so their weights exp2(score - inf) are 0
     and no pass needs a mask for them.
@@ -101,14 +103,14 @@ def base2_logsumexps(logsumexp, sequence, rows, num_queries):
 
 @triton.jit
 def output_products(rows, grad_out_tile, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """D = rowsum(dO * O) of ROWS queries; ``rows``: of the output."""
-    out_tile = load_rows(rows, first_row, ROWS, DIMS, False)
+    """Compute D = rowsum(dO * O) of ROWS queries; ``rows``: of the output."""
+    out_tile = load_rows(rows, first_row, ROWS, DIMS, TMA=False)
     return tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
 
 
 @triton.jit
 def sum_pointers(sums, sequence, rows, padded_rows, DIMS: tl.constexpr):
-    """Pointers [ROWS, BLOCK_DIM] into sums (sequences * padded_rows, BLOCK_DIM)."""
+    """Return pointers [ROWS, BLOCK_DIM] into sums (sequences * padded_rows, BLOCK_DIM)."""
     offsets = (sequence.to(tl.int64) * padded_rows + rows) * DIMS.block_dim
     return sums + offsets[:, None] + tl.arange(0, DIMS.block_dim)[None, :]
 
@@ -127,7 +129,10 @@ def is_key_sequence(sequence, num_tiles, group_size):
 
 @triton.jit
 def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, numbers, CONFIG: tl.constexpr):
-    """dK / scale and dV of a tile of keys, with what the queries of one sequence add to them."""
+    """Return ``grads``, dK / scale and dV of a tile of keys, with what the queries of one sequence add to them.
+
+    ``tiles``: of keys and values, and the first key.
+    """
     grad_key_tile, grad_value_tile = grads
     key_tile, value_tile, first_key = tiles
     num_queries, num_keys, padded_queries = numbers.num_queries, numbers.num_keys, numbers.padded_queries
@@ -158,6 +163,7 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
         # Of tiles that end here every query sees the first key.
         end_of_first = query_of_key(first_key + numbers.window, numbers.diagonal, CONFIG)
         last_whole = tl.maximum(unmasked_query, end_of_first // QUERY_ROWS * QUERY_ROWS)
+    # Stretch 0: tiles on the diagonal, 1: tiles that see all keys, 2: tiles that a window ends in.
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
         begin = first_query
         end = tl.minimum(unmasked_query, end_query)
@@ -208,7 +214,7 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
 
 @triton.jit
 def key_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
-    """dK and dV of key_rows keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum.
+    """Compute dK and dV of key_rows keys of one sequence; fused: also add their share of dQ / scale to grad_query_sum.
 
     ``key_sums``: num_splits programs share a tile of keys; each takes every num_splits-th tile of the queries, and adds
     its shares of dK / scale and dV to grad_key and grad_value, which are then float32 sums like that of dQ.
@@ -229,13 +235,16 @@ def key_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
         key_sequences = numbers.num_sequences // numbers.group_size
         key_heads = numbers.num_heads // numbers.group_size
     num_tiles = tl.cdiv(num_keys, KEY_ROWS)
-    tile, sequence = tile_of_program(program, num_tiles, key_sequences, numbers.sequences_per_group, False)
+    tile, sequence = tile_of_program(
+        program, num_tiles, key_sequences, numbers.sequences_per_group, LAST_TILE_FIRST=False
+    )
     batch = sequence // key_heads
     head = sequence % key_heads
     first_key = tile * KEY_ROWS
     key_tile = load_rows(Rows(tensors.key, strides.key, batch, head, num_keys), first_key, KEY_ROWS, CONFIG, CONFIG.tma)
     value_rows = Rows(tensors.value, strides.value, batch, head, num_keys)
-    tiles = key_tile, load_rows(value_rows, first_key, KEY_ROWS, CONFIG, CONFIG.tma), first_key
+    value_tile = load_rows(value_rows, first_key, KEY_ROWS, CONFIG, CONFIG.tma)
+    tiles = key_tile, value_tile, first_key
     grads = tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32), tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32)
     if CONFIG.grouped:
         for member in tl.range(numbers.group_size):
@@ -263,7 +272,7 @@ def key_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
 
 @triton.jit
 def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
-    """dQ of query_rows queries of one sequence: in the separate form a pass of its own."""
+    """Compute dQ of query_rows queries of one sequence: in the separate form a pass of its own."""
     num_queries, num_keys, padded_queries = numbers.num_queries, numbers.num_keys, numbers.padded_queries
     QUERY_ROWS: tl.constexpr = CONFIG.query_rows
     BLOCK_DIM: tl.constexpr = CONFIG.block_dim
@@ -325,7 +334,7 @@ def backward_kernel(
     num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
     sequences_per_group, key_programs, num_splits, scale, scale_log2, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One pass or both: the first key_programs programs take tiles of keys, the others tiles of queries.
+    """Run one pass or both: the first key_programs programs take tiles of keys, the others tiles of queries.
 
     Prepared: statistics is what prepare_kernel wrote, and out is not touched. Else it is the logsumexp of forward.
     """
@@ -356,8 +365,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Write two rows a sequence for the passes behind it: logsumexp * log2(e) and D of each query.
 
-    Given: ``out`` is D itself (sequences, num_queries), and ``grad_out`` is not touched. Fused: also clears the sum of
-    dQ; with key_sums those of dK and dV; with turns (sequences, padded_queries) counters of who has added to dQ. A
+    has_delta: ``out`` is D itself (sequences, num_queries), and ``grad_out`` is not touched. Fused: also clear the sum
+    of dQ; with key_sums those of dK and dV; with turns (sequences, padded_queries) counters of who has added to dQ. A
     sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
     """
     if CONFIG.at_once:
@@ -371,7 +380,7 @@ def prepare_kernel(
         delta = tl.load(out + sequence.to(tl.int64) * num_queries + rows, mask=rows < num_queries, other=0.0)
     else:
         grad_out_rows = Rows(grad_out, grad_out_strides, batch, head, num_queries)
-        grad_out_tile = load_rows(grad_out_rows, first_row, CONFIG.rows, CONFIG, False)
+        grad_out_tile = load_rows(grad_out_rows, first_row, CONFIG.rows, CONFIG, TMA=False)
         out_rows = Rows(out, out_strides, batch, head, num_queries)
         delta = output_products(out_rows, grad_out_tile, first_row, CONFIG.rows, CONFIG)
     logsumexps = base2_logsumexps(logsumexp, sequence, rows, num_queries)
@@ -390,13 +399,13 @@ def prepare_kernel(
         gdc_launch_dependents()
 
 
-# A gradient, in rows of some length and heads, and scale times which sums it is.
+# A gradient of num_heads heads and num_rows rows of each: scale times ``sums``, which have padded_rows rows of each.
 Gradient = namedtuple("Gradient", "tensor strides sums num_heads num_rows padded_rows scale")
 
 
 @triton.jit
 def _convert_sums(grad, sequence, first_row, CONFIG: tl.constexpr):
-    """Rows of a gradient from first_row on: scale * sums, in the dtype of the gradient."""
+    """Write rows of a gradient from first_row on: scale * sums, in the dtype of the gradient."""
     rows = first_row + tl.arange(0, CONFIG.rows)
     pointers = sum_pointers(grad.sums, sequence, rows, grad.padded_rows, CONFIG)
     tile = tl.load(pointers, mask=(rows < grad.num_rows)[:, None]) * grad.scale
@@ -410,7 +419,7 @@ def convert_grad_query_kernel(
     grad_key_strides, grad_value_strides, num_tiles, num_heads, group_size, num_queries, num_keys, padded_queries,
     padded_keys, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * grad_query_sum; with key_sums also dK = scale * grad_key_sum and dV = grad_value_sum."""
+    """Write dQ = scale * grad_query_sum; with key_sums also dK = scale * grad_key_sum and dV = grad_value_sum."""
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * CONFIG.rows
     grad = Gradient(grad_query, grad_query_strides, grad_query_sum, num_heads, num_queries, padded_queries, scale)

@@ -48,7 +48,7 @@ def _partial_logsumexps(partial, num_sequences, num_queries, CONFIG: tl.constexp
 
 @triton.jit
 def _add_to_softmax(scores, scale_log2, row_max, row_sum):
-    """Weights of a tile's keys, the factor of what was summed before, and the new maximum and sum of each row."""
+    """Return weights of a tile's keys, the factor of what was summed before, and new maximum and sum of each row."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -57,6 +57,7 @@ def _add_to_softmax(scores, scale_log2, row_max, row_sum):
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
+# Of these Triton would compile a variant for 1 and for multiples of 16.
 _COUNTS = [
     "num_heads", "group_size", "num_sequences", "num_queries", "num_keys", "window", "diagonal", "sequences_per_group"
 ]  # fmt: skip
@@ -150,8 +151,10 @@ def combine_kernel(
         partial_logsumexp = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
         weight = tl.math.exp2((partial_logsumexp - shift) * LOG2_E)
         row_sum += weight
-        first = tl.full([], split, tl.int32)
-        tile = load_rows(Rows(partial, partial_strides, first, sequence, num_queries), first_row, ROWS, CONFIG, False)
+        batch = tl.full([], split, tl.int32)  # splits lie as batches would, whose number is a tensor
+        tile = load_rows(
+            Rows(partial, partial_strides, batch, sequence, num_queries), first_row, ROWS, CONFIG, TMA=False
+        )
         out_tile += weight[:, None] * tile
     out_tile = out_tile / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     batch = sequence // num_heads

@@ -98,7 +98,8 @@ class ForwardPlan(Plan):
         descriptors = []
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
-            descriptors = [_descriptors(operand, n, block_dim) for operand, n in zip(operands[:3], rows, strict=True)]
+            tensors = zip(operands[:3], rows, strict=True)
+            descriptors = [_descriptors(operand, tile_rows, block_dim) for operand, tile_rows in tensors]
         # The heads of a group stream the same keys.
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize // problem.group_size
         per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
@@ -156,12 +157,14 @@ class BackwardPlan(Plan):
         self._add_launches(deterministic)
 
     def _add_launches(self, deterministic: bool) -> None:
+        # Kept settings may add gradients up in any order.
         kept = None if deterministic else kept_settings("backward", self._problem, self._device)
         settings = kept or backward_settings(self._problem, deterministic)
         self.fused, self._num_splits = settings.fused, settings.num_splits
         self._prepared = settings.precomputes_delta or self._delta_given
         self._early = self._prepared and has_hopper_resources(self._problem.capability)
         passes = settings.passes
+        # The first pass is that of dK and dV.
         self._pad(max(backward_pass.tile.query_rows for backward_pass in passes), passes[0].tile.key_rows)
         # A second pass is launched when the first has ended.
         launches = [self._pass_launch(passes[0], early=self._early)]
@@ -171,8 +174,7 @@ class BackwardPlan(Plan):
             return
         for launch in launches:
             # The logsumexp also stands in for the sum of dQ, which is not touched.
-            sums = "logsumexp", "logsumexp"
-            self._add_launch(launch, "query", "key", "value", "grad_out", *sums, *GRADIENTS, "out")
+            self._add_launch(launch, *self._read_by_pass, "logsumexp", "logsumexp", *GRADIENTS, "out")
 
     def _pad(self, query_rows: int, key_rows: int) -> None:
         """Count the rows of a sequence in scratch memory, where tiles are whole."""
@@ -232,6 +234,7 @@ class BackwardPlan(Plan):
         self._add_launch(convert, *sums, *GRADIENTS)
 
     def _pass_launch(self, backward_pass: BackwardPass, early: bool) -> Launch:
+        """Return the launch of a pass, which with ``early`` begins while the kernel before it ends."""
         problem, tile = self._problem, backward_pass.tile
         element_bytes = problem.dtype.itemsize
         if backward_pass.computes_dkv:
@@ -301,9 +304,8 @@ class BackwardPlan(Plan):
         if not tile.use_tma:
             return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
-        descriptors = [
-            _descriptors(operand, n, self._block_dim) for operand, n in zip(self._operands, rows, strict=True)
-        ]
+        tensors = zip(self._operands, rows, strict=True)
+        descriptors = [_descriptors(operand, tile_rows, self._block_dim) for operand, tile_rows in tensors]
         if not self._prepared:
             return descriptors
         padded_queries = self._padded_queries

@@ -42,7 +42,7 @@ class TileConfig(Dims):
 
 @triton.jit
 def tile_of_program(program, num_tiles, num_sequences, sequences_per_group, LAST_TILE_FIRST: tl.constexpr):
-    """(tile, sequence) that a program of a one-dimensional grid works on.
+    """Return (tile, sequence) that a program of a one-dimensional grid works on.
 
     Sequences come in groups whose streamed operands fit in the L2 cache together. Inside a group the programs go tile
     by tile, each tile for all its sequences: under a causal mask the longest run first and the shortest fill the gaps.
@@ -58,14 +58,14 @@ def tile_of_program(program, num_tiles, num_sequences, sequences_per_group, LAST
 
 @triton.jit
 def row_pointers(rows, indices, BLOCK_DIM: tl.constexpr):
-    """Pointers [ROWS, BLOCK_DIM]; offsets in 64 bits, as one tensor may hold more than 2^31 elements."""
+    """Return pointers [ROWS, BLOCK_DIM]; offsets in 64 bits, as one tensor may hold more than 2^31 elements."""
     base = rows.tensor + (rows.batch.to(tl.int64) * rows.strides[0] + rows.head.to(tl.int64) * rows.strides[1])
     return base + indices.to(tl.int64)[:, None] * rows.strides[2] + tl.arange(0, BLOCK_DIM)[None, :]
 
 
 @triton.jit
 def row_mask(indices, num_rows, DIMS: tl.constexpr):
-    """Mask [ROWS, BLOCK_DIM] of what lies inside the sequence and the head dimension."""
+    """Return a mask [ROWS, BLOCK_DIM] of what lies inside the sequence and the head dimension."""
     mask = (indices < num_rows)[:, None]
     if DIMS.head_dim != DIMS.block_dim:
         mask = mask & (tl.arange(0, DIMS.block_dim) < DIMS.head_dim)[None, :]
@@ -74,9 +74,9 @@ def row_mask(indices, num_rows, DIMS: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr, TMA: tl.constexpr):
-    """Rows [ROWS, BLOCK_DIM], zero beyond the end of the sequence and beyond the head dimension.
+    """Load rows [ROWS, BLOCK_DIM], zero beyond the end of the sequence and beyond the head dimension.
 
-    With TMA the tensor is a descriptor of the whole of it, which zero-fills by itself, or else a pointer.
+    ``rows.tensor``: with TMA a descriptor of the whole tensor, which zero-fills by itself, or else a pointer.
     """
     if TMA:
         tile = rows.tensor.load([rows.batch, rows.head, first_row, 0]).reshape(ROWS, DIMS.block_dim)
@@ -89,7 +89,7 @@ def load_rows(rows, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr, TMA: tl.c
 
 @triton.jit
 def store_rows(rows, tile, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Writes a tile [ROWS, BLOCK_DIM] in the tensor's dtype, without what lies beyond the sequence."""
+    """Write a tile [ROWS, BLOCK_DIM] in the tensor's dtype, without what lies beyond the sequence."""
     indices = first_row + tl.arange(0, ROWS)
     pointers = row_pointers(rows, indices, DIMS.block_dim)
     tl.store(pointers, tile.to(rows.tensor.dtype.element_ty), mask=row_mask(indices, rows.num_rows, DIMS))
@@ -97,7 +97,7 @@ def store_rows(rows, tile, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def key_of_query(query, diagonal, CONFIG: tl.constexpr):
-    """The last key that a query sees under a causal mask."""
+    """Return the last key that a query sees under a causal mask."""
     if CONFIG.shifted:
         query += diagonal
     return query
@@ -105,7 +105,7 @@ def key_of_query(query, diagonal, CONFIG: tl.constexpr):
 
 @triton.jit
 def query_of_key(key, diagonal, CONFIG: tl.constexpr):
-    """The first query that sees a key under a causal mask."""
+    """Return the first query that sees a key under a causal mask."""
     if CONFIG.shifted:
         key = tl.maximum(0, key - diagonal)
     return key
@@ -113,7 +113,7 @@ def query_of_key(key, diagonal, CONFIG: tl.constexpr):
 
 @triton.jit
 def visible_keys(first_query, num_keys, window, diagonal, CONFIG: tl.constexpr):
-    """(begin, first_whole, whole, end), the first three whole tiles: which keys a tile of queries sees.
+    """Return (begin, first_whole, whole, end), which keys a tile of queries sees; the first three begin tiles.
 
     All queries see the keys from ``first_whole`` to ``whole``, if that is more; none sees a key before ``begin`` or
     from ``end`` on.
@@ -140,7 +140,7 @@ def visible_keys(first_query, num_keys, window, diagonal, CONFIG: tl.constexpr):
 
 @triton.jit
 def keys_of_stretch(STRETCH: tl.constexpr, first_key, first_whole, whole_keys, end_key):
-    """(begin, end) of the keys of a stretch of tiles, from what :func:`visible_keys` returns.
+    """Return (begin, end) of the keys of a stretch of tiles, from what :func:`visible_keys` returns.
 
     0: tiles that all queries see, 1: those at the diagonal or the end, 2: those at the far end of the window.
     """
