@@ -448,8 +448,6 @@ def launch_forward(
                     torch.addmm(grad, logits[:, part], compute_weight[part], out=grad)
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
-    # Frees the logits before the sums are rounded to a second tensor.
-    del buffer
 
     if kept == torch.bfloat16:
         grad_weight = grad_weight.to(kept)
