@@ -223,6 +223,7 @@ def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float
     constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
     kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
     sources = rows, chunks.table, chunks.factors, chunks.clip
+    # Without fusion by the compiler: all variants must give the same bits.
     for variant, first, count in launches:
         half_tile, num_warps = tile_settings(variant)
         config = kernels.UpdateConfig(*variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile)

@@ -1,4 +1,9 @@
-"""Tiles, pipeline depth and order of work of the Hopper kernels, by problem: the counterpart of triton/settings.py."""
+"""Tiles, pipeline depth and order of work of the Hopper kernels, by problem: the counterpart of triton/settings.py.
+
+Comments give measurements: H200, triton 3.6, bf16, medians in ms, first of what is chosen. Shapes are batch x heads x S
+x D, causal unless "full". The numbers that decide where the kernels pay come from those in docs/kernels.md, "Where the
+Hopper kernels are chosen".
+"""
 
 import math
 from dataclasses import dataclass
@@ -52,10 +57,6 @@ class HopperBackwardSettings:
     def key_rows(self) -> int:
         """The keys of a program."""
         return 64 if self.kernel == "wide" else 128
-
-
-# All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full". What
-# decided where the kernels pay is in docs/kernels.md, "Where the Hopper kernels are chosen".
 
 
 def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
@@ -140,7 +141,7 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     elif problem.head_dim == 64:
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.8
     else:
-        # Two halves of each item fill the GPU (HopperBackwardPlan cuts them so).
+        # Two halves of each item fill the GPU: HopperBackwardPlan cuts them.
         in_halves = not problem.is_causal and not deterministic and 0.4 <= items_per_multiprocessor <= 0.5
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.4
         pays_off = pays_off or (in_halves and problem.num_queries >= 2048)
