@@ -293,8 +293,8 @@ def forward_flops(
 
     def count(queries: int, keys: int) -> int:
         return attention_flops(
-            math.prod(query_shape[:-2]), 1, queries, keys, head_dim=query_shape[-1], causal=options.is_causal,
-            window=options.window, backward=False,
+            batch=math.prod(query_shape[:-2]), heads=1, queries=queries, keys=keys, head_dim=query_shape[-1],
+            causal=options.is_causal, window=options.window, backward=False,
         )  # fmt: skip
 
     if not options.aligned_at_end:

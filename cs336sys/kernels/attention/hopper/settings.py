@@ -115,6 +115,7 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     elif problem.head_dim == 256:
         pays_off = items_per_multiprocessor >= 1.4
     elif problem.head_dim == 64:
+        # Causal 4x25x512x64: 0.0244, plain Triton's 0.0219; full 4x16x512x64: 0.0190, 0.0240.
         pays_off = problem.num_keys >= (513 if problem.is_causal else 512) and items_per_multiprocessor >= 1
     else:
         pays_off = problem.num_keys >= 512 and items_per_multiprocessor >= (0.9 if problem.num_keys <= 1024 else 1.4)

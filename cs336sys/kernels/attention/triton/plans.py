@@ -199,7 +199,7 @@ class BackwardPlan(Plan):
             backward.prepare_kernel,
             problem.num_sequences * num_tiles,
             (*strides, num_tiles, num_heads, *sizes),
-            (backward.PrepareConfig(*tile, has_delta=self._delta_given, **sums_to_clear, **launching),),
+            (backward.PrepareConfig(*tile, has_delta=self._delta_given, **(sums_to_clear | launching)),),
         )
         statistics = self._add_tensor("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
