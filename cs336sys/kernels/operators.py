@@ -96,7 +96,7 @@ def result_dtype(*tensors: Tensor) -> torch.dtype:
 
 def as_rows(tensor: Tensor) -> Tensor:
     """View (..., D) as (rows, D), or copy it where the leading dimensions are no single stride apart."""
-    # Not -1, which torch cannot infer where a tensor has no elements.
+    # Not -1, which torch cannot infer where rows have no elements.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 

@@ -292,9 +292,8 @@ class AdamW(torch.optim.Optimizer):
         signature = self._signature(part.members)
         if signature == []:
             return
-        updates = None
         if signature is None or signature != part.described_signature:
-            # Kept until the launch: copies of gradients are held by nothing else.
+            # This list lives until the launch below: nothing else refers to copies of gradients.
             updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
             if part.tables is None:
                 check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
@@ -304,7 +303,6 @@ class AdamW(torch.optim.Optimizer):
             part.described_signature = None if is_capturing(self._device) else signature
         assert part.tables is not None
         self._norm_and_clip_factor = part.tables.step(list(map(_group_settings, self.param_groups)), self.max_grad_norm)
-        del updates
 
     @property
     def _device(self) -> torch.device:

@@ -66,7 +66,7 @@ def _why_unavailable(query: Tensor) -> str | None:
         )
     if query.dtype == torch.bfloat16:
         capability = gpu_capability(query.device)
-        # AMD, which is below all compute capabilities, has bfloat16.
+        # AMD, below all compute capabilities, is not refused.
         if AMD < capability < (8, 0):
             name, (major, minor) = torch.cuda.get_device_name(query.device), capability
             return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"

@@ -123,7 +123,7 @@ def tile_of_group(visit, first_tile, shape, CONFIG: gl.constexpr):
 def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
     """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
     tile = tile_of_group(visit, first_tile, shape, CONFIG)
-    # 32 bits hold the offset in one sequence, and not in all of a group.
+    # 32 bits hold the offset in one sequence; in a group it may be larger.
     if CONFIG.grouped:
         tile = tile.to(gl.int64)
     return tile * ROWS * CONFIG.head_dim

@@ -65,7 +65,7 @@ def cut_the_rest(num_items: int, num_programs: int, num_tiles: int, piece_cost: 
         ends[pieces] = rounds * (-(-num_tiles // pieces) + piece_cost)
     best = min(ends, key=ends.__getitem__)
     saved = ends[1] - ends[best]
-    # Less than 1 % of all rounds is not worth the sums.
+    # Nothing is cut to save less than 1 % of the time.
     if saved * 100 < num_items // num_programs * num_tiles + ends[1]:
         return num_items, 1
     return num_items - rest, best
