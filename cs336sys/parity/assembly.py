@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# Prefixes that wrappers put before the names of parameters.
-_OF_WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+# Names of modules that wrappers put into the names of parameters.
+_WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
 def model_name(name: str, plain_names: Sequence[str]) -> str | None:
@@ -14,6 +14,7 @@ def model_name(name: str, plain_names: Sequence[str]) -> str | None:
     if name in plain_names:
         return name
     cleaned = _without_wrappers(name)
+    # If no name is the same, a part of the model was wrapped, or the model is a part of the wrapped module.
     candidates = [plain for plain in plain_names if _without_wrappers(plain) == cleaned] or [
         plain for plain in plain_names if plain.endswith(f".{cleaned}") or cleaned.endswith(f".{plain}")
     ]
@@ -21,7 +22,7 @@ def model_name(name: str, plain_names: Sequence[str]) -> str | None:
 
 
 def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def assemble(
@@ -54,19 +55,17 @@ def assemble(
 def _join_slices(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
     """Join flat pieces, or slices along one dimension, in the order of ranks; None if they do not make ``shape``."""
     present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    # An empty piece has one dimension, whatever it is of.
+    # A rank without any rows may have an empty tensor of one dimension, whatever dimensions the whole has.
     dimensions = {part.dim() for part in present if part.numel() or part.dim() > 1}
     if dimensions <= {1} and len(shape) != 1:
         flat = torch.cat([part.flatten() for part in present])
-        # Flattened parameters are padded at the end.
+        # Flattened parameters are padded at the end until ranks have equal pieces: by fewer elements than ranks.
         return flat[: shape.numel()].view(shape) if shape.numel() <= len(flat) < shape.numel() + len(parts) else None
     if any(part.dim() != len(shape) for part in present):
         return None
     for dimension in range(len(shape)):
         total = sum(part.shape[dimension] for part in present)
-        # All other sizes are those of the whole.
+        # Slices along this dimension have the whole's sizes in all others.
         if all((*part.shape[:dimension], total, *part.shape[dimension + 1 :]) == shape for part in present):
             return torch.cat(present, dimension)
     return None

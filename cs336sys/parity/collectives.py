@@ -29,7 +29,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # The phase in which a rank's tensors are looked at, whose collectives are none of the wrap's.
 OBSERVED = "observed"
 
-# How long the late rank sleeps, and before how many collectives of a phase.
+# How long the late rank sleeps, and before how many collectives of a phase at most: it bounds the time of a case.
 LATE_S = 0.1
 _MOST_DELAYS = 8
 
@@ -39,7 +39,7 @@ class CollectiveLaunch:
     """A collective that this rank launched."""
 
     name: str  # Of torch's operator: ``allreduce_``, ``_allgather_base_``, ``send``.
-    elements: int  # Of its tensors.
+    elements: int  # Of its inputs, or of its outputs where these are more.
     dtype: str
     step: int  # From 0.
     phase: str  # ``wrap``, ``forward``, ``backward``, ``finish``, ``clip``, ``optimizer``.
@@ -67,11 +67,6 @@ def call_parameters(operator: Any) -> list[str]:
     return [parameter.name for parameter in operator._schema.arguments]
 
 
-def operator_name(operator: Any) -> str:
-    """Return an operator's name without namespace and overload: ``allreduce_``."""
-    return operator.name().partition("::")[2].partition(".")[0]
-
-
 def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     """Return the process group of a collective's arguments, which is an object there or a name."""
     if "group_name" in arguments:
@@ -94,12 +89,12 @@ class CollectiveMode(DispatchMode):
         """Take the result of any operator; ``arguments`` is None if it is no collective."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operator, between the two methods if it is a collective."""
+        """Run an operator: :meth:`before` is called first if it is a collective, :meth:`after` in any case."""
         kwargs, arguments = kwargs or {}, None
         if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
-            # DTensors launch theirs below: let them, and see what they launch.
+            # An operator of DTensors launches collectives of plain tensors: those come here afterwards.
             return NotImplemented
-        # Operators without a result only check something, functional ones without a group wait for others.
+        # Operators without a result only check something. Functional ones without a group wait for a collective.
         if operator.namespace in ("c10d", FUNCTIONAL) and operator._schema.returns:
             names = call_parameters(operator)
             if operator.namespace == "c10d" or "group_name" in names:
@@ -126,8 +121,7 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> t
                 members = launch.ranks or all_ranks
                 launches_by_group.setdefault(members, {member: [] for member in members})[rank].append(launch)
     for group_launches in launches_by_group.values():
-        # A rank that launched fewer has None.
-        for launched in itertools.zip_longest(*group_launches.values()):
+        for launched in itertools.zip_longest(*group_launches.values()):  # None where a rank launched fewer.
             if len({launch and launch.signature for launch in launched}) > 1:
                 return _describe_disagreement(dict(zip(group_launches, launched, strict=True)))
     return None
@@ -155,8 +149,9 @@ class CollectiveWatcher(CollectiveMode):
     Attributes:
         launches: in order.
         step, phase: what the program is at; set by it.
-        dtypes: of matrix products (``compute``), and of floating point numbers that were sent (``send``).
-        waiting: gradients that the present backward pass has yet to complete, by the address of their memory.
+        dtypes: of matrix products (``compute``), and of floating point numbers that were sent (``send``), in steps:
+            what a wrap does once, such as broadcasting weights, is not training.
+        waiting: parameters whose gradients the present backward pass has yet to complete, by name.
     """
 
     def __init__(self, files: list[Path], is_late: bool) -> None:
@@ -180,23 +175,27 @@ class CollectiveWatcher(CollectiveMode):
         if self._is_late and self._delays_at[moment] < _MOST_DELAYS:
             self._delays_at[moment] += 1
             time.sleep(LATE_S)
-        # An operator may take several lists of tensors: inputs, outputs.
-        parts = [[leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in arguments.values()]
-        tensors = list(itertools.chain(*parts))
-        name = operator_name(operator)
+        # Inputs and outputs are arguments of their own, each a tensor or a list of some.
+        tensor_lists = [
+            [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in arguments.values()
+        ]
+        tensors = list(itertools.chain(*tensor_lists))
+        name = operator.overloadpacket.__name__
         if name == "barrier" or not tensors:
             return
         if self.phase != "wrap":
             self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
         ranks: tuple[int, ...] = ()
+        # torch may not find the group by its name, or its ranks.
         with contextlib.suppress(RuntimeError, ValueError, LookupError):
             ranks = tuple(dist.get_process_group_ranks(group_of_collective(arguments)))
-        elements = max(sum(tensor.numel() for tensor in part) for part in parts)
+        elements = max(sum(tensor.numel() for tensor in part) for part in tensor_lists)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         line, incomplete = self._line(), self._incomplete(tensors)
         self.launches.append(CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks))
 
     def _line(self) -> str:
+        """Return the innermost line of the user's files on the stack, whose frames a traceback lists last."""
         lines = [(Path(file), line) for file, line, _ in python_frames()] if self._files else []
         return innermost_line(lines[::-1], self._files)
 
@@ -204,6 +203,7 @@ class CollectiveWatcher(CollectiveMode):
         """Name the parameters with incomplete gradients that share memory with these tensors."""
         if self.phase != "backward" or not self.waiting:
             return ()
+        # All empty tensors have the same address, and a DTensor has none itself.
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
         gradients = {name: parameter.grad for name, parameter in self.waiting.items() if parameter.grad is not None}
         plain = {name: gradient for name, gradient in gradients.items() if not hasattr(gradient, "to_local")}
@@ -211,10 +211,10 @@ class CollectiveWatcher(CollectiveMode):
 
     def expect(self, parameters: dict[str, torch.nn.Parameter]) -> list[Any]:
         """Watch the gradients of the next backward pass, and return the handles to remove after it."""
-        self.waiting = dict(parameters)
+        self.waiting = dict(parameters)  # Frozen ones for ever, but they have no gradient that could be sent.
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         return [parameter.register_hook(partial(self._complete, name)) for name, parameter in trained.items()]
 
     def _complete(self, name: str, gradient: Tensor) -> None:
-        # What a hook returns would be the gradient.
+        # Returns nothing: autograd would take what a hook returns as the gradient.
         self.waiting.pop(name, None)

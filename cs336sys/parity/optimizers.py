@@ -17,8 +17,8 @@ from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.parity.weights import OPTIMIZER_SETTINGS
 from cs336sys.processes import started_outside
 
-# Names of an optimizer's arguments that are of the ranks, with what they are in one process.
-_OF_RANKS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
+# An optimizer's arguments that describe its rank, with their values in one process; and names of its process group.
+_RANK_ARGUMENTS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
 GROUP_NAMES = ("group", "process_group", "pg")
 
 ADAMW_SETTINGS: dict[str, Any] = {"eps": OPTIMIZER_SETTINGS["eps"], "weight_decay": 0.01}
@@ -58,6 +58,7 @@ def is_ours(optimizer: Any) -> bool:
 
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer that updates this rank's parameters, or several of them, where others wrap it."""
+    # A wrapper has the optimizer as its only attribute of that kind.
     while not is_ours(optimizer):
         inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
         if len(inner) != 1 or id(optimizer) in inner:
@@ -65,6 +66,7 @@ def innermost(optimizer: Any) -> Any:
         (optimizer,) = inner.values()
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
+    # An object of somebody's may have several, as attributes or in lists.
     lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
     several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
     return Together(list(map(innermost, several))) if len(several) > 1 else optimizer
@@ -72,7 +74,7 @@ def innermost(optimizer: Any) -> Any:
 
 @contextlib.contextmanager
 def refusing_optimizer(optimizer_class: type, failure: str) -> Iterator[None]:
-    """Turn what an optimizer raises in one process within this into a CapabilityError that names the ``failure``."""
+    """Turn an optimizer's error in one process into a CapabilityError; ``failure`` says what it does: "fails"."""
     try:
         yield
     except (CapabilityError, UserCodeError):
@@ -92,55 +94,49 @@ class OptimizerSpec:
     settings: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]]
 
     def build(self, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
-        """Build it in one process, whose process group it gets where its class takes the ranks.
+        """Build it in one process, with an optimizer for each class and a group for each of its settings.
 
         Raises:
-            CapabilityError: its class takes what nobody can know.
+            CapabilityError: its class has further arguments, whose values are unknown here.
         """
-        default = next(iter(self.settings.values()), (self.optimizer_class, {}))
-        groups_of_class: dict[type, list[dict[str, Any]]] = {}
+        default = next(iter(self.settings.values()), (self.optimizer_class, {}))  # Of a parameter that no rank updates.
+        groups_of_class: dict[type, dict[frozenset[tuple[str, Any]], list[torch.nn.Parameter]]] = {}
         for name, parameter in parameters.items():
             optimizer_class, settings = self.settings.get(name, default)
-            groups = groups_of_class.setdefault(optimizer_class, [])
-            group = next((group for group in groups if group["settings"] == settings), None)
-            if group is None:
-                group = {"params": [], "settings": settings}
-                groups.append(group)
-            group["params"].append(parameter)
+            groups = groups_of_class.setdefault(optimizer_class, {})
+            groups.setdefault(frozenset(settings.items()), []).append(parameter)
         optimizers = [_build(optimizer_class, groups) for optimizer_class, groups in groups_of_class.items()]
         return optimizers[0] if len(optimizers) == 1 else Together(optimizers)
 
 
-def _build(optimizer_class: Any, groups: list[dict[str, Any]]) -> Any:
-    """Build an optimizer of ``groups`` of parameters, each with its settings, as one process has it."""
-    parameters = inspect.signature(optimizer_class).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    of_ranks = {name: value for name, value in _OF_RANKS.items() if name in parameters}
-    of_ranks |= {name: dist.group.WORLD for name in GROUP_NAMES if name in parameters and dist.is_initialized()}
+def _build(optimizer_class: Any, groups: Mapping[frozenset[tuple[str, Any]], list[torch.nn.Parameter]]) -> Any:
+    """Build an optimizer of groups, parameters by the settings that they share, for the only rank that there is."""
+    arguments = inspect.signature(optimizer_class).parameters
+    takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
+    rank_values = {name: value for name, value in _RANK_ARGUMENTS.items() if name in arguments}
+    rank_values |= {name: dist.group.WORLD for name in GROUP_NAMES if name in arguments and dist.is_initialized()}
     with refusing_optimizer(optimizer_class, "cannot be built"):
         if len(groups) > 1:
-            return optimizer_class([{"params": group["params"], **group["settings"]} for group in groups], **of_ranks)
-        # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
-        (group,) = groups
-        settings = {name: value for name, value in group["settings"].items() if takes_all or name in parameters}
-        return optimizer_class(group["params"], **settings | of_ranks)
-
-
-def added_to_environment(variables: dict[str, str]) -> Any:
-    """Return a context in which environment variables that were not set have these values."""
-    return mock.patch.dict(os.environ, variables | os.environ)
+            dicts = [{"params": parameters, **dict(settings)} for settings, parameters in groups.items()]
+            return optimizer_class(dicts, **rank_values)
+        # Some classes make groups themselves, of a list of parameters, and take only some of a group's settings.
+        ((group_settings, parameters),) = groups.items()
+        settings = {name: value for name, value in group_settings if takes_all or name in arguments}
+        return optimizer_class(parameters, **settings | rank_values)
 
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """Within this, there is a process group of this process alone, for optimizers whose class communicates.
+    """Make a process group of this process alone meanwhile, for optimizers whose class communicates.
 
     Ranks that torchrun started, and a caller that has a group, keep theirs.
     """
     if dist.is_initialized() or started_outside() is not None:
         yield
         return
-    with added_to_environment({"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}):
+    # Unless an interface is set, Gloo would listen where the host's name leads, which may be a network.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    with mock.patch.dict(os.environ, loopback | os.environ):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -36,7 +36,7 @@ class Trained:
     losses: list[Tensor]  # Of all, () each.
     gradients: dict[str, Tensor]  # In the first step, in the host's memory: a GPU may hold just what training needs.
     draws: bool  # Whether a step drew random numbers.
-    start: str  # A sum of each tensor of the model at first.
+    start: str  # A sum of each tensor of the model at first, by which trainings from other weights are told apart.
 
     @property
     def loss(self) -> float:
@@ -58,9 +58,8 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = clone(parameter.grad)
+        present = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        gradients.update({name: clone(gradient) for name, gradient in present.items()})
 
     losses = run_steps(step, warmup, begin=partial(setattr, passes, "step_number"), before_update=keep_gradients)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -89,6 +88,7 @@ class _Passes:
         for rank, part in enumerate(parts):
             step.inputs, step.targets = tree_map_only(Tensor, operator.itemgetter(list(part)), (inputs, targets))
             state_before = None
+            # Ours draws no random numbers: it has no dropout.
             if not step.workload.is_ours:
                 draw_alike(self.step_number, rank)
                 state_before = random_state(step.device)
@@ -100,7 +100,7 @@ class _Passes:
             self.draws = self.draws or (state_before is not None and random_state(step.device) != state_before)
         step.inputs, step.targets = inputs, targets
         step.loss = torch.stack(losses).mean()
-        # Not the losses, as ranks do not: they average gradients.
+        # As ranks do: each runs the backward pass of its own loss, and the gradients are averaged.
         factor = 1 / (scale * len(parts))
         if factor != 1.0:
             for parameter in step.model.parameters():
@@ -110,10 +110,10 @@ class _Passes:
 
 def draw_alike(step: int, rank: int) -> None:
     """Let the random numbers of a step be those that every process draws for this rank's share of its batch."""
-    seed = 1_000_003 * step + rank
+    seed = 1_000_003 * step + rank  # Another for every rank and step, as there are fewer ranks.
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # Else nobody draws from it.
         sys.modules["numpy"].random.seed(seed)
 
 

@@ -14,10 +14,11 @@ def scale_factor(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED)
     size = norm(expected)
     if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
         return None
+    # The factor of least squares. A tensor of zeros has none.
     ratio = float((actual.double() * expected.double()).sum()) / size**2
     return ratio if norm(actual.double() - ratio * expected.double()) <= tolerance * size and ratio else None
 
 
 def is_near(value: float, other: float) -> bool:
     """Return whether a coefficient is equal to another but for :data:`RELATIVE_TOLERANCE`."""
-    return abs(value - other) <= RELATIVE_TOLERANCE * max(abs(other), 1e-300)
+    return abs(value - other) <= RELATIVE_TOLERANCE * abs(other)

@@ -71,7 +71,7 @@ def clone(tensor: Any) -> Tensor:
 
 @contextlib.contextmanager
 def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keep what each module returns in its first call within this, where that is one tensor."""
+    """Keep what each module within the model returns in its first call meanwhile, where that is one tensor."""
 
     def keep_output(name: str, module: Any, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and name not in outputs:
@@ -80,5 +80,5 @@ def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Iter
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                hooks.callback(module.register_forward_hook(partial(keep_output, name)).remove)
+                hooks.enter_context(module.register_forward_hook(partial(keep_output, name)))
         yield

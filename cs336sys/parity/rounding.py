@@ -43,7 +43,7 @@ def tolerance(workload: Workload, gradient_dtype: str = "fp32") -> float:
     ``gradient_dtype`` is what ranks send gradients in.
     """
     precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
-    dtypes = precision, "bf16" if workload.moment_bytes == 4 else "fp32", gradient_dtype
+    dtypes = precision, "bf16" if workload.moment_bytes == 4 else "fp32", gradient_dtype  # 4: both in bf16.
     return max(TOLERANCES[dtype] for dtype in dtypes)
 
 
@@ -74,9 +74,9 @@ def stay_near(losses: Sequence[float]) -> bool:
     return all(math.isfinite(loss) and loss <= losses[0] + 1.5 * abs(losses[0]) for loss in losses)
 
 
-def rounding_in(dtype: torch.dtype, half: torch.dtype | None) -> Rounding:
-    """Return the rule for ranks and one process that compute in ``dtype``; ranks may use ``half`` in part."""
-    if half is not None:
-        # One process in it is itself as far off as ranks may be.
-        return Rounding(torch.finfo(half).eps, REPEATED)
+def rounding_in(dtype: torch.dtype, lower_dtype: torch.dtype | None) -> Rounding:
+    """Return the rule for ranks and one process that compute in ``dtype``; ranks use ``lower_dtype`` in part."""
+    if lower_dtype is not None:
+        # One process was also run in it: how far that took it is the rule, and one unit is enough besides.
+        return Rounding(torch.finfo(lower_dtype).eps, REPEATED)
     return Rounding(_UNITS * torch.finfo(dtype).eps, _REPEATED_IN_EQUAL_DTYPES)

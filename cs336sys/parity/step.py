@@ -63,11 +63,7 @@ def check_training(
     Kernels of ours are compared with PyTorch's operations, both launched; and steps in CUDA graphs with launched ones
     of the same kernels. These must be the same bit by bit, or where launched steps do not repeat, not much farther off
     than those are from each other. An optimizer that counts elsewhere for a graph is compared with itself as it is
-    where steps are launched, unless it is torch's.
-
-    Kernels are checked on one block where attention alone is ours: the others compute alike. Modes without an optimizer
-    are checked with one, as the loss of random weights hardly depends on what computes it; and mode ``forward`` on one
-    block, as a model that fits without gradients may not fit with them. (Of the user's models it compares losses.)
+    where steps are launched, unless it is torch's. Of user's models, mode ``forward`` compares losses.
 
     Returns:
         how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
@@ -79,7 +75,8 @@ def check_training(
     if plainly_trained(workload) == workload:
         return None, None
     if workload.is_ours and not workload.has_backward:
-        workload = workload.with_layers(1)
+        workload = workload.with_layers(1)  # All of a model that fits without gradients may not fit with them.
+    # Losses of random weights hardly depend on what computes them, so that weights are compared, too.
     if not workload.updates_parameters and (workload.has_backward or workload.is_ours):
         # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
         is_ours = workload.optimizer_record.is_ours or (workload.is_fused and not workload.scales_loss)
@@ -90,14 +87,13 @@ def check_training(
     with user_models.nothing_dropped():
         checked = check.run()
     if workload.is_compiled:
-        # It was compiled without dropout.
-        torch.compiler.reset()
+        torch.compiler.reset()  # It was compiled without dropout.
     return checked
 
 
 @dataclass(frozen=True)
 class _StepCheck:
-    """The check of a workload, and of the same ``launched`` in place of replayed."""
+    """The check of a workload: ``launched`` is the same without CUDA graphs."""
 
     workload: Workload
     launched: Workload
@@ -109,30 +105,30 @@ class _StepCheck:
         workload, launched, has_graphs = self.workload, self.launched, self.workload.cuda_graph == "on"
         if has_graphs:
             import_module(CUDA_GRAPHS_MODULE).require_graphs(self.device)
-        kernels_off = weights = None
+        kernels_off = weights = None  # Weights are those of launched steps, with which replays are compared.
         plain = plainly_trained(launched)
         if plain != launched:
+            # Plain attention is not compiled, either. If all else is equal, one block shows as much as all of them.
             is_attention_alone = replace(plain, attention=launched.attention, compile=launched.compile) == launched
             pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention_alone else (launched, plain)
             kernels_off, weights = self._check_launched(*pair)
             if not kernels_off.relative <= tolerance(workload):
-                return self._wrong("with our kernels", Checked(kernels_off), kernels_off)
+                return self._wrong("with our kernels", Checked(kernels_off))
             if kernels_off.num_layers != workload.size.num_layers:
-                # Replays train all layers.
-                weights = None
+                weights = None  # Replays train all layers.
         elif self._counts_on_device():
             small = launched.with_layers(1) if launched.is_ours else launched
-            counting_off, _ = self._check_launched(small, small)
+            counting_off, _ = self._check_launched(launched=small, plain=small)  # Their optimizers alone differ.
             if not counting_off.relative <= tolerance(workload):
-                return self._wrong("counting on the GPU, as for a graph", Checked(counting_off), counting_off)
+                return self._wrong("counting on the GPU, as for a graph", Checked(counting_off))
         if not has_graphs:
-            assert kernels_off is not None, "nothing else could be checked"
+            assert kernels_off is not None, "check_training() has nothing to check of a plain workload"
             return Checked(kernels_off), None
         replayed, repeated = self._check_replays(weights)
         checked = Checked(replayed if kernels_off is None else kernels_off, replayed, repeated)
         if replayed.relative <= self._allowed_of_replays(repeated):
             return checked, None
-        return self._wrong("replayed", checked, replayed)
+        return self._wrong("replayed", checked)
 
     def _counts_on_device(self) -> bool:
         """Return whether an optimizer that is not torch's goes another way in graphs than where steps are launched."""
@@ -144,11 +140,12 @@ class _StepCheck:
 
     def _check_launched(self, launched: Workload, plain: Workload) -> tuple[WeightDifference, dict[str, Tensor]]:
         """Return how far launched steps are off ``plain`` ones, and what they trained."""
-        build = functools.partial(build_compared_model, launched, self.device) if plain != launched else None
-        self.progress("checking: PyTorch's operations" if build else "checking: launched steps")
+        build = functools.partial(build_compared_model, launched, self.device)  # Its weights may be in bf16.
+        self.progress("checking: PyTorch's operations" if plain != launched else "checking: launched steps")
         train_plainly = functools.partial(_trained_for_check, plain, self.device, build)
         expected = self._free_for_training(train_plainly(), launched)
-        self.progress("checking: our kernels" if build else "checking: the optimizer")
+        self.progress("checking: our kernels" if plain != launched else "checking: the optimizer")
+        # If the workload has graphs, launched steps have its optimizer, too, which may count on the device for them.
         trained = _trained_for_check(launched, self.device, optimizer_workload=self.workload)
         return self._compare(launched, expected, trained, train_plainly), trained
 
@@ -162,12 +159,13 @@ class _StepCheck:
             weights = train_counting(launched)
         expected = self._free_for_training(weights, workload)
         self.progress("checking: replayed steps")
+        # Launched again without the scale: kernels are the same, so only sums in no fixed order explain a difference.
         replayed = self._compare(
             workload, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
         )
         if replayed.relative == 0 or not replayed.relative <= tolerance(self.workload):
             return replayed, None
-        repeated = None
+        repeated = None  # The farthest repetition: more are launched until one is so far off that replays may be.
         for count in range(1, _MOST_REPEATS + 1):
             self.progress("checking: launched steps again")
             repetition = self._compare(workload, expected, train_counting(launched))
@@ -201,9 +199,10 @@ class _StepCheck:
         allowed = tolerance(workload)
         comparison = TensorComparison(start, expected, trained, allowed)
         losses = {name: loss.item() for name, loss in expected.items() if name.startswith(LOSS)}
-        del start, expected, trained
+        del start, expected, trained  # The reference needs their memory to train again.
         _free_memory(self.device)
         others = []
+        # A loss that is far off is wrong, whatever explains the weights.
         if train_again is not None and comparison.far and not comparison.far.keys() & losses.keys():
             for scale in SCALES:
                 other = train_again(loss_scale=scale)
@@ -229,9 +228,9 @@ class _StepCheck:
         _free_memory(self.device)
         return waiting
 
-    def _wrong(self, how: str, checked: Checked, off: WeightDifference) -> tuple[Checked, Outcome]:
+    def _wrong(self, how: str, checked: Checked) -> tuple[Checked, Outcome]:
         """Say that rounding does not explain a difference, or one of replays, which may be smaller."""
-        allowed = tolerance(self.workload)
+        off, allowed = checked.replayed or checked.off, tolerance(self.workload)
         if not off.relative <= allowed:
             reason = f"more than rounding explains ({100 * allowed:g} %)"
         elif checked.repeated is not None:
@@ -263,6 +262,7 @@ def _trained_for_check(
     model = build_model(workload, device) if build is None else build()
     optimizer = scaler = None
     if loss_scale != 1.0:
+        # 2^16 is what GradScaler itself begins with.
         scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale * (2**16 if workload.scales_loss else 1))
     if workload.updates_parameters:
         optimizer = build_optimizer(optimizer_workload or workload, model.parameters(), **OPTIMIZER_SETTINGS)
@@ -281,13 +281,13 @@ _checked_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
 
 
 def check_few_blocks(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
-    """:func:`check_training` of a model of few blocks, for commands that look into a step and compare nothing.
+    """Run :func:`check_training` on a model of few blocks, for commands that look into a step and compare nothing.
 
     Returns:
         what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
         what was found.
     """
-    workload = replace(workload, warmup=0, steps=1)
+    workload = replace(workload, warmup=0, steps=1)  # A check has steps of its own: results are shared.
     if workload.is_ours:
         # With two, a norm also computes the addition that ends a block.
         workload = workload.with_layers(2)

@@ -41,7 +41,7 @@ def build_subject(
     model = build_model(training, device).to(dtype).train()
     if not program.masks:
         for module in model.modules():
-            for name in ("p", "dropout", "dropout_p"):
+            for name in ("p", "dropout", "dropout_p"):  # What layers call their probability of dropout.
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
     tied = _shared_name(model)
@@ -78,7 +78,8 @@ def _tie(model: nn.Module) -> str:
     matrices = {name: weight for name, weight in weights.items() if weight is not None and weight.dim() == 2}
     embeddings = [name for name in matrices if "embed" in type(model.get_submodule(name)).__name__.lower()]
     for embedding, other in itertools.product(embeddings, reversed(matrices)):
-        if other != embedding and matrices[other].shape == matrices[embedding].shape and "embed" not in other.lower():
+        is_embedding = other == embedding or "embed" in other.lower()
+        if matrices[other].shape == matrices[embedding].shape and not is_embedding:
             model.get_submodule(other).weight = matrices[embedding]
             return f"{embedding}.weight"
     raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
@@ -98,8 +99,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                handle = module.register_forward_pre_hook(note_independent, with_kwargs=True)
-                hooks.callback(handle.remove)
+                hooks.enter_context(module.register_forward_pre_hook(note_independent, with_kwargs=True))
         inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
         user_models.call_model(model, inputs)
     if not independent_layers:
@@ -107,6 +107,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
     layer = independent_layers[0]
     forward = layer.forward
 
+    # Without gradients its parameters count as unused. None of another layer are lost: none is before it.
     def switchable_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad() if subject.is_off else contextlib.nullcontext():
             return forward(*args, **kwargs)

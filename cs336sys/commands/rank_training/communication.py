@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from cs336sys.capture import taxonomy
 from cs336sys.machine.device import synchronize
-from cs336sys.parity.collectives import FUNCTIONAL, CollectiveMode, call_parameters, group_of_collective, operator_name
+from cs336sys.parity.collectives import FUNCTIONAL, CollectiveMode, call_parameters, group_of_collective
 from cs336sys.processes.atomic_write import written_whole
 from cs336sys.timing.phases import TorchProfiler, activities_on, covered, elapsed_ms, mark
 
@@ -147,7 +147,7 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
         Tensor, lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device), arguments
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
-    name, ranks = operator_name(operator), group_of_collective(arguments).size()
+    name, ranks = operator.overloadpacket.__name__, group_of_collective(arguments).size()
     array_bytes = max(sum(layout.bytes for layout in part) for part in layouts)
     if operator.namespace == FUNCTIONAL and name.startswith("all_gather"):
         # Its output is no argument, and holds the inputs of all.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -259,7 +260,7 @@ def _optional_package(name: str) -> Iterator[Any]:
         raise CapabilityError(f"--wrap {name} needs {name}: pip install {name}") from error
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    with optimizers.added_to_environment(met):
+    with mock.patch.dict(os.environ, met | os.environ):
         yield package
 
 
