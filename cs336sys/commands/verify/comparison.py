@@ -28,7 +28,7 @@ _PLURALS = {"loss": "losses", "state": "optimizer state"}
 
 
 def fault(cause: str, seen: str = "", where: str = "", **facts: Any) -> Finding:
-    """Build the finding of a fault, told by the block of ``sentences.jinja`` of its cause and what was ``seen``."""
+    """Build the finding of a fault; the block ``cause_seen``, without apostrophes, of ``sentences.jinja`` tells it."""
     return Finding(cause, where, facts={"block": f"{cause} {seen}".strip().replace("'", "").replace(" ", "_"), **facts})
 
 
@@ -65,11 +65,11 @@ class ComparedCase:
         largest: of all that agrees, the largest relative difference, and ``largest_of`` what.
         unknown: parameters of which the ranks' slices do not make a whole.
         watched: of the case run again, with its collectives recorded; empty where it was not.
-        is_new: whether the plain step is right.
+        is_plain_step_right: whether the case "step" has no fault, so that this one's is of what the case does.
     """
 
     watched: Sequence[RankReport] = ()
-    is_new = True
+    is_plain_step_right = True
 
     def __init__(self, training: Training, program: Program, reference: Reference, reports: Sequence[RankReport]):
         self.training, self.program, self.reference, self.reports = training, program, reference, reports
@@ -86,7 +86,7 @@ class ComparedCase:
 
     @property
     def explained(self) -> float:
-        """Return how much of a gradient may be left, relatively, where others explain it."""
+        """Return how much of a gradient other gradients may leave unexplained, relatively: units of a lower dtype."""
         return EXPLAINED if self.reference.lower_dtype is None else 8 * torch.finfo(self.reference.lower_dtype).eps
 
     def differences_of(self, kind: str, step: int | None = None) -> list[TensorDifference]:
@@ -106,9 +106,9 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Explain a cause by what was ``seen``, and blame the last of the collectives, and its line.
+        """Build the finding of a cause, and blame the last of the collectives, and its line, or without any the wrap.
 
-        Without any launches the wrap is blamed; None stands for those that send the first difference, if a gradient.
+        For None they are those that send gradients in the step of the first difference, if that is of a gradient.
         """
         first = self.differences[0]
         if launches is None:
@@ -142,18 +142,16 @@ class ComparedCase:
         total_norm = 0.0
         if kind == "gradient":
             required, total_norm = set(expected), math.hypot(*map(norm, expected.values()))
+            # A gradient that one process does not have must be zero if a rank has it.
             zeros = {name: torch.zeros(shape, dtype=self.training.dtype) for name, shape in self.shapes.items()}
             expected = {name: expected.get(name, zero) for name, zero in zeros.items()}
         elif kind in ("loss", "evaluation"):
-            # Nothing of a sum that lacks a part.
+            # A sum that lacks a rank's part is not compared.
             ranks = [{"": self._batch_loss([part[""] for part in ranks])}] if all(ranks) else []
-        elif kind == "start" and self.program.other_starts:
-            others = [expected]
         elif kind == "buffer":
             expected = self._comparable_buffers(expected, others[0])
             buffer_shapes = {name: value.shape for name, value in expected.items()}
-            # Slices of buffers are left out.
-            ranks = [
+            ranks = [  # Without slices of buffers.
                 {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}
                 for rank in ranks
             ]
@@ -161,26 +159,25 @@ class ComparedCase:
         for record, tensors in zip(self.records, whole, strict=False):
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
-            # Shapes of slices are known from the first moment on.
-            self.unknown |= unknown
+            self.unknown |= unknown  # Gradients show no more, and states are no parameters.
         if not any(whole) or (kind == "gradient" and self.program.overflows(step)):
-            return
+            return  # Gradients are infinite there.
         for name, value in expected.items():
             if name in unknown:
                 continue
-            # Squares are never negative.
+            # A state that is nowhere negative is taken for squares, of which rounding is twice as large.
             power = 2 if kind == "state" and bool((value >= 0).all()) else 1
             rounding = self._rounding(value, [other.get(name, value) for other in others], total_norm, power)
             for rank, tensors in enumerate(whole):
+                # Ranks may leave gradients of parameters that others update, and stages lack other stages' weights.
                 is_owned = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
-                # Of pipeline stages each has some parameters.
                 if is_owned and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
     def _comparable_buffers(self, expected: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         """Leave out buffers that depend on how a batch is cut, such as statistics of a rank's sequences."""
         if not self.reference.is_whole:
-            return {}
+            return {}  # Any may depend on it.
         return {
             name: value
             for name, value in expected.items()
@@ -191,13 +188,16 @@ class ComparedCase:
         """Return the loss of the batch from those of ranks, each weighted by its sequences."""
         total = torch.zeros((), dtype=torch.float64)
         for data_rank in range(self.workload.data_ranks):
-            # Ranks that share sequences have parts of their loss, or all of it, each.
+            # Each rank that shares these sequences has the mean of its tokens, or of all: their mean is right for both.
             shared = [loss for rank, loss in enumerate(rank_losses) if self.workload.data_place(rank) == data_rank]
             total += torch.stack(shared).mean()
         return total
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], total_norm: float = 0.0, power: int = 1) -> float:
-        """Return the norm of a difference that rounding explains, of a tensor among others of ``total_norm``."""
+        """Return the norm of a difference that rounding explains; ``others`` are the tensor, rounded otherwise.
+
+        A small tensor may be as far off as one whose norm is average among those that have ``total_norm`` together.
+        """
         if not value.is_floating_point():
             return 0.0
         repeated = max((norm(other - value) for other in others), default=0.0)

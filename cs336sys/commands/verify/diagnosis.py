@@ -22,7 +22,7 @@ from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 
 
 def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
-    """Say what a case's findings mean, compared with the fault of the plain step, None if none is known."""
+    """Say what a case's differences mean; ``plain_fault`` is that of the case "step", None where it is right."""
     first = case.differences[0]
     if plain_fault is not None and plain_fault.facts["moment"] == (first.kind, first.step, first.name):
         return with_facts(plain_fault, is_of_plain_step=True)
@@ -36,15 +36,16 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
 
 def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
     """Name what the case does as the cause, where the plain step is right."""
-    if not case.is_new:
+    if not case.is_plain_step_right:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
-        moment = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
-        return replace(with_facts(_diagnose_resume(case), **moment), where=diagnosis.where)
+        kept_facts = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
+        return replace(with_facts(_diagnose_resume(case), **kept_facts), where=diagnosis.where)
     cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
     names = {difference.name for difference in case.differences_of("gradient")}
+    # A model may tie weights in every case.
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         return with_facts(diagnosis, "tied", is_tied_alone=True)
     return diagnosis
@@ -53,17 +54,17 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
 def _race(case: ComparedCase) -> Finding | None:
     """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
-    if case.workload.case == "late" and case.is_new:
+    if case.workload.case == "late" and case.is_plain_step_right:
         return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
     allowed = max(case.differences[0].allowed, 1e-12)
     if not math.isfinite(allowed):
         return None
-    # The case was run twice where its collectives were watched.
+    # The watched run repeats the first: what differs between the two is in no fixed order.
     for report, rerun in zip(case.reports, case.watched, strict=False):
         for (kind, step), tensors in report.record.moments.items():
             for name, value in tensors.items() if kind == "gradient" else ():
                 other = rerun.record.at(kind, step).get(name, value)
-                if other.shape == value.shape and norm(other - value) > allowed * max(norm(value), 1e-300):
+                if other.shape == value.shape and norm(other - value) > allowed * norm(value):
                     return case.conclude("race", launches=sent, name=name, step=step)
     return None
 
@@ -91,6 +92,7 @@ def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
     if first.step > 1:
         if not all(record.at("weight", first.step - 1) for record in case.records):
             return case.conclude("forward", "later")
+        # The weights before the step are right, but others were gathered for it.
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
         return case.conclude("stale weights", launches=gathers)
     if (diagnosis := _diagnose_outputs(case)) is not None:
@@ -103,7 +105,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
     context_ranks = sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1
-    # The last layer whose ranks' outputs add up to what is expected: the module around it may do that.
+    # The last layer whose ranks' outputs add up to what is expected. The module around it may add them, and is next.
     summand = ""
     for name, expected in all_expected.items() if case.watched else ():
         outputs = [report.record.outputs.get(name) for report in case.watched]
@@ -111,7 +113,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
         if output is None or output.dim() != expected.dim():
             continue
         if not has_whole_batch and expected.dim():
-            # Of the first rank: the first sequences, and the first tokens of each.
+            # The first rank has the first sequences, and the first tokens of each.
             expected = expected[: output.shape[0]]
             if expected.dim() > 1 and context_ranks > 1:
                 expected = expected[:, : output.shape[1]]
@@ -125,11 +127,12 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
         may_be_sum = has_whole_batch and len(parts) == len(outputs)
         if may_be_sum and norm(torch.stack(parts).sum(0) - expected) < EXPLAINED * norm(expected):
             summand = name
+            # layers.0.ffn.w2 is within a part of a block, which may add outputs up; the block itself does not.
             if parent in all_expected and name.count(".") > 2:
                 continue
             break
         if (ratio := scale_factor(output, expected)) is not None:
-            return case.conclude("partial sum", "scaled", sent, ratio, module=name)
+            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name)
         return case.conclude("forward", "output", sent, module=name)
     return case.conclude("partial sum", "output", sent, module=summand) if summand else None
 
@@ -140,14 +143,14 @@ def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
     expected = first.expected.item()
     if len(set(norms)) > 1:
         add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected
-        listed = ", ".join(f"{norm:.3g}" for norm in norms)
+        listed = ", ".join(f"{value:.3g}" for value in norms)
         return case.conclude("clipping", "locally", norms=listed, add_up=add_up)
     ratio = norms[0] / expected if expected else None
     return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
 
 def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
-    """Explain weights that are off after a step whose gradients are right, or not compared."""
+    """Explain weights that are off after a step whose gradients are right, or not compared: the first that fits."""
     program, step, name, rank_count = case.program, first.step, first.name, len(case.reports)
     differences = case.differences_of("weight", step)
     start, sent = case.reference.record.at("start", 0)[name], case.launches(("optimizer",))
@@ -157,7 +160,7 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
         return case.conclude("stale weights", "late", sent)
-    if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
+    if norm(first.actual - start) <= 1e-12 * norm(start):
         return _diagnose_unchanged(case, name, ranks_off_first)
     if program.scales:
         return case.conclude("scaling", is_on_all=program.overflows(step) and len(ranks_off) == rank_count)
@@ -172,11 +175,11 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         "names": list(dict.fromkeys(difference.name for difference in differences)),
     }
     if len(ranks_off) < rank_count:
-        return case.conclude("not sent", "", sent, **facts, ranks=ranks_off)
+        return case.conclude("not sent", launches=sent, ranks=ranks_off, **facts)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):
-        return case.conclude("not synchronized")
-    return case.conclude("optimizer", "", sent, ratio, **facts)
+        return case.conclude("not synchronized")  # There were no gradients to compare.
+    return case.conclude("optimizer", launches=sent, ratio=ratio, **facts)
 
 
 def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> Finding:
@@ -190,7 +193,7 @@ def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> 
 
 
 def _weight_before(case: ComparedCase, first: TensorDifference) -> Tensor:
-    record = case.reference.record
+    record = case.reference.record  # A large model's weights are not there after every step, but at the start.
     return (record.weights_after(first.step - 1) or record.at("start", 0))[first.name]
 
 
@@ -208,7 +211,7 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
             if step <= last_step and rates and expected and not is_near(max(rates), max(expected)):
                 ratio = max(rates) / max(expected) if max(expected) else None
                 compared = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
-                return case.conclude("schedule", "", None, ratio, **compared)
+                return case.conclude("schedule", ratio=ratio, **compared)
     return None
 
 
@@ -248,7 +251,7 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
     receives = sum(launch.name.startswith("recv") for launch in messages)
     if (difference := first_disagreement(launches)) is not None:
         reason, last = difference
-    elif 2 * receives > len(messages):
+    elif 2 * receives > len(messages):  # More than were sent.
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
         reason = sentence(__package__, "hang receive", rank=rank, launch=last)
     else:
@@ -276,7 +279,7 @@ def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) ->
 
 
 def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
-    """Return the wrap's optimizer with the settings of every rank's parameters; None where the wrap has none."""
+    """Return the wrap's optimizer with all ranks' settings, of a parameter the first rank's; None if it has none."""
     specs = [report.optimizer for report in reports if report.optimizer is not None]
     settings = {name: values for spec in reversed(specs) for name, values in spec.settings.items()}
     return OptimizerSpec(specs[0].optimizer_class, settings) if specs else None
@@ -305,6 +308,7 @@ def diagnose_groups(
                 facts: dict[str, Any] = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
                 facts |= {"sees": seen_shapes.get(name), "shape": shapes[name]}
                 return fault("groups", **facts), not_compared
+    # A group for matrices stays empty where the optimizer sees them as flattened slices, of one dimension.
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
     unused = [settings for settings in reports[0].empty_groups if settings not in used]

@@ -48,7 +48,7 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Finding:
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
     # Gradients are averaged over these.
     ranks = sizes.get("data", 1) * sizes.get("context", 1)
-    causes = (
+    causes = (  # The first that is near: 1 is no number of ranks.
         (1, "scaled", ""),
         (ranks, "not averaged", ""),
         (1 / ranks, "averaged twice", ""),
@@ -81,7 +81,7 @@ def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[T
     """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
-        return None
+        return None  # Clipping also multiplies gradients by a factor that is unknown here.
     by_part = gradients_of_shares(case.training, case.program, step, weights)
     by_part[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
     name = differences[0].name
@@ -103,7 +103,7 @@ def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, t
         return None
     matrix = torch.stack([*columns.values()], 1)
     solution = torch.linalg.lstsq(matrix, gradient[:, None]).solution[:, 0]
-    if norm(matrix @ solution - gradient) > tolerance * max(norm(gradient), 1e-300):
+    if norm(matrix @ solution - gradient) > tolerance * norm(gradient):
         return None
     return {_STEP_BEFORE: 0.0} | dict(zip(columns, solution.tolist(), strict=True))
 
@@ -112,7 +112,8 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     """Say which micro-batches count too often, too rarely or not at all in a gradient; None where all count once."""
     data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
     rank, first_counts = next(iter(counts_of_ranks.items()))
-    values = [count for key, count in first_counts.items() if key != _STEP_BEFORE]
+    # The first of them shows what is wrong, the others only whether each has another sender.
+    values = [count for part, count in first_counts.items() if part != _STEP_BEFORE]
     if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
         is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
         return case.conclude("stale gradient", launches=(), name=name, is_alone=is_alone)
@@ -120,21 +121,21 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
     parts = itertools.product(range(data_ranks), range(micro_batches))
     counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
-    used = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
-    if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data_ranks:
+    senders = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
+    if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(senders) == data_ranks:
         return _diagnose_micro_batches(case, counts)
-    if len(used) == 1:
-        (sender,) = used
+    if len(senders) == 1:
+        (sender,) = senders
         # Of each rank, the data rank of the micro-batch that counts most.
-        senders = {max(counts.items(), key=lambda item: abs(item[1]))[0][0] for counts in counts_of_ranks.values()}
-        if len(senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
+        main_senders = {max(counts, key=lambda part: abs(counts[part]))[0] for counts in counts_of_ranks.values()}
+        if len(main_senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)
         if len(counts_of_ranks) == 1:
             return case.conclude("one rank's", rank=rank, sender=f"rank {sender}", is_alone=True)
         described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
         return case.conclude("one rank's", sender=described, is_alone=False)
-    if len(used) < data_ranks:
-        missing = [data_rank for data_rank in range(data_ranks) if data_rank not in used]
+    if len(senders) < data_ranks:
+        missing = [data_rank for data_rank in range(data_ranks) if data_rank not in senders]
         return case.conclude("rank left out", missing=missing)
     if case.program.uneven:
         return case.conclude("uneven")
@@ -146,8 +147,9 @@ def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Finding:
     """Say how micro-batches count, by how often each of (data ranks, micro-batches) is in a gradient."""
     means = counts.mean(0).tolist()
     if not all(is_near(mean, 1) for mean in means):
-        times = ", ".join(f"{round(mean, 6) + 0.0:.3g}" for mean in means)
+        times = ", ".join(f"{round(mean, 6) + 0.0:.3g}" for mean in means)  # Adding 0.0 makes 0 of -0.
         return case.conclude("accumulation", times=times)
+    # Of an unsent one this rank has its own part alone: those of the first and last data rank differ.
     unsent = [number for number, (first, *_, last) in enumerate(counts.T.tolist(), 1) if not is_near(first, last)]
     return case.conclude("accumulation", "unsent", unsent=unsent, count=len(means))
 

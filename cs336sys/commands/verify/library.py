@@ -101,15 +101,14 @@ def verify(
         mesh = mesh or WRAPS.get(wrap, "data")
         for name in cases:
             workload = VerifiedWorkload(
-                *(training, wrap, world_size, name, mesh), gradients=gradients, finish=finish, timeout_s=timeout_s
+                training, wrap, world_size, name, mesh, gradients=gradients, finish=finish, timeout_s=timeout_s
             )
             outcome = measure_case(workload.configuration(), lambda stage: None)
             columns = {key: str(outcome.derived.get(key) or "") for key in ("cause", "line", "not_compared")}
             verdict = str(outcome.derived.get("verdict") or outcome.status)
             verifications[name] = VerifiedCase(name, verdict, reason=outcome.reason or "", **columns)
     except SENTENCES as error:
-        # Without the frames of the measurement.
-        raise error.with_traceback(None) from None
+        raise error.with_traceback(None) from None  # Without the frames of the measurement.
     finally:
         launch.end_kept()
     return Verification(verifications)

@@ -67,7 +67,7 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     workload = VerifiedWorkload.from_configuration(configuration)
     plain_step = replace(workload, case="step")
     training = workload.training
-    model = training.user, replace(training.size, batch_size=1)
+    model = training.user, replace(training.size, batch_size=1)  # Whatever the number of ranks.
     for key in (model, plain_step):
         if key in _not_run_because and key != workload:
             return _refused(f"not run: {_not_run_because[key]}")
@@ -78,7 +78,6 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     except CapabilityError as error:
         return _refused(str(error), "does not apply")
     except UserCodeError:
-        # The model or its loss, not the wrap.
         _not_run_because[model] = "the model or its loss fails in one process, see the first case"
         raise
     cause = outcome.derived.get("cause")
@@ -100,15 +99,13 @@ class _Case:
         self.device = _device_of(workload)
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # Threads for products this small only wait for one another.
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # Threads for products this small only wait for one another.
         self.plain_step = replace(workload, case="step")
         if is_user_code(workload.wrap):
             # What ranks send back may be of classes of the wrap's file.
             with contextlib.suppress(UserCodeError):
                 user_models.load(workload.wrap)
-        # They start while this process trains.
-        self._ranks(workload.timeout_s)
+        self._ranks(workload.timeout_s)  # They start while this process trains.
         dtype = torch.float32 if self.plain_step in _float32_only else None
         training = references.choose_training(workload, self.device, dtype)
         self.training = references.with_max_norm(training) if self.program.clips else training
@@ -117,12 +114,12 @@ class _Case:
         """Run the case, in float32 if its wrap computes in no float64, and judge it."""
         case = self.workload.case
         if case == "step":
-            _plain_step_diagnoses[self.workload] = None
+            _plain_step_diagnoses[self.workload] = None  # Right, unless a fault is found.
         if case == "order":
             return self._compare_collectives()
         if case == "late":
-            # Who is late may be right while those who wait are not.
-            outcome = self._outcome_of(replace(self.program, late_rank=0))
+            # A wrap that is right while the first rank is late may be wrong while the last is.
+            outcome = self._outcome_of(self.program)
             last = replace(self.program, late_rank=self.workload.world_size - 1)
             return self._outcome_of(last) if outcome.status == "ok" else outcome
         outcome = self._outcome_of(self.program)
@@ -147,7 +144,7 @@ class _Case:
         if self.workload.case == "groups":
             return self._compare_groups(run.reports)
         self.progress(f"{self.workload.case}: one process")
-        # It also gives this process the optimizer of the wrap, and the ranks that loaded what others saved.
+        # Afterwards self.training has the wrap's optimizer, and the workload of ranks that loaded what others saved.
         reference = self._train_reference(program, run.reports)
         compared = ComparedCase(self.training, program, reference, run.reports)
         leaves_gradients = run.reports[0].runs_steps and compared.differences_of("gradient")
@@ -178,8 +175,7 @@ class _Case:
 
     def run_on_ranks(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> RanksRun:
         """Run the program on ranks, which are started where there are none."""
-        # Ranks have the wrap's optimizer.
-        training = replace(self.training, optimizer=None)
+        training = replace(self.training, optimizer=None)  # Ranks have the wrap's.
         try:
             ranks = self._ranks(timeout_s or self.workload.timeout_s)
             reports = ranks.run(partial(train_on_rank, watch=watch, folder=self.folder), training, program)
@@ -193,7 +189,8 @@ class _Case:
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
-            return RanksRun((), first_line, is_hang="hang" in first_line or "imed out" in first_line)
+            is_hang = "hang" in first_line or "timed out" in first_line.lower()
+            return RanksRun(lost_because=first_line, is_hang=is_hang)
         return RanksRun(reports)
 
     def _are_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
@@ -215,8 +212,7 @@ class _Case:
         load_and_train = partial(train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
         with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             reports = ranks.run(load_and_train, replace(training, workload=smaller), program)
-        # They are compared, not those that saved.
-        self.workload = smaller
+        self.workload = smaller  # These ranks are compared, not those that saved.
         return reports
 
     def _train_reference(self, program: Program, reports: Sequence[RankReport]) -> references.Reference:
@@ -232,6 +228,7 @@ class _Case:
         failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
         if not failed:
             return None
+        # Others time out because they wait for the rank whose error is the cause.
         rank, first = min(failed, key=lambda failure: failure[1].is_timeout)
         if not first.applies:
             return _refused(first.failure, "does not apply")
@@ -265,7 +262,7 @@ class _Case:
             self.progress(f"order: {condition}, {number} of {len(CONDITIONS)}")
             run = self.run_on_ranks(program, watch=True)
             failures = [report.failure for report in run.reports if report.failure]
-            # That ranks hang or die is what the case of this condition reports.
+            # Launches are compared also where ranks hang or die, as the case with this condition reports.
             has_failed = bool(failures) and not run.lost_because
             reports = () if has_failed else run.reports
             if not any(report.launches for report in reports):
@@ -302,14 +299,14 @@ class _Case:
         workload, is_loaded_by_others = self.workload, program.resume == "ranks"
         self.progress(f"{workload.case}: diagnosis")
         if self.plain_step not in _plain_step_diagnoses:
-            # Only then it is known what the case alone does.
+            # What it does wrong is not the case's doing.
             _Case(self.plain_step, self.folder, self.progress).outcome()
         plain_fault = _plain_step_diagnoses[self.plain_step]
         watched_run = RanksRun()
         if is_loaded_by_others:
-            # Others than these have trained what was loaded: they show their precision in the plain step.
-            plain_step = _Case(self.plain_step, self.folder, self.progress)
-            watched_run = plain_step.run_on_ranks(plain_step.program, watch=True)
+            # The other ranks, which trained what was loaded, show in which precision by the plain step.
+            plain_case = _Case(self.plain_step, self.folder, self.progress)
+            watched_run = plain_case.run_on_ranks(plain_case.program, watch=True)
         elif plain_fault is None or workload.case == "late":
             watched_run = self.run_on_ranks(program, watch=True)
         watched = () if watched_run.lost_because else watched_run.reports
@@ -319,11 +316,11 @@ class _Case:
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.differences:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)
-        compared.watched, compared.is_new = () if is_loaded_by_others else watched, plain_fault is None
+        compared.watched, compared.is_plain_step_right = () if is_loaded_by_others else watched, plain_fault is None
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # Without the wrap's name.
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)
@@ -333,7 +330,7 @@ class _Case:
         self.progress(f"{self.workload.case}: diagnosis")
         reports = run.reports
         if run.is_hang and not any(report.launches for report in reports):
-            # That they hang is known; what they compile is in its caches by now.
+            # To see the same again takes less time: what ranks compile is in its caches by now.
             reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
         return self._diagnosed(diagnoses.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
 
@@ -341,13 +338,13 @@ class _Case:
         """Return the outcome of a fault, with the first difference of ``case`` where something was compared."""
         reason, line = sentence(__package__, "meaning", diagnosis), diagnosis.where or line_of_wrap(self.workload)
         derived: dict[str, Any] = {"verdict": "wrong", "cause": diagnosis.cause, "meaning": reason}
-        derived |= {name: diagnosis.facts.get(name, default) for name, default in (("ratio", None), ("collective", ""))}
+        derived |= {"ratio": diagnosis.facts.get("ratio"), "collective": diagnosis.facts.get("collective", "")}
         derived |= {"line": line, "notes": list(notes)}
         if case is not None:
             first = case.differences[0]
             reason = f"{first.message}; {reason}"
             derived |= {
-                "relative_difference": min(first.relative, 1e300),
+                "relative_difference": min(first.relative, 1e300),  # JSON has no infinity.
                 "allowed_difference": min(first.allowed, 1e300),
                 "farthest": f"{first.kind} {first.name}".strip(),
                 "at_step": first.step,
@@ -358,9 +355,9 @@ class _Case:
 
 
 def _leaves_unused_gradients(compared: ComparedCase) -> bool:
-    """Return whether gradients that a wrap's own steps leave are none that it steps by.
+    """Return whether gradients that a wrap's own steps leave are not those that it has stepped by.
 
-    They are each rank's own then, and the weights of all ranks are the same.
+    Each rank has its own gradients then, though the weights of all ranks are the same.
     """
     if not compared.differences_of("weight"):
         return True

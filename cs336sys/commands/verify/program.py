@@ -62,7 +62,7 @@ class Training:
 
 @functools.lru_cache(maxsize=1)
 def _mesh_of_ranks(world: Any, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    """Return the mesh of all ranks, the group ``world``; its groups are made once."""
+    """Return the mesh of all ranks. Its groups are made once for each ``world``, the default process group."""
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
@@ -91,7 +91,8 @@ class ProgramRun:
         self.record = recording.Record()
         self.report = recording.RankReport(self.record)
         self.rank = self.data_rank = self.context_rank = 0
-        # What losses are multiplied by: of a mean over the ranks, a rank's loss counts as much as its sequences.
+        # Losses have the weights of their shares of the batch: a mean over the ranks divides by the data ranks once
+        # more. A sum adds what context ranks have, each of which has a mean over its own tokens.
         self._loss_factor = 1.0
         sizes = self.workload.dimensions
         if self.on_ranks:
@@ -123,8 +124,7 @@ class ProgramRun:
         self._outputs = recording.captured_outputs(model, self.record.outputs) if self.watch else nullcontext()
         self.wrapped = Wrapped(None, model)
         if self.on_ranks:
-            # Other masks on ranks that have other sequences.
-            torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data_rank)
+            torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data_rank)  # Other masks of other sequences.
             # Alike on all ranks: user code may decide by it which layers run.
             random.seed(workload.training.seed)
             self.wrapped = wrap(workload, model, self.mesh, learning_rate)
@@ -143,9 +143,8 @@ class ProgramRun:
         named_buffers = ((model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
         self.buffers = {name: buffer for name, buffer in named_buffers if name is not None}
         if self.training.optimizer is not None:
-            # In one process, which has no wrap, one like the wrap's.
-            self.optimizer = self.training.optimizer.build(self.parameters)
-        # Scaling rounds nothing, so one process has the same gradients without it.
+            self.optimizer = self.training.optimizer.build(self.parameters)  # One process has no wrap's.
+        # Scaling rounds nothing, so one process has the same gradients without it. The scale never grows.
         scales = self.on_ranks and self.program.scales
         self.scaler = self.wrapped.scaler_class(
             self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
@@ -195,7 +194,7 @@ class ProgramRun:
             group_settings = {
                 key: value
                 for key, value in group.items()
-                if isinstance(value, int | float | bool | tuple | None) and key not in _IGNORED_SETTINGS
+                if isinstance(value, int | float | tuple | None) and key not in _IGNORED_SETTINGS
             }
             if not group["params"]:
                 self.report.empty_groups += (group_settings,)
@@ -204,7 +203,7 @@ class ProgramRun:
                     settings[name] = optimizer_class, group_settings
                     self.report.optimizer_shapes[name] = parameter.shape
             if group["params"] and not settings and has_one_group:
-                # It updates copies of the weights.
+                # It updates copies of the weights, which can only be those of all.
                 settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
         return optimizers.OptimizerSpec(classes[0], settings)
 
@@ -227,7 +226,7 @@ class ProgramRun:
             self.prepare(_OTHER_SEED * self.rank if self.program.other_starts else 0)
             self.record.moments["start", 0] = self.weights()
             if self.program.other_starts:
-                self._record_buffers()
+                self._record_buffers()  # Wrapping must have made them equal, too.
         if self.program.masks:
             self._record_masks()
         else:
@@ -341,13 +340,14 @@ class ProgramRun:
         model, dtype = self.wrapped.module, self.copies_dtype
         if dtype is None:
             return user_models.call_model(model, inputs)
-        # As fully sharded models in half precision.
+        # As fully sharded models in half precision. Tied weights have a copy by each of their names.
         copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
         inputs = cast_floating(inputs, dtype)
         arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
         return functional_call(model, copies, arguments, named, tie_weights=False)
 
     def _backward(self, loss: Tensor, step: int) -> None:
+        """Run the wrap's or torch's backward pass of the scaled loss, which on one rank is infinite if it overflows."""
         handles = self.watcher.expect(dict(self.parameters)) if self.watch else []
         if self.on_ranks and self.rank == 0 and self.program.overflows(step):
             loss = loss * math.inf
@@ -431,8 +431,7 @@ class ProgramRun:
 
     def _load(self, state: Any) -> None:
         """Load into new objects: a checkpoint where there is one, else what other ranks saved, or ``state``."""
-        # What was trained before is another program's.
-        self.prepare(_OTHER_SEED)
+        self.prepare(_OTHER_SEED)  # With other weights, so that only what is loaded is right.
         if Path(self.folder, "dcp").exists():
             self._save_or_load_checkpoint(loads=True)
             return
@@ -452,8 +451,7 @@ class ProgramRun:
             state = {"model": self.wrapped.module.state_dict()}
             consolidate = getattr(self.optimizer, "consolidate_state_dict", lambda to: None)
             for rank in range(dist.get_world_size()):
-                # Another rank's is forgotten by the next.
-                consolidate(to=rank)
+                consolidate(to=rank)  # Gathers the state on a rank, which forgets it when the next is chosen.
                 if rank == self.rank:
                     state["optimizer"] = self.optimizer.state_dict()
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

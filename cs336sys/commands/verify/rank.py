@@ -14,13 +14,13 @@ from cs336sys.settings.verification import Program
 from cs336sys.training import user_models
 
 
-def is_sound(expected: int) -> bool:
-    """Return whether this rank's collectives still meet those of the others."""
+def is_sound(world_size: int) -> bool:
+    """Return whether this rank's collectives still meet those of the others, ``world_size`` in all."""
     numbers = torch.full((3,), float(dist.get_rank()))
     if dist.get_backend() == "nccl":
         numbers = numbers.cuda()
     dist.all_reduce(numbers)
-    return bool((numbers == expected * (expected - 1) / 2).all())
+    return bool((numbers == world_size * (world_size - 1) / 2).all())  # The sum of their numbers.
 
 
 def train_on_rank(training: Training, program: Program, **settings: Any) -> RankReport:
@@ -57,5 +57,6 @@ def train_on_rank(training: Training, program: Program, **settings: Any) -> Rank
 
 
 def _is_timeout(error: BaseException | None) -> bool:
+    """Return whether an error says that other ranks did not come, or have left after they waited in vain."""
     lost = ("timed out", "timeout", "connection reset", "connection closed", "broken pipe", "socket")
     return error is not None and (any(text in str(error).lower() for text in lost) or _is_timeout(error.__cause__))

@@ -34,7 +34,7 @@ _references: dict[Any, Reference] = {}
 def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype | None) -> Training:
     """Choose the dtype unless one is passed, and the largest learning rate with which losses do not run away.
 
-    The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
+    The dtype is float64 where the model computes in it, else float32; the steps of case "run" show whether losses stay.
     """
     key = (workload.training, device)
     if key not in _dtype_and_rate_of:
@@ -96,12 +96,12 @@ def train_reference(training: Training, program: Program) -> Reference:
     spec = training.optimizer
     optimizer = spec and (spec.optimizer_class, repr(spec.settings))
     numbers = training.device, training.dtype, training.learning_rate, training.max_norm
-    # Cases and wraps differ in what ranks do alone.
+    # Other cases and wraps that differ in what ranks do alone have the same.
     key = workload.training, workload.data_ranks, program, optimizer, numbers
     if key in _references:
         return _references[key]
     if len(_references) > 8:
-        _references.clear()
+        _references.clear()  # They hold weights.
     by_rank, in_micro_batches = (workload.shares(program, micro_batches) for micro_batches in (1, 2))
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else workload.shares(program, 1, whole=True)

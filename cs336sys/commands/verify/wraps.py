@@ -140,7 +140,7 @@ def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> 
             method for method in dir(type(owner)) if not method.startswith("_") and not hasattr(nn.Module, method)
         ]
         raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
-    loss = getattr(owner, "loss", None) if owner is not model else None
+    loss = getattr(owner, "loss", None) if owner is not model else None  # A model's own may be anything.
     loss = loss if callable(loss) else None
     scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
     return Wrapped(owner, module, optimizer, finish, step, loss=loss, scaler_class=scaler_class)
@@ -249,7 +249,7 @@ def _tensor(call: WrapCall) -> Any:
 
 @contextlib.contextmanager
 def _optional_package(name: str) -> Iterator[Any]:
-    """Import a package; within this, there is what torchrun sets, which some look at though the ranks have met already.
+    """Import a package, and set what torchrun sets meanwhile: some read it though the ranks have met already.
 
     Raises:
         CapabilityError: it is not installed.
@@ -259,8 +259,8 @@ def _optional_package(name: str) -> Iterator[Any]:
     except ImportError as error:
         raise CapabilityError(f"--wrap {name} needs {name}: pip install {name}") from error
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    with mock.patch.dict(os.environ, met | os.environ):
+    torchruns = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
+    with mock.patch.dict(os.environ, torchruns | os.environ):
         yield package
 
 
@@ -275,10 +275,8 @@ def _accelerate(call: WrapCall) -> Wrapped:
 def _deepspeed(call: WrapCall) -> Wrapped:
     """DeepSpeed's engine with ZeRO of stage 1, whose ``step()`` also sets gradients to zero."""
     settings = {
-        # Of a batch, it takes what it is given.
-        "train_micro_batch_size_per_gpu": 1,
-        # Without this it clips to a norm of 1.
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 1,  # It takes any batch, whatever this says.
+        "gradient_clipping": 0.0,  # By default it clips to a norm of 1.
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -292,10 +290,10 @@ def _deepspeed(call: WrapCall) -> Wrapped:
         inputs, targets = batch
         loss = loss_of(call.workload, user_models.call_model(engine, inputs), targets)
         sequences = torch.tensor(float(len(targets)), device=loss.device)
-        whole = sequences.clone()
-        dist.all_reduce(whole, group=call.mesh.get_group())
+        all_sequences = sequences.clone()
+        dist.all_reduce(all_sequences, group=call.mesh.get_group())
         # It takes the mean over ranks, of which some have fewer sequences.
-        engine.backward(loss * sequences * call.mesh.size() / whole)
+        engine.backward(loss * sequences * call.mesh.size() / all_sequences)
         engine.step()
         return loss.detach()
 
