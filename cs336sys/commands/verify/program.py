@@ -181,11 +181,10 @@ class ProgramRun:
         parts = inner.optimizers if isinstance(inner, optimizers.Together) else [inner]
         if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in parts):
             return None
-        # Ours update slices as AdamW does.
-        classes = [torch.optim.AdamW if optimizers.is_ours(optimizer) else type(optimizer) for optimizer in parts]
         pairs = [
-            (optimizer_class, group)
-            for optimizer_class, optimizer in zip(classes, parts, strict=True)
+            # Ours shards an optimizer of any class.
+            (optimizer._optimizer_cls if optimizers.is_ours(optimizer) else type(optimizer), group)
+            for optimizer in parts
             for group in optimizer.param_groups
         ]
         has_one_group = sum(bool(group["params"]) for _, group in pairs) == 1
@@ -205,7 +204,7 @@ class ProgramRun:
             if group["params"] and not settings and has_one_group:
                 # It updates copies of the weights, which can only be those of all.
                 settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
-        return optimizers.OptimizerSpec(classes[0], settings)
+        return optimizers.OptimizerSpec(pairs[0][0], settings)
 
     def _names_of_updated(self, updated: Tensor) -> list[str]:
         """Name the parameters that an optimizer's is, or shares memory with: as a slice of one or of several."""

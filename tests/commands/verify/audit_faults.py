@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
 
 def average(model, group):
     """Send every gradient as soon as it is complete, and keep the mean."""
@@ -105,6 +108,10 @@ class CourseZero(torch.optim.Optimizer):
 
 def right_course_zero(model, group):
     return average(model, group), CourseZero(model.parameters(), torch.optim.AdamW, lr=0.01, eps=1.0)
+
+
+def right_sharded_sgd(model, group):
+    return NaiveDDP(model), ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 class ScheduledAdamW(torch.optim.AdamW):

@@ -90,6 +90,7 @@ MODELS = Path(__file__).parents[2] / "user_models.py"
         ("right_muon_and_adamw", "step"),
         ("right_muon", "groups"),
         ("right_course_zero", "step"),
+        ("right_sharded_sgd", "step"),
         ("right_schedule", "step"),
         ("right_flat_groups", "groups"),
         ("half_parameters", "step"),
