@@ -28,7 +28,9 @@ def started_outside() -> RankIdentity | None:
     rank, world_size = _read_variable("RANK"), _read_variable("WORLD_SIZE")
     if rank >= world_size:
         raise UsageError(f"RANK={rank}: must be less than WORLD_SIZE, {world_size}")
-    return RankIdentity(rank, world_size, _read_variable("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+    # Without it, all ranks are taken to be on one machine.
+    local_rank = _read_variable("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+    return RankIdentity(rank, world_size, local_rank)
 
 
 def _read_variable(name: str) -> int:

@@ -54,7 +54,7 @@ def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | N
         descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
+            raise  # A file written in place would be cut short.
         return None
     try:
         new = os.fstat(descriptor)
@@ -66,7 +66,7 @@ def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | N
             return partial
     finally:
         os.close(descriptor)
-    partial.unlink()
+    partial.unlink()  # It would give the file to another owner or group.
     return None
 
 

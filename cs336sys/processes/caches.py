@@ -48,15 +48,15 @@ def require_private(folder: Path, variable: str) -> None:
     It may belong to another user, or its permissions, or those of a folder above it, may let others write. The error
     names the ``variable`` by which another folder is chosen.
     """
-    _can_write(folder)
+    _can_write(folder)  # Makes it if it can.
     named, resolved = folder.absolute(), folder.resolve()
     for path in dict.fromkeys((named, *named.parents, resolved, *resolved.parents)):
         try:
             status = path.lstat()
         except OSError:
-            continue
+            continue  # It is not there.
         is_link = stat.S_ISLNK(status.st_mode)
-        if (is_link or path == resolved) and status.st_uid not in (os.geteuid(), 0):
+        if (is_link or path == resolved) and status.st_uid not in (os.geteuid(), 0):  # Who owns it can replace it.
             reason = f"{path} belongs to another user, {status.st_uid}"
         # In a folder with the sticky bit, as /tmp has, others cannot replace what is not theirs.
         elif not is_link and _is_writable_by_others(status, may_be_sticky=path != resolved):

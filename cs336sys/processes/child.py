@@ -21,8 +21,7 @@ _PROFILER_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NV
 
 def run_guarded(connection: multiprocessing.connection.Connection) -> None:
     """Run the process of :func:`cs336sys.processes.parent.call_guarded`."""
-    # Processes that this one starts would keep it open.
-    os.set_inheritable(connection.fileno(), False)
+    os.set_inheritable(connection.fileno(), False)  # Processes that this one starts would keep it open.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # Up to 1000; the higher, the sooner it is killed where memory runs out: sooner than the user's shell.
         file.write("500")
@@ -45,7 +44,7 @@ def run_spawned(parent: int, function: str, *args: Any) -> None:
     prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     os.dup2(2, 1)
     if os.getppid() != parent:
-        return
+        return  # The parent died before this process could ask to die with it.
     imported(function)(*args)
     _exit()
 
@@ -73,7 +72,7 @@ def _exit() -> None:
     flushed.
     """
     if any(name in os.environ for name in _PROFILER_VARIABLES):
-        return
+        return  # To Python's own end, at which profilers write.
     threading._shutdown()  # type: ignore[attr-defined]  # as Python and multiprocessing begin to exit
     atexit._run_exitfuncs()
     _flush_files()
@@ -86,5 +85,4 @@ def _flush_files() -> None:
         if issubclass(type(candidate), io.IOBase):
             with contextlib.suppress(Exception):
                 candidate.flush()
-    # For text that C, C++ and kernels have printed.
-    ctypes.CDLL(None).fflush(None)
+    ctypes.CDLL(None).fflush(None)  # For text that C, C++ and kernels have printed.

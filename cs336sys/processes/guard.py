@@ -54,16 +54,16 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
     for number in signals:
         signal.signal(number, kill_child)
     _thread.start_new_thread(_wait_for_owner, (pipe, _thread.get_ident()))
-    # Adopted orphans end, too.
+    # Orphans that this process has adopted may end before.
     ended, status = os.waitpid(-1, 0)
     while ended != child:
         ended, status = os.waitpid(-1, 0)
     for number in signals:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # Killing the rest is not interrupted.
     _kill_descendants(child)
     code = os.waitstatus_to_exitcode(status)
     if code != 0:
-        _remove_folders()
+        _remove_folders()  # A program that was killed has left its own.
     _end_like(code)
 
 
@@ -71,12 +71,12 @@ def _execute(command: list[str], pipe: int, guard: int) -> None:
     """Replace this child of the guard by the command, which is killed when the guard ends."""
     try:
         os.close(pipe)
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # The group that _kill_descendants() kills.
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         # Python ignores these signals, as programs that it starts would.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        if os.getppid() == guard:
+        if os.getppid() == guard:  # It has not died before the call of prctl().
             os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
@@ -85,8 +85,8 @@ def _execute(command: list[str], pipe: int, guard: int) -> None:
 
 
 def _wait_for_owner(pipe: int, main_thread: int) -> None:
-    os.read(pipe, 1)
-    signal.pthread_kill(main_thread, signal.SIGTERM)
+    os.read(pipe, 1)  # Returns when the owner has written, or has died.
+    signal.pthread_kill(main_thread, signal.SIGTERM)  # Its handler kills the program.
 
 
 def _kill_descendants(group: int) -> None:
@@ -118,7 +118,7 @@ def _descendants() -> list[int]:
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):
             if name.isdigit():
-                with open(f"/proc/{name}/stat", "rb") as file:
+                with open(f"/proc/{name}/stat", "rb") as file:  # ID (NAME) STATE PARENT ...
                     _, parent = file.read().rpartition(b")")[2].split()[:2]
                 children.setdefault(int(parent), []).append(int(name))
     processes: list[int] = [os.getpid()]
@@ -140,7 +140,7 @@ def _end_like(code: int) -> None:
     if code < 0:
         # The program has dumped core already.
         prctl(SET_DUMPABLE, 0)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # SIGKILL cannot be set.
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

@@ -53,7 +53,7 @@ class Guarded:
         try:
             inherited = ",".join(map(str, descriptors))
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARD, str(read_end), inherited, *command],
+                [sys.executable, "-I", "-S", _GUARD, str(read_end), inherited, *command],  # See guard.py.
                 pass_fds=(read_end, *descriptors),
                 # Ctrl-C on a terminal reaches this process alone, which decides what happens to the program.
                 start_new_session=True,
@@ -67,7 +67,7 @@ class Guarded:
         if self.process.poll() is None:
             # Ready when the guard has ended, which alone can read the pipe. Popen.wait would look again every 50 ms.
             pipe_closed = select.poll()
-            pipe_closed.register(self._kill_pipe, 0)
+            pipe_closed.register(self._kill_pipe, 0)  # Watches errors alone.
             if not pipe_closed.poll(timeout_s * 1e3):
                 return False
             self.process.wait()

@@ -183,7 +183,7 @@ class Worker:
         if child is None:
             return
         if not self._is_busy:
-            child.connection.close()
+            child.connection.close()  # At which it exits.
             child.guarded.has_ended(_EXIT_S)
         child.guarded.kill()
         child.connection.close()

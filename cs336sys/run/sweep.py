@@ -56,11 +56,11 @@ def known_cells(
     or not at all. A cell that is asked for files (``--trace``) is known if it left them there. The notes say which
     cells are measured again although the file holds them, or taken although they were measured otherwise.
     """
-    measured: dict[str, dict[str, Cell]] = {}
+    measured: dict[str, dict[str, Cell]] = {}  # By configuration, and by the run that measured it.
     for cell in results.cells:
         if cell.command == command and cell.status not in _WORTH_RETRYING:
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
-    turns: dict[str, list[Mapping[str, Any]]] = {}
+    turns: dict[str, list[Mapping[str, Any]]] = {}  # Of one configuration each, unless some are interleaved.
     for configuration in configurations:
         turns.setdefault(_turn_key(configuration), []).append(configuration)
     run_ids = {cell.run_id for cell in results.cells}
@@ -71,20 +71,20 @@ def known_cells(
     for turn in turns.values():
         keys = [configuration_key(configuration) for configuration in turn]
         # For each cell, the runs that measured it, and left its files in the folders that are asked for, if any are.
-        runs_of_cells = []
+        cell_runs = []
         for key, folders in zip(keys, (folders_of(configuration).items() for configuration in turn), strict=True):
             cells = measured.get(key, {}).items()
-            runs_of_cells.append([name for name, cell in cells if folders <= folders_of(cell.configuration).items()])
-        complete = [run_id for run_id in runs_of_cells[0] if all(run_id in runs for runs in runs_of_cells)]
-        alike = [run_id for run_id in complete if not differences[run_id]]
+            cell_runs.append([run_id for run_id, cell in cells if folders <= folders_of(cell.configuration).items()])
+        complete = [run_id for run_id in cell_runs[0] if all(run_id in runs for runs in cell_runs)]
+        comparable = [run_id for run_id in complete if not differences[run_id]]
         if not complete:
             # Cells of the turn that the file holds, but not all of them from one run.
-            unpaired_count += sum(map(bool, runs_of_cells))
-        elif not alike:
+            unpaired_count += sum(map(bool, cell_runs))
+        elif not comparable:
             differing_count += len(keys)
             differing |= differences[complete[-1]]
-        usable = alike or (complete if take_any else [])
-        reusable |= {key: measured[key][usable[-1]] for key in keys if usable}
+        usable = comparable or (complete if take_any else [])
+        reusable |= {key: measured[key][usable[-1]] for key in keys if usable}  # The latest.
     counts = {"differing_count": differing_count, "unpaired_count": unpaired_count}
     return reusable, list(sentences(__name__, "resumed", differing=differing, take_any=take_any, **counts))
 
@@ -103,7 +103,7 @@ def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def _turn_key(configuration: Mapping[str, Any]) -> str:
-    """Return a key that configurations which are measured in turn share."""
+    """Return a key that configurations measured in turn share: all but the setting that ``interleave`` names."""
     return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
 
 
@@ -236,8 +236,7 @@ class _RunningSweep:
         configurations, options = self.configurations, self.options
         self.cells: list[Cell] = []
         self.interruption: int | None = None
-        # What becomes of the first cell where the worker could not start.
-        self.start_failure: Outcome | None = None
+        self.start_failure: Outcome | None = None  # The first cell's outcome, where no worker could start.
         self.stopped = self.run_is_saved = self.fault_is_told = False
         self.last_turn: str | None = None
         identity = started_outside() if self.across_ranks else None
@@ -253,6 +252,7 @@ class _RunningSweep:
             self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
+        # A worker process could not find a function that the user has passed as an object.
         needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
         if needs_this_process and (self.across_ranks or options.cell_timeout is not None):
             option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
@@ -375,7 +375,7 @@ class _RunningSweep:
         )
         self.start_failure, self.run = None, self.worker.run
         if self.predictions:
-            outcome.derived.update(self.predictions.get(configuration_key(configuration, ("round",)), {}))
+            outcome.derived.update(self.predictions.get(configuration_key(configuration, ignore=("round",)), {}))
         for note in outcome.derived.get("notes", ()) if self.is_shown else ():
             if note.startswith("warning: "):
                 say(note)

@@ -64,7 +64,7 @@ class _Mlflow:
 
         run_id = self._client.create_run(self._experiment, run_name=cell.name).info.run_id
         now_ms = int(1000 * time.time())
-        metrics = [Metric(name, value, now_ms, 0) for name, value in cell.figures.items()]
+        metrics = [Metric(name, value, timestamp=now_ms, step=0) for name, value in cell.figures.items()]
         parameters = [Param(name, value) for name, value in cell.parameters.items()]
         tags = [RunTag(name, value[:_LONGEST_TEXT]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
         self._client.log_batch(run_id, metrics, parameters, tags)
@@ -194,7 +194,7 @@ def _as_tracked(
     with OwnedFolder() as folder:
         cell_file = folder / "cell.json"
         cell_file.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
-        yield TrackedCell(
+        yield TrackedCell(  # Named by any one setting where none tells cells apart.
             name=" ".join([command, *(str(configuration.get(name)) for name in settings or list(configuration)[:1])]),
             group=cell.run_id or "a run not recorded",
             parameters={name: value if isinstance(value, str) else json_text(value) for name, value in parameters},
