@@ -108,10 +108,10 @@ class CollectiveMode(DispatchMode):
 def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> tuple[str, CollectiveLaunch] | None:
     """Compare the collectives of all ranks, group by group, in the order of their launches.
 
-    Sends and receives are left out: two ranks that launch other ones may meet.
+    Sends and receives are left out: one rank's send meets another rank's receive.
 
     Returns:
-        what the ranks of a group launch first that is not the same, in a sentence, and the launch of a rank there.
+        a sentence on the first launches of a group that are not the same, and one of these; None if all are.
     """
     all_ranks = tuple(range(len(rank_launches)))
     launches_by_group: dict[tuple[int, ...], dict[int, list[CollectiveLaunch]]] = {}

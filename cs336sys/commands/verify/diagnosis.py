@@ -162,6 +162,7 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("stale weights", "late", sent)
     if norm(first.actual - start) <= 1e-12 * norm(start):
         return _diagnose_unchanged(case, name, ranks_off_first)
+    # Gradients are right before the case scales or clips them.
     if program.scales:
         return case.conclude("scaling", is_on_all=program.overflows(step) and len(ranks_off) == rank_count)
     if (schedule := _diagnose_schedule(case, step)) is not None:

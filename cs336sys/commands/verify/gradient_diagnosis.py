@@ -46,8 +46,7 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Finding:
     """Name the cause of gradients that are all ``ratio`` times what they should be, by numbers of ranks that it is."""
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
-    # Gradients are averaged over these.
-    ranks = sizes.get("data", 1) * sizes.get("context", 1)
+    ranks = sizes.get("data", 1) * sizes.get("context", 1)  # Gradients are averaged over these.
     causes = (  # The first that is near: 1 is no number of ranks.
         (1, "scaled", ""),
         (ranks, "not averaged", ""),
@@ -158,9 +157,9 @@ def _diagnose_own_gradient(case: ComparedCase, name: str) -> Finding:
     """Say why each rank has its own gradient: nothing or too little was sent, or what was received is not used."""
     elements = sum(value.numel() for value in case.reference.record.at("gradient", 1).values())
     launches = case.launches(GRADIENT_PHASES, case.differences[0].step - 1)
-    fitting = [launch for launch in launches if "gather" not in launch.name]
-    sent = sum(launch.elements for launch in fitting)
-    if fitting and sent >= elements and not case.program.no_sync:
-        return case.conclude("not waited for", launches=fitting, name=name)
-    facts = {"sent": sent if fitting else None, "elements": elements * case.program.micro_batches}
-    return case.conclude("not synchronized", "gradient", (), name=name, **facts)
+    reductions = [launch for launch in launches if "gather" not in launch.name]  # Weights are gathered.
+    sent = sum(launch.elements for launch in reductions)
+    if reductions and sent >= elements and not case.program.no_sync:  # There, one micro-batch may be sent alone.
+        return case.conclude("not waited for", launches=reductions, name=name)
+    facts = {"sent": sent if reductions else None, "elements": elements * case.program.micro_batches}
+    return case.conclude("not synchronized", "gradient", launches=(), name=name, **facts)

@@ -69,7 +69,7 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     training = workload.training
     model = training.user, replace(training.size, batch_size=1)  # Whatever the number of ranks.
     for key in (model, plain_step):
-        if key in _not_run_because and key != workload:
+        if key in _not_run_because and key != workload:  # The plain step itself is run again.
             return _refused(f"not run: {_not_run_because[key]}")
     progress("one process: precision and learning rate")
     try:
@@ -262,7 +262,7 @@ class _Case:
             self.progress(f"order: {condition}, {number} of {len(CONDITIONS)}")
             run = self.run_on_ranks(program, watch=True)
             failures = [report.failure for report in run.reports if report.failure]
-            # Launches are compared also where ranks hang or die, as the case with this condition reports.
+            # That ranks hang or die is for another case to report: what they launched before is compared.
             has_failed = bool(failures) and not run.lost_because
             reports = () if has_failed else run.reports
             if not any(report.launches for report in reports):
@@ -273,7 +273,7 @@ class _Case:
             if (difference := first_disagreement(launches)) is not None:
                 differing, last = difference
                 facts = {"condition": condition, "difference": differing, "collective": last.description}
-                return self._agreed(fault("order", "", last.line, **facts))
+                return self._agreed(fault("order", where=last.line, **facts))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
         return self._agreed(None, not_compared)
@@ -308,7 +308,7 @@ class _Case:
             plain_case = _Case(self.plain_step, self.folder, self.progress)
             watched_run = plain_case.run_on_ranks(plain_case.program, watch=True)
         elif plain_fault is None or workload.case == "late":
-            watched_run = self.run_on_ranks(program, watch=True)
+            watched_run = self.run_on_ranks(program, watch=True)  # What is wrong like the plain step is not run again.
         watched = () if watched_run.lost_because else watched_run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.lower_dtype is None:

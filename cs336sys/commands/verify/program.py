@@ -156,7 +156,7 @@ class ProgramRun:
         report, wrapped, shapes = self.report, self.wrapped, self.shapes
         groups = getattr(self.inner_optimizer, "param_groups", [{"params": self.parameters.values()}])
         updated = [parameter for group in groups for parameter in group["params"]]
-        # The optimizer may update a copy of the weights.
+        # The optimizer may update copies of the weights, in another precision than the model has.
         self.watcher.dtypes |= {("update weights", values.dtype) for values in updated if values.is_floating_point()}
         names = self.parameter_names
         report.owned = tuple(names[id(parameter)] for parameter in updated if id(parameter) in names)
@@ -211,7 +211,7 @@ class ProgramRun:
         if id(updated) in self.parameter_names:
             return [self.parameter_names[id(updated)]]
         if hasattr(updated, "to_local"):
-            return []
+            return []  # A DTensor has no address.
         start, end = _address_range(updated)
         local = {name: parameter for name, parameter in self.parameters.items() if not hasattr(parameter, "to_local")}
         spans = {name: _address_range(parameter) for name, parameter in local.items()}
@@ -397,7 +397,7 @@ class ProgramRun:
             return {name: recording.clone(parameter) for name, parameter in self.parameters.items()}
 
     def _states(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by the names of parameters and their own, which order them."""
+        """Return the optimizer's tensors by parameter and their own name: all ``exp_avg``, then all ``exp_avg_sq``."""
         # States of ours are of slices that it alone knows.
         if optimizers.is_ours(self.inner_optimizer):
             return {}

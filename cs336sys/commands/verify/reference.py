@@ -106,6 +106,7 @@ def train_reference(training: Training, program: Program) -> Reference:
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else workload.shares(program, 1, whole=True)
     orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
+    # One of the first two becomes the record, which has outputs of modules, too.
     records = [train_in_one_process(training, program, order, watch=order in (whole, by_rank)) for order in orders]
     whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])
     if abs(whole_loss - mean_loss) <= MEAN_LOSS[training.dtype] * abs(whole_loss):

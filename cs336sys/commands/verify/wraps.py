@@ -99,8 +99,7 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
 def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
     """Call a user's wrap with the model, and the mesh or the group by the name of its parameter for it, if any."""
     parameters: list[inspect.Parameter] = []
-    # Python does not know the parameters of some functions in C.
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # Python does not know the parameters of some functions in C.
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     values: dict[str, Any] = dict.fromkeys(optimizers.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
@@ -118,8 +117,7 @@ def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> 
     """Find module, optimizer, step and other parts in what a wrap returned."""
     name = workload.wrap
     optimizer = step = None
-    # Without anything returned, it is wrapped in place.
-    owner = module = model if returned is None else returned
+    owner = module = model if returned is None else returned  # Without anything returned, it is wrapped in place.
     if isinstance(returned, tuple) and len(returned) == 2:
         owner, optimizer = returned
         module = owner
@@ -204,15 +202,17 @@ def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
     plan: dict[str, Any] = {}
     for path, module in call.model.named_modules():
         for names in _PAIRS:
+            cut_by_rows = names[-1]
             layers = {name: child for name, child in module.named_children() if name in names}
-            width = layers[names[-1]].weight.shape[-1] if len(layers) == len(names) else None
+            # The width between the pair, by which both are cut.
+            width = layers[cut_by_rows].weight.shape[-1] if len(layers) == len(names) else None
             if not isinstance(width, int) or width % call.mesh.size():
                 continue
             for name, layer in layers.items():
                 # torch's styles know its own linear layers alone.
                 if not isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter):
                     setattr(module, name, torch_linear(layer.weight))
-                plan[f"{path}.{name}".lstrip(".")] = RowwiseParallel() if name == names[-1] else ColwiseParallel()
+                plan[f"{path}.{name}".lstrip(".")] = RowwiseParallel() if name == cut_by_rows else ColwiseParallel()
     if not plan:
         listed = "; ".join(", ".join(pair) for pair in _PAIRS)
         raise CapabilityError(
