@@ -133,6 +133,7 @@ def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]
     """Explain why the tensors cannot be allocated, None if they may be; the same answer on every rank."""
     needed_bytes = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
     for number, rank in enumerate(hardware):
+        # Ranks on CPUs share the memory of their machine.
         sharing_ranks = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
         if rank.memory_bytes is not None and sharing_ranks * needed_bytes > rank.memory_bytes:
             where = "free on its GPU" if rank.gpu_uuid else f"the limit of {sharing_ranks} ranks on its machine"
@@ -184,16 +185,19 @@ def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callabl
     part = torch.full_like(whole[:share], _UNWRITTEN)
     if workload.collective == "reduce_scatter":
         write(whole, data[rank])
-        return partial(reduce_scatter_single, part, whole), partial(count_differences, part, sums, rank * share)
-    write(part, data[rank], rank * share)
+        return partial(reduce_scatter_single, part, whole), partial(count_differences, part, sums, start=rank * share)
+    write(part, data[rank], start=rank * share)
     starts = [other * share for other in range(ranks)]
-    return partial(all_gather_single, whole, part), lambda: sum(
-        map(count_differences, whole.split(share), data, starts)
-    )
+
+    def count_wrong_parts() -> int:
+        return sum(map(count_differences, whole.split(share), data, starts))
+
+    return partial(all_gather_single, whole, part), count_wrong_parts
 
 
 def exact_data(dtype: str, ranks: int) -> list[Tensor]:
     """Return one period of each rank's data, int64: it differs between ranks and neighbours, and sums are exact."""
+    # Sums are exact up to this integer: of more ranks, the others send zeros.
     contributing_ranks = min(ranks, _LARGEST_EXACT[dtype])
     values = _LARGEST_EXACT[dtype] // contributing_ranks + 1
     positions = torch.arange(_PERIOD)
@@ -228,11 +232,11 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
     """Time calls that do not wait for each other, us, by CUDA events or by the CPU's clock."""
     if device.type == "cpu":
         dist.barrier()
-        clocks = [time.perf_counter()]
+        clock_s = [time.perf_counter()]
         for _ in range(calls):
             call()
-            clocks.append(time.perf_counter())
-        return [1e6 * (end - start) for start, end in pairwise(clocks)]
+            clock_s.append(time.perf_counter())
+        return [1e6 * (end - start) for start, end in pairwise(clock_s)]
     stream = torch.cuda.current_stream(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     # The first record() creates the event, which takes longer than recording it.
@@ -244,16 +248,17 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
         call()
         mark.record(stream)
     torch.cuda.synchronize(device)
-    return [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]
+    return [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]  # From ms.
 
 
 def _synchronized_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
-    times = []
+    """Time calls for each of which all ranks are ready, until it is done, by the CPU's clock."""
+    times_us = []
     for _ in range(calls):
         dist.barrier()
         synchronize(device)
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         call()
         synchronize(device)
-        times.append(1e6 * (time.perf_counter() - start))
-    return times
+        times_us.append(1e6 * (time.perf_counter() - start_s))
+    return times_us

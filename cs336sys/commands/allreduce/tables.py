@@ -220,8 +220,8 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     rows: list[Callable[[Axes, dict[MessageSweep, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
     if len({group.world_size for group in groups}) > 1:
         rows.append(_draw_time_over_ranks)
-    size = 1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)
-    figure, axes = new_axes(*size, len(rows), len(columns), sharey="row")
+    width, height = 1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)
+    figure, axes = new_axes(width, height, len(rows), len(columns), sharey="row")
     for number, column in enumerate(columns):
         groups_of_column = {
             sweep: group for sweep, group in groups.items() if (sweep.collective, sweep.dtype, sweep.backend) == column
@@ -235,32 +235,31 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
             if drawing.get_legend_handles_labels()[1]:
                 drawing.legend(fontsize=7)
             if number:
-                drawing.set_ylabel("")
+                drawing.set_ylabel("")  # That of the first column is for the row.
     write_figure(figure, path)
 
 
 def _draw_time_over_size(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
-        medians = [cell.samples["back_to_back"].median for cell in cells]
-        drawing.plot(sizes, medians, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
+        medians_us = [cell.samples["back_to_back"].median for cell in cells]
+        drawing.plot(sizes, medians_us, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
         line = fit_of(cells, "back_to_back")
         if line is not None:
-            fitted = [1e6 * line.time_s(size) for size in sizes]
-            drawing.plot(sizes, fitted, color=f"C{number}", linestyle="--", linewidth=0.8)
+            fitted_us = [1e6 * line.time_s(size) for size in sizes]
+            drawing.plot(sizes, fitted_us, color=f"C{number}", linestyle="--", linewidth=0.8)
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="time, us (dashed: fit)")
 
 
 def _draw_bus_bandwidth(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
-        # One rank alone has no bus.
-        if group.world_size > 1:
+        if group.world_size > 1:  # One rank alone has no bus.
             sizes = [cell.derived["size_bytes"] for cell in cells]
             calls = [cell.samples["back_to_back"] for cell in cells]
-            # The derived bandwidth is that of the mean call.
-            means = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
-            medians = [busbw * call.mean / call.median for busbw, call in zip(means, calls, strict=True)]
-            drawing.plot(sizes, medians, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
+            # The derived bandwidth is that of the mean call, and the picture's that of the median one.
+            means_gbps = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
+            medians_gbps = [busbw * call.mean / call.median for busbw, call in zip(means_gbps, calls, strict=True)]
+            drawing.plot(sizes, medians_gbps, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="bus bandwidth, GB/s")
 
 
@@ -274,8 +273,8 @@ def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]])
     messages = sorted(points_by_message, reverse=True)
     for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / _MOST_SIZES)]):
         label = format_number(float(message_bytes), "decimal_bytes")
-        ranks, times = zip(*sorted(points_by_message[message_bytes]), strict=True)
-        drawing.plot(ranks, times, label=label, color=f"C{number}", **_STYLE)
+        ranks, times_us = zip(*sorted(points_by_message[message_bytes]), strict=True)
+        drawing.plot(ranks, times_us, label=label, color=f"C{number}", **_STYLE)
     drawing.set_xticks(sorted({group.world_size for group in groups}))
     drawing.set(xlabel="ranks", ylabel="time, us")
 

@@ -97,10 +97,10 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     differing = [column for column in identity if len({sweep[0].configuration.get(column.key) for sweep in sweeps}) > 1]
     for sweep in sweeps:
         for cell in sweep:
-            link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
-            row = cell.configuration | {"buckets": count, "mean_bucket_bytes": total / count, "predicted_ms": None}
+            link, sent_bytes, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
+            row = cell.configuration | {"buckets": count, "mean_bucket_bytes": sent_bytes / count, "predicted_ms": None}
             if link.has_bandwidth:
-                overhead_s = communication.bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+                overhead_s = communication.bucketing_overhead_s(sent_bytes, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         settings = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
@@ -120,9 +120,9 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
 
 def _optimum(sweep: Sequence[Cell], settings: str) -> tuple[str, ...]:
     """Say which buckets the model would choose for a sweep of these settings, by the link's bandwidth and latency."""
-    link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
-    best_bytes = float(communication.optimal_bucket_on_link_bytes(total, link)) if link.has_bandwidth else 0.0
-    overhead_ms = 1e3 * communication.overhead_on_link_s(total, best_bytes, link) if best_bytes else 0.0
+    link, sent_bytes = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+    best_bytes = float(communication.optimal_bucket_on_link_bytes(sent_bytes, link)) if link.has_bandwidth else 0.0
+    overhead_ms = 1e3 * communication.overhead_on_link_s(sent_bytes, best_bytes, link) if best_bytes else 0.0
     facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
     return sentences(__name__, "optimum", **facts)
 
@@ -153,7 +153,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
 
     sweeps = bucket_sweeps(cells)
     count = max(1, len(sweeps))
-    figure, axes = new_axes(0.5 + 4.2 * count, 4, 1, count)
+    figure, axes = new_axes(0.5 + 4.2 * count, 4, rows=1, columns=count)
     settings = titles.shown_settings(cells, of_steps.PARALLEL_SETTING_COLUMNS)
     for drawing, sweep in zip(axes.flat, sweeps, strict=False):
         total_bytes, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])

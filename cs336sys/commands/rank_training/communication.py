@@ -84,8 +84,8 @@ class Communication:
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):
-            # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
-            # crashes.
+            # Where the step waited at once, as fully_shard does, it is False: NCCL would return a null pointer, and
+            # waiting for that crashes.
             arguments["async_op"] = True
         return lambda: _wait_function(self._operator(**arguments))
 
@@ -104,14 +104,14 @@ class _Watcher(CollectiveMode):
 
 @contextmanager
 def recorded_communication() -> Iterator[list[Communication]]:
-    """Within this ``with``, the list grows by every collective that this process launches, in order."""
+    """Return a list that grows by every collective that this process launches within the ``with``, in order."""
     communications: list[Communication] = []
     with _Watcher(lambda operator, arguments, result: communications.append(_without_memory(operator, arguments))):
         yield communications
 
 
 def communication_at_once() -> AbstractContextManager:
-    """Within this ``with``, every collective is done when its launch returns; all ranks enter it together.
+    """Let the launch of every collective within the ``with`` return when it is done; all ranks enter it together.
 
     For Gloo under torch.profiler with ``profile_memory``, which sees only what the launching thread allocates and
     frees: Gloo's threads hold tensors a moment longer than the step, and what they free would seem to be held for ever.
@@ -135,7 +135,7 @@ def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
 
 
 def _wait_function(result: Any) -> Callable[[], Any]:
-    """Return a function that waits for a collective with this result: of tensors, or of what to wait for, the last."""
+    """Return a function that waits for a collective by its result: tensors, a handle, or a tuple that ends in one."""
     if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(item, Tensor) for item in result)):
         return partial(tree_map_only, Tensor, torch.ops._c10d_functional.wait_tensor, result)
     return result[-1].wait if isinstance(result, tuple) else result.wait
@@ -148,11 +148,10 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
     name, ranks = operator.overloadpacket.__name__, group_of_collective(arguments).size()
-    array_bytes = max(sum(layout.bytes for layout in part) for part in layouts)
+    array_bytes = max(sum(layout.bytes for layout in argument) for argument in layouts)
     if operator.namespace == FUNCTIONAL and name.startswith("all_gather"):
-        # Its output is no argument, and holds the inputs of all.
-        array_bytes *= ranks
-    dtypes = [str(layout.dtype).removeprefix("torch.") for part in layouts for layout in part]
+        array_bytes *= ranks  # Its output, which holds the inputs of all, is no argument.
+    dtypes = [str(layout.dtype).removeprefix("torch.") for argument in layouts for layout in argument]
     return Communication(name, array_bytes, next(iter(dtypes), "none"), ranks, operator, arguments)
 
 
@@ -222,7 +221,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     shares_ms = ((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns]))
     products_ms, attention_ms, other_ms, communication_ms, idle_ms = shares_ms
-    longest = sorted(durations_ns.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
+    longest = sorted(durations_ns.items(), key=lambda item: sum(item[1]), reverse=True)[:24]  # A table's rows.
     kernels_ms = [(name, sum(times) / 1e6, len(times)) for name, times in longest]
     return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
 

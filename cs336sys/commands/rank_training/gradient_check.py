@@ -90,7 +90,7 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     loss = gather_numbers(step.loss.detach().float()).mean().item()
     weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
     del step
-    gc.collect()
+    gc.collect()  # The plain model needs the memory.
     expected_loss, expected = _gradients_of_one_process(workload, weights, device)
     relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in gradients.items()}
     worst = max(relative, key=relative.__getitem__)
@@ -114,7 +114,10 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
 
 
 def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> float:
-    """Return the norm of the difference over that of what is expected, of all ranks' rows; infinite if one is NaN."""
+    """Return the norm of the difference over that of what is expected, of all ranks' rows; infinite if one is NaN.
+
+    All ranks call it together. ``rows`` of the parameter are this rank's, None for all.
+    """
     expected_rows = expected if rows is None else expected[rows.start : rows.stop]
     off = expected_rows if gradient is None else gradient.float() - expected_rows
     squares = torch.stack((off.square().sum(), expected_rows.square().sum()))

@@ -99,7 +99,7 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     derived = _describe_model(workload) | {"checked_layers": worst.num_layers}
     notes = list(dict.fromkeys(note for difference in differences for note in difference.notes))
     if math.isnan(worst.relative):
-        return with_notes(derived, [*notes, worst.reason]), None
+        return with_notes(derived, [*notes, worst.reason]), None  # Nothing could be compared.
     derived = with_notes(derived, notes) | {
         "largest_difference": max(difference.largest for difference in differences),
         "relative_difference_percent": 100 * worst.relative,
@@ -161,8 +161,7 @@ def _describe_model(workload: ParallelWorkload) -> dict[str, Any]:
 def _sharding(measured: Sequence[on_rank.RankMeasurement]) -> dict[str, Any]:
     """Return the columns of ``shard``: memory of each moment on the fullest rank, bytes sent, gathers."""
     timeline = measured[0].timeline
-    # A rank whose history was too short has recorded none.
-    of_moments = zip(*(rank.memory for rank in measured), strict=False)
+    of_moments = zip(*(rank.memory for rank in measured), strict=False)  # Too short a history has none.
     memory = [max(of_ranks, key=lambda moment: moment.total) for of_ranks in of_moments]
     gathers = [
         {
@@ -188,12 +187,13 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
 
     def longest(name: str, part: str) -> tuple[float, ...]:
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
-        # Series that are not a part of the step as a rank's events time it are judged by themselves.
+        # Series that are not a part of the step as a rank's events time it have a slowest rank of their own.
         judged = name if name in ("wall", "communication") else "step"
         judged_ms, times_ms = (
             zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
         )
-        return tuple(max(zip(*rank_ms, strict=True))[1] for rank_ms in zip(judged_ms, times_ms, strict=True))
+        # For each step, pairs of the judged and the wanted time of every rank: the largest pair has the first largest.
+        return tuple(max(zip(*ranks_ms, strict=True))[1] for ranks_ms in zip(judged_ms, times_ms, strict=True))
 
     return {
         name: Samples(
@@ -245,7 +245,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
         "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket, ahead),
         "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}",
-        # Of what a sweep has added to the configuration, too.
+        # Of all that a sweep has added to the configuration, too, such as the round.
         hashlib.sha256(configuration_key(configuration, ignore=("trace", "timeout_s")).encode()).hexdigest()[:8],
     )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, parts)))
@@ -300,8 +300,7 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     # All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random
     # weights of the 8B model: its loss leaps from 12 up to 14.
     step = ParallelStep(workload, device, lr=1e-4)
-    # Of all steps, () each, kept without waiting for them.
-    losses: list[Tensor] = []
+    losses: list[Tensor] = []  # Of all steps, () each, kept without waiting for them.
     update = step.phases["optimizer"]
 
     def update_and_keep() -> None:
@@ -329,20 +328,20 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     return measurement
 
 
-def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:
-    """Return the columns of a board's cell, whose step takes so many seconds."""
+def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement], step_s: float) -> dict[str, Any]:
+    """Return the columns of a board's cell."""
     training, first = workload.training, measured[0]
     assert training.flops is not None, "the board's model is ours"
     peak = peak_tflops(first.device, training.precision)
-    total_peak = None if peak is None else peak * workload.world_size
+    peak_of_all_ranks = None if peak is None else peak * workload.world_size
     losses = [statistics.fmean(rank_losses) for rank_losses in zip(*(rank.losses for rank in measured), strict=True)]
     shares = {
-        name: model_flops_utilization(flops, seconds, total_peak)
+        name: model_flops_utilization(flops, step_s, peak_of_all_ranks)
         for name, flops in (("mfu_percent", training.flops), ("hfu_percent", computed_flops(workload)))
     }
     return {
         **{name: None if share is None else 100 * share for name, share in shares.items()},
-        "tokens_per_s": training.tokens / seconds,
+        "tokens_per_s": training.tokens / step_s,
         "ready_s": max(rank.ready_s for rank in measured),
         "peaks_gib": [rank.peak_gib for rank in measured],
         "reserved_gib": [rank.reserved_gib for rank in measured],

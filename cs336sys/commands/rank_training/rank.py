@@ -49,15 +49,14 @@ def build_recorded(
         collectives of the second run, in which the buffers of communication exist.
     """
     on_gpu = device.type == "cuda"
-    held_before = torch.cuda.memory_allocated(device) if on_gpu else None
+    allocated_before = torch.cuda.memory_allocated(device) if on_gpu else None
     history: AllocationHistory = CudaHistory(device) if on_gpu else CpuHistory()
-    # The history of the CPU misses what Gloo's threads free; that of a GPU misses nothing.
+    # The history of the CPU misses what Gloo's threads free, so that collectives have to end before launches return.
     collectives_wait = nullcontext() if on_gpu else communication.communication_at_once()
     with history, collectives_wait, _OptimizerMemory(history) as optimizer_memory:
         step = build()
         built = history.mark()
-        # On the stream on which the step may be captured later.
-        with step.on_launch_stream():
+        with step.on_launch_stream():  # On which it may be captured later.
             before_first_update = _run_marked(step, history)
             first_gradient_addresses, after_first_update = optimizer_memory.gradients, optimizer_memory.after_step
             second_start = history.mark()
@@ -67,10 +66,10 @@ def build_recorded(
         parameters = _addresses(history, step.model.parameters())
     if history.lost_events:
         return step, [], communications
-    timeline = build_timeline(history.events, regions=(), held_size=held_before)
+    timeline = build_timeline(history.events, regions=(), held_size=allocated_before)
     totals = timeline.totals()
     marks = (built, before_first_update, after_first_update, before_second_update, end)
-    positions = dict(zip(MOMENTS[:-1], map(history.position, marks), strict=True))
+    positions = dict(zip(MOMENTS[:-1], map(history.position, marks), strict=True))  # The last moment is the peak.
     second_step = Region("step", history.position(second_start), positions["after the optimizer"])
     positions["peak"] = peak_position(totals, second_step)
     weights = _blocks_at(timeline, parameters, positions["before the optimizer"])
@@ -118,7 +117,7 @@ class _OptimizerMemory(ExitStack):
         self.callback(register_optimizer_step_post_hook(self._after).remove)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        # An optimizer inside another steps during its step.
+        # An optimizer inside another steps during the other's step, and adds what it has.
         if self._depth == 0:
             self.gradients, self.state = set(), set()
         self._depth += 1
@@ -136,7 +135,7 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
     """Return the addresses of tensors that are not None; of torch's DTensor, that of its part on this rank."""
     present = [tensor for tensor in tensors if tensor is not None]
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in present)
-    # A slice may be empty: it has no memory.
+    # A slice may be empty: without memory, its address is 0.
     return {history.address(tensor) for tensor in local} - {0}
 
 
@@ -225,10 +224,8 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     else:
         step = ParallelStep(workload, device)
     if training.cuda_graph == "on" and communications is None:
-        # A replay hands nothing to torch's dispatcher.
-        with step.on_launch_stream():
-            # torch's DDP makes its buckets anew after the first step.
-            step()
+        with step.on_launch_stream():  # A replay hands nothing to torch's dispatcher.
+            step()  # torch's DDP makes its buckets anew after the first step.
             communications = _record_communication(step)
     reset_peak_memory(device)
     step.capture()
@@ -238,7 +235,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     warnings = training_warnings(step.loss, training)
     peak_gib = peak_memory_gib(device)
     if not record.communicates:
-        # Its time is all that others are compared with, and a step may take seconds.
+        # Nothing else of it is compared with other strategies, and each further step may take seconds.
         return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
     if communications is None:
         communications = _record_communication(step)
@@ -320,7 +317,7 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
     device = rank_device(workload)
     times_s = {}
     for size_bytes in _LINK_BYTES[device.type]:
-        tensor = torch.zeros(size_bytes // 4, device=device)
+        tensor = torch.zeros(size_bytes // 4, device=device)  # In fp32.
 
         def launch(tensor: Tensor = tensor) -> Callable[[], Any]:
             return dist.all_reduce(tensor, async_op=True).wait
@@ -371,7 +368,7 @@ def release_last_job(workload: ParallelWorkload) -> None:
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for strategies
     # that shard weights, which compute without autocast.
     wrapper = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
-    compiled_for = (workload.unsynchronized, wrapper)
+    compiled_for = (workload.unsynchronized, wrapper)  # The workload of any strategy, and what differs between them.
     # Without torch._dynamo, this would import the compiler.
     if compiled_for != _compiled_for and "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -64,13 +64,13 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     curves: dict[tuple[str, str, float], dict[int, Cell]] = {}
     for cell in measured:
         configuration = cell.configuration
-        # The batch of one rank at the curve's beginning: all, or a rank's share.
+        # Settings that may differ along a curve, and the batch of one rank at its beginning: all, or a rank's share.
         starts = (("strong", _ALONG, configuration["batch_size"]), ("weak", (*_ALONG, "batch_size"), _share(cell)))
         for scaling, ignored, batch in starts:
             curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), batch), {})
             one_rank = {**configuration, "batch_size": int(batch)}
             single_rank = single_ranks.get(configuration_key(one_rank, ignore=ignored_on_one_rank))
-            if single_rank is not None and batch == int(batch):
+            if single_rank is not None and batch == int(batch):  # Else no rank has this batch.
                 curve.setdefault(1, single_rank)
             curve[configuration["world_size"]] = cell
     return [
@@ -139,7 +139,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     """Draw tokens/s, exposed communication and a rank's memory over the ranks, for strong and for weak scaling."""
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
-    figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), len(scalings), 3)
+    figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), rows=len(scalings), columns=3)
     rate = _rate_column(cells).header
     settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):
@@ -154,11 +154,12 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
             drawing.set(xlabel="ranks", ylabel=quantity)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
-        row[0].set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
-        if any(line.get_linestyle() == "--" for line in row[2].lines):
-            row[2].set_title("dashed: predicted", fontsize=9)
+        rates, _, peaks = row
+        rates.set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
+        if any(line.get_linestyle() == "--" for line in peaks.lines):
+            peaks.set_title("dashed: predicted", fontsize=9)
         if drawn:
-            row[0].legend(fontsize=7)
+            rates.legend(fontsize=7)
     write_figure(figure, path, option)
 
 
@@ -168,8 +169,7 @@ def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
     configuration = cell.configuration
     batch = f"batch {configuration['batch_size']}" if curve.scaling == "strong" else f"{_share(cell):g} a rank"
     values = {name: configuration[name] for name in settings if configuration.get(name) is not None}
-    # A number alone would say nothing.
-    varied = (
+    varied = (  # A number alone would say nothing.
         f"{name.replace('_', ' ')} {value:g}" if isinstance(value, int | float) else str(value)
         for name, value in values.items()
     )
@@ -189,7 +189,7 @@ def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
     estimates, lows, highs = (
         [max(getattr(percent, end), 0.0) for _, percent in measured] for end in ("estimate", "low", "high")
     )
-    errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]
+    errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]  # Below, above.
     exposed.errorbar([count for count, _ in measured], estimates, errors, marker="o", capsize=3, color=color)
     for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
         peak_gib = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]

@@ -111,7 +111,7 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
     Args:
         rows: of :func:`step_rows`; those of cells that were not measured are left out.
         identity: the columns that tell cells apart.
-        torch_averaging: what of torch averages gradients in the backward pass, and does so, for a note.
+        torch_averaging: of a note on what averages gradients in the backward pass: "torch's DDP does".
     """
     measured = [row for row in rows if row["status"] == "ok"]
     columns = (
@@ -193,8 +193,7 @@ def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     """Name a cell, and say how much of its communication is overlapped and exposed."""
     configuration, timeline = cell.configuration, cell.derived["timeline"]
-    # Of `ddp` and of FSDP.
-    bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")
+    bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")  # Of ddp, and of FSDP.
     buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
     ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
     setting_values = (f"{configuration[name]}" for name in ("size", *settings))

@@ -81,10 +81,10 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
         user_models.without_dropout()
     training = workload.training.with_layers(workload.check_layers or workload.training.size.num_layers)
     workload = replace(workload, training=_fitting_batch(training, device))
-    # Before a step is captured it is trained a little.
+    # A capture runs steps before, which train: the one process runs as many.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
-    gc.collect()
+    gc.collect()  # The strategy needs the memory.
     if reason := _why_not_comparable(workload, reference):
         return WeightDifference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
     return _Comparison(workload, device, warmup, reference).farthest()
@@ -151,11 +151,11 @@ def train_alone(
     set_matmul_precision(parallel.training)
     model = plain = starting_model(parallel, device)
     workload = plainly_trained(parallel.training)
-    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
+    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
-        workload = replace(workload, precision="fp32")
+        workload = replace(workload, precision="fp32")  # Without autocast.
     optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     return train_in_order(step, plain, warmup, order)
@@ -196,7 +196,7 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
     starts_by_layers = not workload.is_ours and not parallel.uses_autocast
-    autocasts = parallel.uses_autocast or not workload.is_half
+    autocasts = parallel.uses_autocast or not workload.is_half  # In fp32 it makes no difference.
     key = (workload, autocasts, starts_by_layers, warmup, parallel.sequences_per_rank)
     if key in _kept:
         return _kept[key]
@@ -211,18 +211,18 @@ def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup:
     """Train in one process, as far as possible in one part, with a learning rate that losses do not run away with."""
     order = Order(_cut_in_parts(parallel.training.size.batch_size, parallel.training.size.batch_size))
     if parallel.training.is_ours:
-        rate = LEARNING_RATES[0]
+        rate = LEARNING_RATES[0]  # Ours draws nothing, has no batch norm, and trains at this rate.
         return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)
+    # Batch norm takes the statistics of a rank's share.
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in starting_model(parallel, device).modules()):
         order = shares_of_ranks(parallel)
     for rate in LEARNING_RATES:
         trained = train_alone(parallel, device, warmup, order, rate)
         if trained.draws and not order.shares:
-            # Each rank draws for its share.
-            order = shares_of_ranks(parallel)
+            order = shares_of_ranks(parallel)  # Each rank draws for its share.
             trained = train_alone(parallel, device, warmup, order, rate)
+        # No rate helps where the first loss is infinite: that is reported. Ranks decide alike, though last bits differ.
         is_stable = not math.isfinite(trained.loss) or stay_near(torch.stack(trained.losses).tolist())
-        # Alike on all ranks, whatever the last bits of theirs are.
         if all(gather_objects(is_stable)):
             break
     return _Reference(trained, order, rate)
@@ -234,13 +234,11 @@ class _Comparison:
     def __init__(self, workload: ParallelWorkload, device: torch.device, warmup: int, reference: _Reference):
         self._workload, self._device, self._warmup, self._reference = workload, device, warmup, reference
         self._tolerance = tolerance(workload.training, workload.gradient_dtype)
-        # Of none, where no gradients are compared.
-        self._gradients = TensorComparison({}, {}, {}, self._tolerance)
-        # This rank's rows of each gradient.
-        self._rows: dict[str, slice] = {}
+        self._gradients = TensorComparison({}, {}, {}, self._tolerance)  # Of none, unless they are compared.
+        self._rows: dict[str, slice] = {}  # This rank's, of each gradient.
         leaves_gradients = workload.strategy_record.leaves_mean_gradients
         if leaves_gradients and workload.training.cuda_graph == "on":
-            # Replays cannot be looked into: gradients are those of launched steps.
+            # Replays cannot be looked into: gradients are those of launched steps, in a training of their own.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
             gc.collect()
             leaves_gradients = False
@@ -248,8 +246,7 @@ class _Comparison:
         weights, copies = step.weights(step.replica.whole_parameters())
         start = dict(starting_model(workload, device).named_parameters())
         self._weights = TensorComparison(start, reference.trained.weights, weights | copies, self._tolerance)
-        # No rounding explains a copy that differs from its weight.
-        for name in copies:
+        for name in copies:  # No rounding explains a copy that differs from its weight.
             self._weights.far.pop(name, None)
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
@@ -310,7 +307,7 @@ class _Comparison:
             yield zeros if gradient is None else gradient[self._rows[name]]
 
     def _reordered_trainings(self) -> list[Trained]:
-        """Train in one process in other orders, once; but those with another loss than rounding explains."""
+        """Train in one process in other orders, once, and keep the trainings that differ by rounding alone."""
         reference = self._reference
         if reference.others is not None:
             return reference.others
@@ -323,8 +320,7 @@ class _Comparison:
                 reference.is_repeatable = False
                 break
             if not abs(trained.loss - whole_loss) <= bound:
-                # Another sum, not the same one rounded otherwise.
-                reference.loss_of_parts = trained.loss
+                reference.loss_of_parts = trained.loss  # Another sum, not the same one rounded otherwise.
             elif _relative_to_all(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
                 reference.others.append(trained)
         return reference.others

@@ -73,10 +73,11 @@ def _board_row(cell: Cell) -> dict[str, Any]:
     row = cell.configuration | cell.derived | {"status": cell.status}
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     if cell.status == "ok":
-        # How much torch's selective checkpoints hold at once is torch's own affair.
+        # Formulas are of blocks with a backward pass of their own, not of torch's selective checkpoints.
         predicted_gib = kept_peak(kept_step(workload)).total_gib if workload.has_own_block_backward else None
         row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
         row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
+    # Shares and losses have tables of their own; reserved memory is in the file alone.
     return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}
 
 

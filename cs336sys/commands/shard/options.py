@@ -102,6 +102,7 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
         chosen = []
         for cell in self.cells(trainings, world_sizes, "checkpointing", "strategy", "prefetch", "keep_gathered"):
             if cell["checkpointing"] == "auto":
+                # A GPU is asked for its memory once, and only if something depends on it.
                 limit_bytes = usable_bytes(device) if limit_bytes is None else limit_bytes
                 workload = ParallelWorkload(**cell | {"checkpointing": "keep=0"})
                 chosen.append(choose_by_memory(workload, limit_bytes, chooses_gathered=chooses_gathered))
@@ -156,10 +157,10 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
 def with_chosen_options(
     context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
 ) -> tuple[ShardingOptions, options.TrainingOptions]:
-    """Return the options with what a board, by speed, or a mesh chooses for those that were not given.
+    """Return the options, where they were not given, with those that are fastest on a board, or a mesh's strategy.
 
     Raises:
-        UsageError: the mesh or the strategy of a board is none.
+        UsageError: the mesh is none, or a board has not one strategy that it knows.
     """
     gives_strategy = is_given(context, "strategy")
     if sharding.board:
@@ -218,7 +219,7 @@ def shard(
         return
     if not sharding.board:
         refuse_what_does_not_fit(chosen, training.device, force=force, across_ranks=True)
-    # Cells of a board are others than those that shard measures of the same workload.
+    # The mark tells a board's cells in a file from those that shard measures of the same workload.
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
     measure = f"cs336sys.commands.rank_training.measure:{measure}"

@@ -75,11 +75,11 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for row, cell in zip(rows, cells, strict=True):
         if cell.status != "ok":
             continue
-        if "model" not in cell.configuration:
+        if "model" not in cell.configuration:  # There are no formulas for a user's.
             row["predicted_sent_bytes"] = sharding_sent_bytes(ParallelWorkload.from_configuration(cell.configuration))
         strategies = (cell.configuration["strategy"], "none")
-        samples = [one_rank_samples.get((same_work(cell), strategy)) for strategy in strategies]
-        base = samples[0] or samples[1]
+        of_strategy, of_none = (one_rank_samples.get((same_work(cell), strategy)) for strategy in strategies)
+        base = of_strategy or of_none
         if base is not None and cell.configuration["world_size"] > 1:
             row["scaling"] = ratio(base, cell.samples["step"])
     return rows
@@ -117,6 +117,7 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
             rows.append(cell.configuration | row)
         if late_ms:
             settings = {name: cell.configuration[name] for name in ("size", "prefetch")}
+            # A negative time is how long weights were there before their use.
             in_time, waiting_ms = sum(ms <= 0 for ms in late_ms.values()), sum(max(ms, 0.0) for ms in late_ms.values())
             gathers_of_cells.append({**settings, "count": len(late_ms), "in_time": in_time, "waiting_ms": waiting_ms})
     columns = (
