@@ -156,12 +156,12 @@ class ComparedCase:
                 for rank in ranks
             ]
         whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.workload.groups)
-        for record, tensors in zip(self.records, whole, strict=False):
+        for record, tensors in zip(self.records, whole, strict=False):  # All ranks have one loss together.
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
             self.unknown |= unknown  # Gradients show no more, and states are no parameters.
         if not any(whole) or (kind == "gradient" and self.program.overflows(step)):
-            return  # Gradients are infinite there.
+            return  # Infinite gradients are not compared.
         for name, value in expected.items():
             if name in unknown:
                 continue

@@ -316,6 +316,7 @@ def diagnose_groups(
     if not flattened or not unused or any(report.empty_groups != reports[0].empty_groups for report in reports):
         return None, not_compared
     name = flattened[0]
-    group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if spec.settings[name][1].get(key) != value)
+    _, its_settings = spec.settings[name]
+    group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if its_settings.get(key) != value)
     facts = {"settings": group, "count": len(flattened), "name": name, "sees": seen_shapes[name], "shape": shapes[name]}
     return fault("groups", "flattened", **facts), not_compared

@@ -398,9 +398,8 @@ class ProgramRun:
 
     def _states(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors by parameter and their own name: all ``exp_avg``, then all ``exp_avg_sq``."""
-        # States of ours are of slices that it alone knows.
         if optimizers.is_ours(self.inner_optimizer):
-            return {}
+            return {}  # Its states are of slices that it alone knows.
         with self._observed():
             states = [
                 (key, self.parameter_names[id(parameter)], recording.clone(torch.as_tensor(value)))

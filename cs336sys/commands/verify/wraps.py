@@ -259,8 +259,8 @@ def _optional_package(name: str) -> Iterator[Any]:
     except ImportError as error:
         raise CapabilityError(f"--wrap {name} needs {name}: pip install {name}") from error
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    torchruns = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    with mock.patch.dict(os.environ, torchruns | os.environ):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
+    with mock.patch.dict(os.environ, variables | os.environ):
         yield package
 
 
