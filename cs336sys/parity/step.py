@@ -63,11 +63,11 @@ def check_training(
     Kernels of ours are compared with PyTorch's operations, both launched; and steps in CUDA graphs with launched ones
     of the same kernels. These must be the same bit by bit, or where launched steps do not repeat, not much farther off
     than those are from each other. An optimizer that counts elsewhere for a graph is compared with itself as it is
-    where steps are launched, unless it is torch's. Of user's models, mode ``forward`` compares losses.
+    where steps are launched, unless it is torch's. In mode ``forward`` losses of users' models are compared.
 
     Returns:
         how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
-        that is neither.
+        that is plain itself.
 
     Raises:
         CapabilityError: the step cannot be captured, or the kernels cannot run.

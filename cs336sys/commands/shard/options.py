@@ -220,9 +220,9 @@ def shard(
     if not sharding.board:
         refuse_what_does_not_fit(chosen, training.device, force=force, across_ranks=True)
     # The mark tells a board's cells in a file from those that shard measures of the same workload.
-    measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
+    function, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
-    measure = f"cs336sys.commands.rank_training.measure:{measure}"
+    measure = f"cs336sys.commands.rank_training.measure:{function}"
     tables = with_scaling(sharding_tables)
     output.check_selection("shard", tables)
     run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(

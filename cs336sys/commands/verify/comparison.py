@@ -106,9 +106,9 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Build the finding of a cause, and blame the last of the collectives, and its line, or without any the wrap.
+        """Build the finding of a cause, and blame the last of ``launches`` and its line, or the wrap if they are none.
 
-        For None they are those that send gradients in the step of the first difference, if that is of a gradient.
+        By default they are the collectives that send gradients in the first difference's step, if it is of a gradient.
         """
         first = self.differences[0]
         if launches is None:

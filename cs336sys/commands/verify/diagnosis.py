@@ -208,11 +208,11 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
     """Diagnose learning rates that are not those of one process, after any step up to ``last_step``."""
     for step, expected in case.reference.record.rates.items():
         for rank, report in enumerate(case.reports):
-            rates = report.record.rates.get(step)
+            rates = report.record.rates.get(step)  # One of each group of parameters: the largest is compared.
             if step <= last_step and rates and expected and not is_near(max(rates), max(expected)):
                 ratio = max(rates) / max(expected) if max(expected) else None
-                compared = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
-                return case.conclude("schedule", ratio=ratio, **compared)
+                facts: dict[str, Any] = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
+                return case.conclude("schedule", ratio=ratio, **facts)
     return None
 
 
