@@ -121,15 +121,16 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     parts = itertools.product(range(data_ranks), range(micro_batches))
     counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
     senders = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
-    if micro_batches > 1 and len({round(count, 3) for count in values}) > 1 and len(senders) == data_ranks:
+    if micro_batches > 1 and len(senders) == data_ranks:
         return _diagnose_micro_batches(case, counts)
     if len(senders) == 1:
         (sender,) = senders
+        is_one_rank_off = len(counts_of_ranks) == 1
         # Of each rank, the data rank of the micro-batch that counts most.
         main_senders = {max(counts, key=lambda part: abs(counts[part]))[0] for counts in counts_of_ranks.values()}
-        if len(main_senders) > 1 or (len(counts_of_ranks) == 1 and sender == case.workload.data_place(rank)):
+        if len(main_senders) > 1 or (is_one_rank_off and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)
-        if len(counts_of_ranks) == 1:
+        if is_one_rank_off:
             return case.conclude("one rank's", rank=rank, sender=f"rank {sender}", is_alone=True)
         described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
         return case.conclude("one rank's", sender=described, is_alone=False)

@@ -102,8 +102,7 @@ class _Case:
             torch.set_num_threads(1)  # Threads for products this small only wait for one another.
         self.plain_step = replace(workload, case="step")
         if is_user_code(workload.wrap):
-            # What ranks send back may be of classes of the wrap's file.
-            with contextlib.suppress(UserCodeError):
+            with contextlib.suppress(UserCodeError):  # What ranks send back may be of classes of the wrap's file.
                 user_models.load(workload.wrap)
         self._ranks(workload.timeout_s)  # They start while this process trains.
         dtype = torch.float32 if self.plain_step in _float32_only else None
