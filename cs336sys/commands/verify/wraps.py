@@ -131,17 +131,17 @@ def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> 
     if optimizer is not None and not hasattr(optimizer, "zero_grad"):
         raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
     finish_name = workload.finish or "finish_gradient_synchronization"
-    candidates = (getattr(candidate, finish_name, None) for candidate in (owner, module, optimizer))
-    finish = next(filter(None, candidates), None)
+    # A ShardedOptimizer that has no slices refuses to finish: step() averages, or the module does.
+    candidates = (owner, module, optimizer if getattr(optimizer, "updates_slices", True) else None)
+    finish = next(filter(None, (getattr(candidate, finish_name, None) for candidate in candidates)), None)
     if workload.finish is not None and finish is None:
-        methods = [
-            method for method in dir(type(owner)) if not method.startswith("_") and not hasattr(nn.Module, method)
-        ]
+        methods = [name for name in sorted({*dir(type(owner))} - {*dir(nn.Module)}) if not name.startswith("_")]
         raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
     loss = getattr(owner, "loss", None) if owner is not model else None  # A model's own may be anything.
-    loss = loss if callable(loss) else None
     scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
-    return Wrapped(owner, module, optimizer, finish, step, loss=loss, scaler_class=scaler_class)
+    return Wrapped(
+        owner, module, optimizer, finish, step, loss=loss if callable(loss) else None, scaler_class=scaler_class
+    )
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ def right_sharded_sgd(model, group):
     return NaiveDDP(model), ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
+def right_hooks_and_sharded_sgd(model, group):
+    return average(model, group), ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.02, momentum=0.9)
+
+
 class ScheduledAdamW(torch.optim.AdamW):
     """Halves its learning rate once for each rank: the schedule counts the steps of all processes."""
 

@@ -91,6 +91,7 @@ MODELS = Path(__file__).parents[2] / "user_models.py"
         ("right_muon", "groups"),
         ("right_course_zero", "step"),
         ("right_sharded_sgd", "step"),
+        ("right_hooks_and_sharded_sgd", "accumulation"),
         ("right_schedule", "step"),
         ("right_flat_groups", "groups"),
         ("half_parameters", "step"),
