@@ -98,7 +98,8 @@ class Expression:
                 after_division.append(False)
             elif part == ")":
                 after_division.pop()
-            elif part != " ":
+            elif part.endswith(" ") and part != " ":
+                # An operator or a comma; numbers and powers leave the division open.
                 after_division[-1] = part == " / "
             text += part
         return text
