@@ -102,7 +102,7 @@ def attention_activations(
     return SavedActivations(
         residual_stream=4 * stream,
         norms=4 * (stream + size.tokens),
-        # Of q, k and v, each a cast of its own; and of the output projection.
+        # q, k and v share their input unless each casts it; the output projection has one of its own.
         linear_inputs=(2 * 3 if casts else e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
         mask=size.context**2 if keeps_scores else 0,
@@ -121,6 +121,7 @@ def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool 
     return SavedActivations(
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
+        # w1 and w3 share their input unless each casts it.
         linear_inputs=(2 * 2 if casts else e) * size.stream,
         swiglu=5 * e * size.inner,
         weight_copies=2 * 3 * size.d_model * size.d_ff if casts else 0,

@@ -98,9 +98,11 @@ def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedB
     """Return the schedule of checkpoints around these layers of each block; memory changes evenly over the blocks."""
 
     def schedule(block: int, saved: int, name: str = "") -> SavedBlocks:
+        # Of earlier blocks a layer with a checkpoint is kept as its input, the other one whole.
         earlier = block - saved
         attentions, feed_forwards = (0 if layer in layers else earlier for layer in ("attn", "ffn"))
-        return SavedBlocks(block, saved, len(layers) * earlier, name, attentions, feed_forwards, "attn" in layers)
+        inputs, attention_later = len(layers) * earlier, "attn" in layers
+        return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later)
 
     at_blocks = [schedule(blocks.block, 1, blocks.name) for blocks in everything_saved(num_layers)]
     return schedule(num_layers, 0), at_blocks
@@ -127,15 +129,16 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
         return 0
     counts = flops_by_component(size, backward=False, causal=causal)
     if checkpointing in SUBLAYERS:
-        last = linear_flops(size.tokens, size.d_model, size.d_model, backward=False)
-        attention = counts.projections + counts.attention - size.num_layers * last
+        output_projection = linear_flops(size.tokens, size.d_model, size.d_model, backward=False)
+        attention = counts.projections + counts.attention - size.num_layers * output_projection
+        # w1 and w3 of three matrices of one size.
         feed_forward = counts.feed_forward * 2 // 3
         layers = SUBLAYERS[checkpointing]
         return attention * ("attn" in layers) + feed_forward * ("ffn" in layers)
     block = (counts.total - counts.lm_head) // size.num_layers
     w2 = linear_flops(size.tokens, size.d_ff, size.d_model, backward=False)
-    blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
-    return blocks * block - ends * w2
+    blocks, blocks_without_w2 = recomputed_blocks(size.num_layers, checkpointing)
+    return blocks * block - blocks_without_w2 * w2
 
 
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
@@ -152,7 +155,10 @@ def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
 
 
 def _nested_recomputations(num_layers: int) -> int:
-    """Count for one checkpoint: its left half once, to reach the right half's input, and then each half by itself."""
+    """Count the blocks that one checkpoint of so many computes again.
+
+    The left half once, to reach the right half's input; then what each half computes as a checkpoint of its own.
+    """
     if num_layers == 1:
         return 1
     left = (num_layers + 1) // 2

@@ -201,6 +201,7 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
         usual,
         alternate,
     ]
+    # One device takes no time for either.
     if devices > 1:
         ratio = alternate.as_symbol() / usual.as_symbol()
         rows.append(row("alternate over usual", ratio, "times", reason=why("alternate_over_usual")))

@@ -92,6 +92,7 @@ class Expression:
                 continue
             if part == _TIMES:
                 following = self._parts[position + 1]
+                # Not before a number, "2 3", nor after a division: "a / b c" reads as a / (b c).
                 is_clear = (isinstance(following, _Symbol) or following == "(") and not after_division[-1]
                 part = " " if is_clear else _TIMES
             if part.endswith("("):
@@ -125,7 +126,8 @@ class Expression:
     def __pow__(self, exponent: float) -> "Expression":
         if exponent == 0.5:
             return _function_call("sqrt", math.sqrt, self)
-        base = self._within(_ATOM) if self.is_symbol else ("(", *self._parts, ")")
+        # A power of a power is an atom, too, and needs parentheses.
+        base = self._parts if self.is_symbol else ("(", *self._parts, ")")
         return Expression(self.value**exponent, (*base, f"^{exponent:g}"), _ATOM)
 
     def __ceil__(self) -> "Expression":
@@ -222,6 +224,7 @@ def expression_of(value: Number) -> Expression:
     """Return an expression as it is, a plain number as a constant that is written out."""
     if isinstance(value, Expression):
         return value
+    # 4e14 instead of 4e+14; all digits where six change the value.
     short = f"{value:g}".replace("e+0", "e").replace("e+", "e")
     return Expression(value, (short if float(short) == value else str(value),), _ATOM)
 
@@ -247,6 +250,7 @@ def _function_call(name: str, function: Callable[..., float], *terms: Number) ->
     """Return a function of terms, written ``name(a, b)``."""
     parts: list[str | _Symbol] = [f"{name}("]
     for position, term in enumerate(map(expression_of, terms)):
-        parts += [", "] * bool(position)
+        if position:
+            parts.append(", ")
         parts += term._parts
     return Expression(function(*map(number_of, terms)), (*parts, ")"), _ATOM)

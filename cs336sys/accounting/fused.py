@@ -37,6 +37,7 @@ class FusedStep(StepChoices):
 
     @property
     def e(self) -> int:
+        """Return the bytes of a matrix product's result."""
         return ELEMENT_BYTES[self.precision]
 
     @property
@@ -87,11 +88,17 @@ class FusedStep(StepChoices):
         return self.moment_bytes * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
-        """Return the bytes of gradients of the last ``blocks`` blocks, unless updated, last norm and LM head."""
-        if self.update == "backward":
-            blocks = 0
-        block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
-        return blocks * block + 4 * self.size.d_model + self.head_gradient
+        """Return the bytes of the gradients that the last ``blocks`` blocks, the last norm and the LM head have left.
+
+        With ``update`` "backward" a block is updated once its backward pass is done, and leaves none.
+        """
+        left_by_blocks = 0 if self.update == "backward" else blocks * self.block_gradients
+        return left_by_blocks + 4 * self.size.d_model + self.head_gradient
+
+    @property
+    def block_gradients(self) -> int:
+        """Return the bytes of the gradients of a block: of its matrices, and of two norms in fp32."""
+        return self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
 
     @property
     def kept_inner(self) -> int:
@@ -115,7 +122,11 @@ class FusedStep(StepChoices):
 
     @property
     def around_loss(self) -> int:
-        """Return what the last norm and the loss hold: its input, both gradients, a chunk of logits, a cast."""
+        """Return the bytes that the last norm and the loss hold.
+
+        The norm's fp32 input, the loss's input with its gradient, two numbers a token, the LM head's gradient, a chunk
+        of logits, and the head's cast where it has no copy.
+        """
         e = self.e
         chunk = min(e * self.size.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
@@ -129,8 +140,9 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _fused_backward_moments(step, at_loss, at_blocks)
-        # Those of the embedding and the LM head, two matrices alike, among them.
+        # The embedding is as large as the LM head, and its gradient fp32.
         gradients = step.gradients(step.size.num_layers) + 4 * step.head
+        # Besides all gradients there is that of the embedded tokens.
         moments.append(("end of backward", gradients, 4 * step.size.stream))
         if step.updates_parameters:
             # Only the course's AdamW makes a temporary of each parameter.
@@ -155,6 +167,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     """
     e, has_copies = step.e, step.reads_copies
     feed_forward = (8 + (3 if has_copies else 2) * e) * step.size.stream + 3 * e * step.size.inner
+    # Without the gradients of its input and of the LM head.
     loss = step.around_loss - e * step.size.stream - step.head_gradient
     moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
     if step.scores:
@@ -172,6 +185,7 @@ def _fused_backward_moments(
     - Loss: all saved activations, and what the loss holds, gradients among it.
     - Gates of a block: besides what is saved, the gradient of the stream; with copies also its cast, the gradients of
       product, gate and up, and the product again; else w2's gradient in place of the product and of w2's cast.
+    - w2 of a block, with copies: the product's gradient is gone, w2's own exists.
     - Projections of a block, with copies: gate and up are gone, their gradients, those of all three weights and of
       the norm's output exist.
     - Update of a block: its gradients; its activations are gone.
@@ -197,14 +211,15 @@ def _fused_backward_moments(
             moments.append((f"w2 backward, {blocks.name}", done + step.gradient_bytes * w2, gates_and_w2))
             moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.size.stream))
             if step.update == "backward":
-                block_gradients = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
-                moments.append((f"update, {blocks.name}", done + block_gradients, saved - step.block))
+                moments.append((f"update, {blocks.name}", done + step.block_gradients, saved - step.block))
         else:
             gates = saved + 2 * e * step.size.inner - cast * w2
             moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))
         if step.scores:
+            # Gone: what the feed-forward layer and its norm saved, attention's output, casts of the weights behind it.
             freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner
             freed += cast * (3 * w2 + projection)
+            # Four fp32 matrices instead of exponentials and probabilities.
             softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries
             gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
             moments.append((f"softmax backward, {blocks.name}", gradients, softmax))

@@ -125,6 +125,7 @@ class OverlapSlowdown:
         """Return the time until both, begun together, are done; the one that is left goes on at its own full speed."""
         overlapped_computing_s = computing_s / self.computing
         overlapped_communication_s = communication_s / self.communication
+        # Until the shorter one is done, the longer one has lost a part of that time.
         if overlapped_communication_s <= overlapped_computing_s:
             return computing_s + (1 - self.computing) * overlapped_communication_s
         return communication_s + (1 - self.communication) * overlapped_computing_s
@@ -182,6 +183,7 @@ class Ceilings:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build them from what :meth:`to_json` returned; a ValueError or TypeError for anything else."""
         ceilings = cls(**values)
+        # A missing link has no rate to check. Predictions scale by the rates in fp32 and bf16.
         rates = (*ceilings.tflops.values(), ceilings.copy_gbps, ceilings.launch_us, ceilings.link_gbps or 1)
         if not isinstance(ceilings.gpu, str) or not {"fp32", "bf16"} <= ceilings.tflops.keys() or min(rates) <= 0:
             raise ValueError(values)

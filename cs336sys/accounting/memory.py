@@ -163,17 +163,19 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
     newest_elements = {
         "LM head backward": embedding,
         "end of backward": embedding,
-        # In fp32 it is added before w1(x) has a gradient.
+        # In fp32 it is added before w1(x) has its gradient, which the moment counts.
         "feed-forward backward": max(0, size.d_ff * size.d_model - (0 if copy else size.inner // passes)),
         "softmax backward": size.d_model**2,
     }
     logits = tokens * size.vocab_size
-    freed = (4 + copy) * logits + tokens * 8 + (e * logits if copy else 0) - (4 - copy) * tokens * size.d_model
+    # More than at the loss there is the gradient of the LM head's input.
+    freed = (4 + copy) * logits + 8 * tokens + (e * logits if copy else 0) - e * tokens * size.d_model
     heads = [
         replace(moment, moment="LM head backward", activations=moment.activations - freed)
         for moment in moments
         if moment.moment == "loss"
     ]
+    # A moment counts the token ids and targets of its own part.
     other_batch_bytes = 16 * size.tokens * (passes - 1) // passes
     later_moments = []
     for moment in [*moments, *heads]:
@@ -264,11 +266,14 @@ def _backward_moments(
         gradients = later + (size.vocab_size + 1) * size.d_model
         feed_forward = saved + r * stream + 2 * e * inner - copy * w2
         if blocks.attention_later:
+            # `saved` counts the block's attention, of which there is only the input yet.
             feed_forward -= attention_bytes - r * stream
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if ATTENTION[attention].keeps_scores:
-            # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.
+            # The feed-forward layer's norm saved the stream and the normalized stream in fp32, w1 and w3 its output:
+            # two casts have as many bytes as one fp32 tensor. The copies are of w1, w2, w3 and the output projection.
             freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
+            # New: the stream's gradient, four fp32 matrices, a number a query. Also gone: heads and two matrices.
             softmax = saved - freed + (r - e) * stream + (12 - e) * size.scores + 4 * size.queries
             done = gradients + (3 * w2 + projection + size.d_model)
             moments.append((f"softmax backward, {blocks.name}", done, softmax))

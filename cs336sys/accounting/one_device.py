@@ -78,6 +78,7 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
     """Answer what one block saves for backward, the largest first, and which gradients it produces there."""
     named = _named_size(size)
     row = partial(Derived, unit="bytes", source=_SAVED, question="memory_profiling (f), 2026")
+    # A plain number is the 0 of a kind that a block does not save.
     parts = {
         name: value
         for name, value in asdict(block_activations(named, precision, attention)).items()
@@ -88,8 +89,8 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
         row(_ACTIVATION_NAMES[name], value, reason=why("share_of_block", f"{value.value / total:.1%}"))
         for name, value in sorted(parts.items(), key=lambda part: -part[1].value)
     ]
-    five = sum(part.value for part in rows[:5]) / total
-    reason = why("saved_by_block", f"{five:.1%}")
+    five_largest_share = sum(part.value for part in rows[:5]) / total
+    reason = why("saved_by_block", f"{five_largest_share:.1%}")
     saved = row("saved for backward by one block", symbol("sum of these", total), symbol="b", reason=reason)
     d, f = named.d_model, named.d_ff
     block_gradients = 4 * (4 * d**2 + 3 * d * f + 2 * d)

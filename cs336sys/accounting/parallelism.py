@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
-from cs336sys.accounting.derivation import Derived, Number, divide, maximum, number_of, symbol, why
+from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, symbol, why
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
@@ -74,13 +74,13 @@ def layer_flops(layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1) -
     return 2 * products * layer.batch * layer.d_model * layer.d_ff / (fsdp * tp)
 
 
-def _along_fsdp_s(layer: Layer, which: str, fsdp: Number, tp: Number = 1) -> Number:
+def _fsdp_comm_s(layer: Layer, which: str, fsdp: Number, tp: Number = 1) -> Number:
     """Return the seconds of an all-gather of a device's part of the weights, backward of a reduce-scatter, too."""
-    gather = ring_all_gather_s(layer.weight_bytes / tp, fsdp, layer.bytes_per_s)
-    return gather if which == "forward" else 2 * gather
+    gather_s = ring_all_gather_s(layer.weight_bytes / tp, fsdp, layer.bytes_per_s)
+    return gather_s if which == "forward" else 2 * gather_s
 
 
-def _along_tp_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
+def _tensor_parallel_comm_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
     """Return the seconds of an all-reduce of a device's rows: of the output, or of the input's gradient, as large."""
     activation_bytes = layer.element_bytes * layer.batch * layer.d_model
     return ring_all_reduce_s(activation_bytes / fsdp, tp, layer.bytes_per_s)
@@ -100,10 +100,10 @@ def communication_s(
         # The gradients of all three matrices.
         return 0 if which == "forward" else ring_all_reduce_s(layer.weight_bytes, fsdp, layer.bytes_per_s)
     if strategy == "fsdp":
-        return _along_fsdp_s(layer, which, fsdp)
+        return _fsdp_comm_s(layer, which, fsdp)
     if strategy == "tp":
-        return _along_tp_s(layer, tp)
-    axes = _along_fsdp_s(layer, which, fsdp, tp), _along_tp_s(layer, tp, fsdp)
+        return _tensor_parallel_comm_s(layer, tp)
+    axes = _fsdp_comm_s(layer, which, fsdp, tp), _tensor_parallel_comm_s(layer, tp, fsdp)
     return maximum(*axes) if overlapped else sum(axes)
 
 
@@ -113,7 +113,7 @@ def fsdp_reach(layer: Layer) -> Number:
     For ``e = 2`` bytes an element, ``6 (N - 1) / N D D_FF / W <= 6 B D D_FF / (N C)`` is ``N - 1 <= B W / C``. In the
     backward pass both sides double, and data parallelism has the backward pass alone.
     """
-    return divide(2, layer.element_bytes) * layer.batch * layer.bytes_per_s / layer.flops_per_s
+    return 2 / layer.element_bytes * layer.batch * layer.bytes_per_s / layer.flops_per_s
 
 
 def tp_reach(layer: Layer, which: str) -> Number:
@@ -123,7 +123,7 @@ def tp_reach(layer: Layer, which: str) -> Number:
     backward pass computes twice as much alongside the same all-reduce.
     """
     products = 3 if which == "forward" else 6
-    return divide(products, layer.element_bytes) * layer.d_ff * layer.bytes_per_s / layer.flops_per_s
+    return products / layer.element_bytes * layer.d_ff * layer.bytes_per_s / layer.flops_per_s
 
 
 def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
@@ -169,8 +169,8 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
     """
     # At N = 2 both factors (N - 1) / N are 1 / 2.
-    g = number_of(2 * _along_fsdp_s(layer, which, 2))
-    r = number_of(2 * _along_tp_s(layer, 2))
+    g = number_of(2 * _fsdp_comm_s(layer, which, 2))
+    r = number_of(2 * _tensor_parallel_comm_s(layer, 2))
     if overlapped:
         fsdp = (g - r + math.sqrt((g - r) ** 2 + 4 * g * r * devices)) / (2 * g)
     else:
@@ -189,7 +189,9 @@ def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool)
     return min(meshes, key=seconds)
 
 
-# Where the 2026 handout asks for each strategy's FLOPs, communication times and largest numbers of devices.
+# The 2026 handout's problem about each strategy, with the parts that ask for FLOPs, communication times and the most
+# devices; of the mesh both for axes that overlap and for axes that share the network.
+_FLOPS, _COMMUNICATION, _LIMIT, _SHARED_LIMIT = 1, 2, 3, 4
 _PROBLEMS = {
     "dp": ("data_parallel_calcs", "(a)", "(b)", "(c)"),
     "fsdp": ("fsdp_calcs", "(a)", "(b)", "(c)"),
@@ -239,12 +241,12 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
 
 
 def _pass_row(
-    strategy: str, which: str, unit: str, part: int, quantity: str, result: Number, name: str = "", **details: str
+    strategy: str, which: str, unit: str, quantity: str, result: Number, name: str = "", part: int = 0, **details: str
 ) -> Derived:
-    """Return a row about one pass, which answers a part of the strategy's problem, or none.
+    """Return a row about one pass.
 
     Args:
-        part: 1 FLOPs, 2 communication, 3 and 4 limits; 0 none.
+        part: of the strategy's problem in :data:`_PROBLEMS` that the row answers; 0: a step on the way.
     """
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
     answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
@@ -256,28 +258,30 @@ def _pass_row(
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """Return the rows of a pass's FLOPs, F_fwd or F_bwd, and of the seconds that they take, T_fwd or T_bwd."""
     flops, short, reason = layer_flops(layer, which, **axes), _SHORT[which], why("computing", which)
-    count = _pass_row(strategy, which, "flops", 1, "FLOPs of a device", flops, f"F_{short}", reason=reason)
+    count = _pass_row(strategy, which, "flops", "FLOPs of a device", flops, f"F_{short}", _FLOPS, reason=reason)
     seconds = count.as_symbol() / layer.flops_per_s
-    return [count, _pass_row(strategy, which, "s", 0, "computing time", seconds, f"T_{short}")]
+    return [count, _pass_row(strategy, which, "s", "computing time", seconds, f"T_{short}")]
 
 
 def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """Return the communication times of a pass; K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
-        return []
-    row = partial(_pass_row, strategy, which, "s")
+        return []  # It does not communicate.
+    row = partial(_pass_row, strategy, which, "s", part=_COMMUNICATION)
     name = f"K_{_SHORT[which]}"
     weights_reason, sums_reason = (why(axis, strategy, which) for axis in ("along_fsdp", "along_tp"))
     if strategy != "fsdp-tp":
         seconds = communication_s(strategy, layer, which, **axes)
         reason = sums_reason if strategy == "tp" else weights_reason
-        return [row(2, "communication time", seconds, name, reason=reason)]
-    seconds = _along_fsdp_s(layer, which, **axes)
-    along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=weights_reason)
-    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=sums_reason)
+        return [row("communication time", seconds, name, reason=reason)]
+    seconds = _fsdp_comm_s(layer, which, **axes)
+    along_fsdp = row("communication time along FSDP", seconds, f"{name}_FSDP", reason=weights_reason)
+    seconds = _tensor_parallel_comm_s(layer, **axes)
+    along_tp = row("communication time along TP", seconds, f"{name}_TP", reason=sums_reason)
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
-    overlapped = row(2, "communication time, axes overlapped", maximum(*both), name, reason=why("overlapped_axes"))
-    shared = row(0, "communication time, axes sharing the network", sum(both), reason=why("shared_axes"))
+    overlapped = row("communication time, axes overlapped", maximum(*both), name, reason=why("overlapped_axes"))
+    quantity = "communication time, axes sharing the network"
+    shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))
     return [along_fsdp, along_tp, overlapped, shared]
 
 
@@ -299,7 +303,7 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
     """Return, for each pass that communicates, the most devices before communication takes longer than computing."""
     quantity = "most devices before communication takes longer than computing"
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
-    row = partial(_pass_row, unit="devices", part=3, quantity=quantity, name=name, relation="<=")
+    row = partial(_pass_row, unit="devices", part=_LIMIT, quantity=quantity, name=name, relation="<=")
     return [
         row(strategy, which, result=most_devices(strategy, layer, which), reason=why(f"{strategy}_{which}_limit"))
         for which in PASSES
@@ -313,17 +317,17 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
     for which in PASSES:
         row = partial(_pass_row, "fsdp-tp", which, "devices")
         quantity, reason = "devices beyond the first that FSDP alone could use", why("fsdp_reach")
-        b = row(0, quantity, fsdp_reach(layer), "b", reason=reason)
+        fsdp_alone = row(quantity, fsdp_reach(layer), "b", reason=reason)
         quantity, reason = "devices beyond the first that TP alone could use", why("tp_reach")
-        t = row(0, quantity, tp_reach(layer, which), "t", reason=reason)
-        reaches = b.as_symbol(), t.as_symbol()
-        most, reason = (1 + reaches[0]) * (1 + reaches[1]), why("most_overlapped", which)
-        overlapped = row(3, "most devices, axes overlapped", most, "N", relation="<=", reason=reason)
-        best = [
-            row(0, f"{axis} of that mesh, axes sharing the network", devices, axis)
-            for axis, devices in zip(("N_FSDP", "N_TP"), largest_mesh_shared(*reaches), strict=True)
-        ]
-        most, reason = best[0].as_symbol() * best[1].as_symbol(), why("most_shared")
-        shared = row(4, "most devices, axes sharing the network", most, "N", relation="<=", reason=reason)
-        rows += [b, t, overlapped, *best, shared]
+        tp_alone = row(quantity, tp_reach(layer, which), "t", reason=reason)
+        b, t = fsdp_alone.as_symbol(), tp_alone.as_symbol()
+        most, reason = (1 + b) * (1 + t), why("most_overlapped", which)
+        overlapped = row("most devices, axes overlapped", most, "N", _LIMIT, relation="<=", reason=reason)
+        fsdp, tp = (
+            row(f"{axis} of that mesh, axes sharing the network", devices, axis)
+            for axis, devices in zip(("N_FSDP", "N_TP"), largest_mesh_shared(b, t), strict=True)
+        )
+        most, reason = fsdp.as_symbol() * tp.as_symbol(), why("most_shared")
+        shared = row("most devices, axes sharing the network", most, "N", _SHARED_LIMIT, relation="<=", reason=reason)
+        rows += [fsdp_alone, tp_alone, overlapped, fsdp, tp, shared]
     return rows

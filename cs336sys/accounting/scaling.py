@@ -139,7 +139,7 @@ class Simulation:
         forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD_SHARE
         backward_s = forward_s * (1 - _FORWARD_SHARE + recomputed_share) / _FORWARD_SHARE
 
-        # Independent of the batch: with batch 1, the cache has one entry for all.
+        # Independent of the batch: with batch 1, their cache has one entry for all.
         gather_s, scatter_s, unhidden_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
         overlapped_s = cluster.slowdown.seconds
         backward_with_fsdp_s = overlapped_s(backward_s, gather_s + scatter_s)
@@ -199,10 +199,11 @@ class Simulation:
 
 @cache
 def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -> tuple[float, float, float]:
-    """Return the seconds of a pass's all-gathers, of reduce-scatters, and of what is not hidden: a unit of each."""
+    """Return seconds: of a pass's all-gathers, a step's reduce-scatters, and a unit of both, which nothing hides."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
     communication = step_communication(parameter_shapes(size), ELEMENT_BYTES[precision], mesh.fsdp)
+    # A ring's members are tp devices apart, and have a part of the layers.
     bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
     seconds_per_byte = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
     units = len(sharded_units(size))
@@ -241,6 +242,7 @@ def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing:
     step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)
     if mesh.fsdp > 1:
         return rank_peak(step).total / mesh.tp
+    # Only fsdp knows other dtypes than fp32: take from each moment what gradients and state in half precision save.
     gradient_share, moment_share = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
     of_moments = (
         moment.total - (1 - gradient_share) * moment.gradients - (1 - moment_share) * moment.optimizer_state

@@ -167,6 +167,7 @@ def _change_answers(
     mesh: TpuMesh, f: Expression, alpha: Expression, batch_per_device: Expression, y_max: Expression
 ) -> list[Derived]:
     """Return rows of part (d): the overall batch, in tokens, after one change to (c) alone, on as many devices."""
+    # The largest power of two up to Y_max.
     widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
     more_links = symbol("M_X", number_of(mesh.m_x) + 1)
     devices = symbol("N", number_of(mesh.x * mesh.y))

@@ -17,9 +17,16 @@ from cs336sys.settings.sizes import ELEMENT_BYTES
 
 def _tensor_step(workload: ParallelWorkload) -> TensorStep:
     """Describe a cell whose ranks share layers."""
-    training, ranks = workload.training, (workload.group_ranks, workload.data_ranks)
-    settings = training.precision, workload.checkpointing
-    return TensorStep(workload.strategy, training.size, *ranks, *settings, compiles=training.is_compiled)
+    training = workload.training
+    return TensorStep(
+        workload.strategy,
+        training.size,
+        tensor_ranks=workload.group_ranks,
+        data_ranks=workload.data_ranks,
+        precision=training.precision,
+        checkpointing=workload.checkpointing,
+        compiles=training.is_compiled,
+    )
 
 
 def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
@@ -30,6 +37,7 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
     if record.shares_layers:
         return _tensor_step(workload).sent_bytes
     if record.splits_sequences and record.outer:
+        # Groups of ranks split sequences, and all ranks share the weights.
         training, ranks = workload.training, workload.world_size
         group = replace(training.size, batch_size=workload.sequences_per_rank)
         settings = training.precision, workload.checkpointing
@@ -43,7 +51,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
     if workload.strategy_record.shares_layers:
         return _memory_where_layers_are_shared(workload)
     if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
-        state = fully_sharded_state(workload.training.size, 0, workload.world_size)
+        state = fully_sharded_state(workload.training.size, rank=0, world_size=workload.world_size)
         return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.has_own_block_backward:
         return kept_memory(kept_step(workload))
@@ -67,7 +75,7 @@ def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.
         # Every rank has the batch of all groups.
         rest = peak.activations + 16 * (size.batch_size - workload.sequences_per_rank) * size.context
         state = peak.parameters, peak.gradients, peak.optimizer_state
-        moments.append(sharded.RankMemory(sharded.MOMENTS[-1], *state, rest))
+        moments.append(sharded.RankMemory("peak", *state, rest))
     return moments
 
 

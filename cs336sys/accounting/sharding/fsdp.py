@@ -82,7 +82,7 @@ def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int =
         keep_gathered: how many units besides the last stay gathered until the backward pass has come through them.
     """
     # At the last unit all of those that stay are there, and what it fetches ahead is among them.
-    at_last = max(1 + prefetch, 1 + keep_gathered if keep_gathered else 0)
+    at_last = 1 + max(prefetch, keep_gathered)
     return max(_widest(unit_bytes, 1 + prefetch), sum(unit_bytes[-at_last:]))
 
 
@@ -117,7 +117,8 @@ def fully_sharded_peak(
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
     # While a unit's backward pass runs, the gradients of the one before it are still being averaged.
-    return FullShardingPeak(gathered, _widest(gradient_bytes, 2), max(buffer_bytes))
+    whole_gradients = _widest(gradient_bytes, 2)
+    return FullShardingPeak(gathered, whole_gradients, received=max(buffer_bytes))
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ def step_communication(
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
     elements = sum(math.prod(shape) for unit in units for shape in unit)
     all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
-    return StepCommunication(all_gather, element_bytes * elements, 4 * replicated_elements(shapes))
+    # Norms are fp32.
+    all_reduce = 4 * replicated_elements(shapes)
+    return StepCommunication(all_gather, element_bytes * elements, all_reduce)
 
 
 def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> float:
@@ -166,6 +169,7 @@ def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_ga
         shapes: of whole parameters by name.
     """
     communication = step_communication(shapes, element_bytes, world_size, keep_gathered)
+    # Of reduce-scatters count the rows that belong to others, in place of (W - 1) / W.
     matrices, last = [shape for shape in shapes.values() if len(shape) > 1], world_size - 1
     elements = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
     return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * elements

@@ -20,7 +20,6 @@ from cs336sys.accounting.flops import attention_flops, linear_flops, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, gathered_bytes
 from cs336sys.accounting.sharding.step import (
-    MOMENTS,
     RankMemory,
     ShardedStep,
     fullest_state,
@@ -88,10 +87,12 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
     gradients = 0.0
     for block in reversed(range(layers)):
+        # The gradients of the unit before it are being averaged.
         averaged = units[block + 2]
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if slice_share * step.world_size != 1 else 0
         recomputed_bytes = 2 * inner if block < first_keeping else 0
+        # From the first unit fetched ahead, or the first that stays, to the block's own.
         gathered = units_before[block + 2] - units_before[max(0, min(block + 1 - step.prefetch, first_staying))]
         live_bytes = kept[block + 1] + 2 * stream + 4 * inner + recomputed_bytes + gathered + averaged + arriving
         gradients += slice_share * averaged
@@ -112,12 +113,12 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
     # Master weights, or their lower bits, are state of the optimizer.
     optimizer_state = state.optimizer_state + state.master_parameters
     saved_state = TrainingState(state.parameters, state.gradients, optimizer_state)
-    at_peak = RankMemory(MOMENTS[-1], state.parameters, peak.gradients, optimizer_state, peak.activations)
+    at_peak = RankMemory("peak", state.parameters, peak.gradients, optimizer_state, peak.activations)
     return [*memory_of_state(saved_state, always_held_bytes(step.size)), at_peak]
 
 
 def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -> int | None:
-    """Return the most blocks, from 0 on, whose peak is within the limit; peaks rise with them. None if none fits."""
+    """Return the most blocks, 0 to ``highest``, whose peak is within the limit, None if 0 is over it; peaks rise."""
     return bisect_right(range(highest + 1), limit_bytes, key=peak) - 1 if peak(0) <= limit_bytes else None
 
 
@@ -146,7 +147,7 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
     if not keeps_gathered or blocks < layers:
         return chosen
     staying = _most_within(lambda count: kept_peak(replace(chosen, keep_gathered=count)).total, layers, limit_bytes)
-    assert staying is not None, "none need stay"
+    assert staying is not None, "with none that stay it is the step that fits"
     return replace(chosen, keep_gathered=staying)
 
 

@@ -67,7 +67,8 @@ def flat_optimizer_state(
         pieces = partition.flat_pieces(sizes, world_size)
         slices = sum(piece.slice_size for piece in pieces)
         parameters += element_bytes * world_size * slices
-        # Whole slices of what is not packed: rank by rank, thousands of ranks would take seconds.
+        # Every rank owns a whole slice of a piece that is not packed. Of packed ones only the ranks that a tensor
+        # reaches are asked: all of thousands would take seconds.
         bucket_elements = [sum(piece.slice_size for piece in pieces if not piece.is_packed)] * world_size
         for piece in pieces:
             for index, start in piece.starts.items() if piece.is_packed else ():
@@ -192,6 +193,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     state = fullest_state(step)
     always = memory.always_held_bytes(step.size)
     if step.strategy_record.splits_sequences:
+        # Token ids and targets of its slices, the positions of their tokens, and the whole rotary table.
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
@@ -201,7 +203,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     if step.strategy_record.has_known_peak and not keeps_scores:
         peak = rank_peak(step)
         rest = peak.activations + always - memory.always_held_bytes(step.share)
-        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+        moments.append(RankMemory("peak", peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 
@@ -212,12 +214,15 @@ def memory_of_state(state: TrainingState, always_held_bytes: int, *, kept_gradie
         always_held_bytes: what there is besides the state.
         kept_gradient_bytes: of gradients that live from step to step.
     """
+    initialized, before_first, after_first, before, after, _peak = MOMENTS
+    everything = state.parameters, state.gradients, state.optimizer_state, always_held_bytes
     return [
-        RankMemory(MOMENTS[0], state.parameters, 0, 0, always_held_bytes + kept_gradient_bytes),
-        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always_held_bytes),
-        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always_held_bytes),
-        RankMemory(MOMENTS[3], state.parameters, state.gradients, state.optimizer_state, always_held_bytes),
-        RankMemory(MOMENTS[4], state.parameters, kept_gradient_bytes, state.optimizer_state, always_held_bytes),
+        # Gradients that live from step to step are none yet, and so count as buffers.
+        RankMemory(initialized, state.parameters, 0, 0, always_held_bytes + kept_gradient_bytes),
+        RankMemory(before_first, state.parameters, state.gradients, 0, always_held_bytes),
+        RankMemory(after_first, *everything),
+        RankMemory(before, *everything),
+        RankMemory(after, state.parameters, kept_gradient_bytes, state.optimizer_state, always_held_bytes),
     ]
 
 
@@ -244,7 +249,7 @@ def optimizer_state(step: ShardedStep) -> TrainingState:
 
 def sliced_state(step: ShardedStep) -> TrainingState:
     """Return the state of the first rank: rows of every matrix, with their gradients and moments."""
-    return fully_sharded_state(step.size, 0, step.world_size, step.state_dtype)
+    return fully_sharded_state(step.size, rank=0, world_size=step.world_size, state_dtype=step.state_dtype)
 
 
 def torch_sliced_state(step: ShardedStep) -> TrainingState:
@@ -290,7 +295,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
 
 def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
     """Return the bytes of gradients that this rank keeps, and of whole gradients and gathered weights under way."""
-    # The moment is of one rank alone: so many elements have their gradients by then.
+    # The moment is that of a rank that shares nothing, and tells how many elements have their gradients by then.
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
     if step.strategy_record.uses_torch_ddp:
         return state.gradients, 0  # Views of its buckets, which exist from the start.
@@ -298,7 +303,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         # One bucket fills while two are being reduced; slices get memory when their bucket is full.
         bucket = int(step.bucket_mb * 1e6) // step.parameter_bytes
         full, filling = divmod(done, bucket)
-        if done < count:
+        if done < count:  # The last bucket need not be full.
             done = full * bucket
         under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
         return state.gradients * done // count, under_way

@@ -108,6 +108,7 @@ def choose(
 def measuring_command(configuration: StepConfiguration) -> str:
     """Return the command of this project that measures a configuration."""
     training, size, ranks = configuration.training, configuration.training.size, configuration.world_size
+    # Only tune accumulates micro-batches, or has checkpoints on one rank.
     is_tuned = configuration.accumulation > 1 or (ranks == 1 and configuration.checkpointing != "none")
     record = configuration.strategy_record
     sharing = ["--world-size", ranks] if ranks > 1 else []
@@ -116,6 +117,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments: list[Any] = ["bench" if ranks == 1 else record.command, *sharing]
     if is_tuned:
         arguments = ["tune"]
+    # Of a user's model; all are None with ours.
     for name in ("model", "loss", "batch", "blocks"):
         value = getattr(training.user, name)
         arguments += [f"--{name}", value] if value is not None else []
@@ -133,6 +135,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
     arguments += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
     arguments += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
+    # How many of its predicted best tune measures.
     arguments += ["--measure", 1] if is_tuned else []
     return shlex.join(["cs336sys", *map(str, arguments)])
 

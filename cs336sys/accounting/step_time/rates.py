@@ -156,7 +156,8 @@ def read_rates(path: Path) -> Rates:
     """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote, and refuse any other."""
     try:
         text = path.read_text()
-        return _by_ceilings(Ceilings.from_json(json.loads(text))) if '"tflops"' in text else Rates.from_json(text)
+        is_of_ceilings = '"tflops"' in text
+        return _by_ceilings(Ceilings.from_json(json.loads(text))) if is_of_ceilings else Rates.from_json(text)
     except OSError as error:
         raise UsageError(f"--rates {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -192,8 +193,8 @@ class _Peaks(NamedTuple):
 
 
 def _peaks_on_paper(sheet: Datasheet) -> _Peaks:
-    full, _, half, _ = sheet.tflops
-    return _Peaks(half, full, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
+    fp32, _tf32, bf16, _fp16 = sheet.tflops
+    return _Peaks(bf16, fp32, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
 
 
 def _measured_peaks(ceilings: Ceilings) -> _Peaks:
@@ -203,16 +204,22 @@ def _measured_peaks(ceilings: Ceilings) -> _Peaks:
 def _by_ceilings(ceilings: Ceilings) -> Rates:
     """Return the H200's rates, scaled by what ``doctor --ceilings`` measured on another GPU."""
     scaled = _scaled(h200_rates(), ceilings.gpu, _measured_peaks(_H200_CEILINGS), _measured_peaks(ceilings), "ceilings")
-    launch = ceilings.launch_us / _H200_CEILINGS.launch_us
-    return replace(scaled, launch_s=launch * scaled.launch_s, usual_launch_s=launch * scaled.usual_launch_s)
+    # Launches are the host's, which datasheets of GPUs do not know.
+    slowdown = ceilings.launch_us / _H200_CEILINGS.launch_us
+    return replace(scaled, launch_s=slowdown * scaled.launch_s, usual_launch_s=slowdown * scaled.usual_launch_s)
 
 
 def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
-    """Return the rates of ``gpu``, of those of a GPU with ``peaks``; none of communication where links are unknown."""
-    slower = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
-    slower |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
-    slower |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
-    seconds = {term: second * slower[term] for term, second in rates.seconds.items()}
+    """Scale the rates of a GPU with ``peaks`` to ``gpu`` with its peaks; without links there are none of communication.
+
+    Args:
+        by: where both peaks come from: ``datasheets`` or ``ceilings``.
+    """
+    # Terms that the next lines do not name compute in fp32.
+    slowdown = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
+    slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
+    slowdown |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
+    seconds = {term: unit_s * slowdown[term] for term, unit_s in rates.seconds.items()}
     exposures: dict[str, Exposure] = {}
     if peaks.link and gpu_peaks.link:
         for name, exposure in rates.exposures.items():

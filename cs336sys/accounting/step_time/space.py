@@ -34,7 +34,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
     record = configuration.strategy_record
     kept, has_ranks, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
-        parse_checkpointing(checkpointing)
+        parse_checkpointing(checkpointing)  # Raises UsageError if there is no such strategy.
     in_graph, is_fused = training.cuda_graph == "on", training.is_fused
     is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
@@ -90,6 +90,7 @@ class Space:
             return self.fixed["checkpointing"]
         layers = self.training.size.num_layers
         groups = [f"every={k}" for k in (2, 4, 8) if k < layers]
+        # keep=N, which fsdp alone can do, in steps of a quarter of the blocks.
         kept = sorted({layers * part // 4 for part in range(5)}) if self.world_size > 1 else []
         return ["none", "block", *groups, "sublayer", "nested", *(f"keep={blocks}" for blocks in kept)]
 
@@ -118,6 +119,7 @@ class Space:
         refused = Counter[str]()
         trainings = list(self._trainings(refused))
         strategies = self.fixed.get("strategy") or (STRATEGIES if self.world_size > 1 else [(None, "fp32")])
+        # A workload that cannot run at all stands for each of its variants.
         variants = len(self.micro_batches) * len(strategies) * len(self.checkpointings)
         for reason in refused:
             refused[reason] *= variants
@@ -136,6 +138,7 @@ class Space:
         """Yield the workloads that can run, and count the others in ``refused`` by reason."""
         for combination in product(*map(self.values, SETTINGS)):
             settings = dict(zip(SETTINGS, combination, strict=True))
+            # SETTINGS has pairs: which optimizer keeps its state in which dtype.
             settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
             try:
                 yield replace(self.training, **settings)

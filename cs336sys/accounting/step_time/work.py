@@ -9,7 +9,7 @@ and out); of compiled and fused blocks each kernel reads its inputs and writes i
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, recomputed_blocks
 from cs336sys.accounting.flops import count_parameters
@@ -46,14 +46,27 @@ _WASTE = 1 / 3
 # forward at 2048 tokens and 616 at 16,384, backward 365 and 562 (docs/results/flash-h200, flash-fa4-lengths-h200).
 _ATTENTION_START = 1100
 
-# By whether a step computes in half precision, forward and backward: bytes of an eager block's operations that are no
-# products, by ``T d`` and ``T f``.
-_EAGER_BYTES = {True: ((200, 18), (408, 38)), False: ((170, 32), (350, 72))}
-# The same of bytes a score of reference attention, eager and compiled.
-_SCORE_BYTES = {True: (48, 60), False: (40, 52)}
-_COMPILED_SCORE_BYTES = {True: (8, 12), False: (16, 24)}
-# The same of kernels of an eager block, with reference attention and with another, as profiles count them.
-_EAGER_KERNELS = {True: ((72, 122), (60, 108)), False: ((56, 103), (46, 90))}
+
+class _PassCost(NamedTuple):
+    """What a block's operations that are no products cost in one pass.
+
+    Attributes:
+        stream_bytes, inner_bytes: of an eager block, for each of ``T d`` and of ``T f``.
+        score_bytes, compiled_score_bytes: of reference attention, for each score.
+        kernels_with_scores, kernels: of an eager block with reference attention, and with another, as profiles count.
+    """
+
+    stream_bytes: int
+    inner_bytes: int
+    score_bytes: int
+    compiled_score_bytes: int
+    kernels_with_scores: int
+    kernels: int
+
+
+# Forward and backward.
+_HALF_COSTS = _PassCost(200, 18, 48, 8, 72, 60), _PassCost(408, 38, 60, 12, 122, 108)
+_FP32_COSTS = _PassCost(170, 32, 40, 16, 56, 46), _PassCost(350, 72, 52, 24, 103, 90)
 # What calling a block takes besides its launches, in launches, forward and backward: guards of a compiled block, Python
 # of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
 COMPILED_ENTRIES = 20.0
@@ -173,12 +186,14 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
     tokens, d, f = size.tokens, size.d_model, size.d_ff
     stream, inner, scores = size.stream, size.inner, size.scores
     weights = 4 * d * d + 3 * d * f
+    costs = _HALF_COSTS if half else _FP32_COSTS
     forward, backward = Amounts(), Amounts()
     product = "half_products" if half else "full_products"
     products = [(tokens, d, d, 4), (tokens, f, d, 2), (tokens, d, f, 1)]
     forward[product], backward[product] = _products(products, workload.device)
     if has_scores:
         product = "half_products" if half else "full_scores"
+        # Two products of the whole square, 2 FLOPs a multiply-add; backward four.
         forward[product] += 4 * scores * size.head_dim
         backward[product] += 8 * scores * size.head_dim
     else:
@@ -194,11 +209,10 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
         without_scores = (7, 12) if workload.is_compiled else (3, 3)
         other_kernels = (8, 15) if has_scores else without_scores
-        # Those of products, and all others.
-        kernels = (7 + other_kernels[0], 14 + other_kernels[1])
-        score_bytes = _COMPILED_SCORE_BYTES[half] if workload.is_compiled else _SCORE_BYTES[half]
+        # Those of seven products, each of which has two in the backward pass, and all others.
+        kernels = [7 + other_kernels[0], 14 + other_kernels[1]]
         if half and not (workload.is_fused and workload.optimizer_record.is_ours):
-            # Autocast's casts of the weights.
+            # Autocast's casts of the weights: 4 bytes read and 2 written.
             for work in (forward, backward):
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
         if not workload.is_compiled:
@@ -206,22 +220,24 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         elif workload.compiles_blocks:
             entries = (COMPILED_ENTRIES, COMPILED_ENTRIES)
     else:
-        kernels, score_bytes = _EAGER_KERNELS[half][0 if has_scores else 1], _SCORE_BYTES[half]
-        for work, (per_stream, per_inner) in zip((forward, backward), _EAGER_BYTES[half], strict=True):
-            work["eager_bytes"] += per_stream * stream + per_inner * inner + (6 * weights if half else 0)
-    for work, count, per_score in zip((forward, backward), kernels, score_bytes, strict=True):
+        kernels = [cost.kernels_with_scores if has_scores else cost.kernels for cost in costs]
+        for work, cost in zip((forward, backward), costs, strict=True):
+            work["eager_bytes"] += cost.stream_bytes * stream + cost.inner_bytes * inner
+            work["eager_bytes"] += 6 * weights if half else 0
+    for work, count, cost in zip((forward, backward), kernels, costs, strict=True):
         work["kernels"] += count
         if has_scores:
-            work["score_bytes"] += per_score * scores
+            work["score_bytes"] += scores * (cost.compiled_score_bytes if workload.is_compiled else cost.score_bytes)
     return forward, backward, entries
 
 
 def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
-    """Return what checkpoints compute again in the backward pass; ``block`` is the forward work of one."""
+    """Return what checkpoints compute again in the backward pass; ``block`` is the forward work of one block."""
     size, tokens = workload.size, workload.tokens
     product = "half_products" if workload.is_half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
+        # Gate and up of the other blocks, and their product, which reads two tensors and writes one.
         gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         blocks = size.num_layers - kept
         return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * size.inner, "kernels": blocks * 5})
@@ -235,10 +251,10 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
         amounts = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
         amounts[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
         return amounts
-    blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
+    blocks, blocks_without_w2 = recomputed_blocks(size.num_layers, checkpointing)
     amounts = Amounts({name: blocks * amount for name, amount in block.items()})
-    last_product, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
-    amounts[product] -= ends * last_product
+    w2_product, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
+    amounts[product] -= blocks_without_w2 * w2_product
     return amounts
 
 
@@ -250,6 +266,7 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
     """
     count = share * count_parameters(workload.size)
     if workload.optimizer_record.is_plain:
+        # Of parameters: nine in a block, the embedding, the last norm and the LM head.
         tensors = 9 * workload.size.num_layers + 3
         return Amounts({"course_parameters": count, "kernels": share * _COURSE_KERNELS * tensors})
     if workload.optimizer_record.is_ours:
@@ -261,7 +278,12 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
 
 
 def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, float]) -> None:
-    """Add gaps between kernels and launches to each phase; ``entries`` are launches of a block besides, by pass."""
+    """Add to each phase the gaps between kernels, and launches.
+
+    Args:
+        entries: what calling a block takes besides its launches, in launches, forward and backward.
+    """
+    # A step without a backward pass has fewer phases.
     for (phase, amounts), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
         amounts["gaps"] = amounts["kernels"]
         cost = 1.0 if phase != "optimizer" else OPTIMIZER_LAUNCH
@@ -298,7 +320,7 @@ class CountedPass:
 
 
 def _extrapolated(of_one: Any, of_two: Any, batch: int) -> Any:
-    """Return what grows evenly from a batch of 1 sequence to one of 2, of so many."""
+    """Return the value for ``batch`` sequences, on the line through those for one and for two."""
     return of_one + (of_two - of_one) * (batch - 1)
 
 
