@@ -4,6 +4,7 @@ Where something else could explain the evidence, it only looks like the cause. W
 model is recognized by what repeats within it, and growth over a loop is never proved.
 """
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -84,10 +85,11 @@ class Moment:
         return line is not None and bool(_LOSS.search(line.name) or line.filename.endswith("/loss.py"))
 
     def is_product(self, stack: int) -> bool:
-        """Return whether a matrix product allocated with this stack."""
+        """Return whether a matrix product allocated with this stack, by C++ or by the innermost line of Python."""
         line = self.innermost(stack)
         names = [frame.name for frame in self.record.stacks[stack] if not frame.filename.endswith(".py")]
         if line is not None:
+            # nn.Linear's own line is in a function that is called forward.
             names.append("linear" if line.filename.endswith("/linear.py") else line.name)
         return any(_PRODUCT.search(name) for name in names)
 
@@ -103,6 +105,7 @@ class Moment:
 
 def find_causes(moment: Moment) -> list[Finding]:
     """Return the causes in the order in which to mend them; fragmentation where no proved cause holds more."""
+    # One step that memprof recorded on a CPU has nothing to compare it with.
     if moment.inference.is_recorded:
         return []
     causes = [cause for cause in (rule(moment) for rule in _RULES) if cause is not None]
@@ -135,25 +138,39 @@ def _state_twice(moment: Moment) -> Finding | None:
         starts = [blocks[0].start for blocks in sets.values()]
         gradients = [Counter(b.requested for b in gradient_blocks if b.start <= start < b.end) for start in starts]
         # State has the parameters' dtype, or fp32 for half precision.
-        for ratio in (1, 2):
-            copied_bytes = 0
-            for size, count in sum(counts, Counter[int]()).items():
-                parameter_size = size // ratio
-                # A line that makes two moments makes twice as many as parameters have gradients.
-                moments = max(
-                    -(-of_set[size] // (with_gradient[parameter_size] or of_set[size] or 1))
-                    for of_set, with_gradient in zip(counts, gradients, strict=True)
-                )
-                if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
-                    copied_bytes += size * sorted(of_set[size] for of_set in counts)[-2]
-            if copied_bytes:
-                doubled_bytes += copied_bytes
-                calls |= {moment.line(stack)[0] for _, stack in sets}
-                break
+        in_dtype, in_fp32 = (_copied_state_bytes(counts, gradients, parameters, ratio) for ratio in (1, 2))
+        if copied_bytes := in_dtype or in_fp32:
+            doubled_bytes += copied_bytes
+            calls |= {moment.line(stack)[0] for _, stack in sets}
     if not moment.is_leak(doubled_bytes):
         return None
+    # Parameters without a stack were told by their sizes, which prove nothing.
     is_proved, code = all(block.stack for block in parameter_blocks), " and ".join(sorted(calls)[:2])
     return memory_cause("optimizer state twice", doubled_bytes, code, is_proved=is_proved)
+
+
+def _copied_state_bytes(
+    states: Sequence[Counter[int]], gradients: Sequence[Counter[int]], parameters: Counter[int], ratio: int
+) -> int:
+    """Return the bytes of a line's state that are there twice; blocks are counted by size.
+
+    Args:
+        states: what the line made in each step and for each caller.
+        gradients: those that existed each time.
+        ratio: of the size of a state to that of its parameter.
+    """
+    copied_bytes = 0
+    for size, count in sum(states, Counter[int]()).items():
+        parameter_size = size // ratio
+        # A line that makes two moments makes twice as many as parameters have gradients.
+        moments = max(
+            math.ceil(made[size] / (with_gradient[parameter_size] or made[size] or 1))
+            for made, with_gradient in zip(states, gradients, strict=True)
+        )
+        # Nearly all parameters have a second state: the copy is the smaller one of the two largest.
+        if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
+            copied_bytes += size * sorted(made[size] for made in states)[-2]
+    return copied_bytes
 
 
 @dataclass(frozen=True)
@@ -177,9 +194,10 @@ def _growth_over_steps(moment: Moment) -> Finding | None:
 
 def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
     """Return the lines that hold more after each step, from the first step that they hold anything after."""
+    # A step is the position at which the next one allocates first. The last to end before the moment, by its index:
     ends = [step - 1 for step in steps]
     last = bisect_right(ends, moment.position) - 1
-    if min(len(ends), last + 1) < _LEAK_STEPS:
+    if last + 1 < _LEAK_STEPS:
         return []
     blocks_of_lines: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in moment.record.blocks:
@@ -194,8 +212,9 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         sizes = held_bytes(blocks, len(ends) - 1)
         rises = [later - earlier for earlier, later in pairwise([0, *sizes])]
         start = next((step for step, rise in enumerate(rises) if rise > 0), last)
-        counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
-        is_single = len(counts) == 1
+        # A tensor that a larger one replaces, as by torch.cat: as many blocks at the end as after the first rise.
+        live_counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
+        is_single = len(live_counts) == 1
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
         if start < last and _is_growing(rises[start:], is_single=is_single, is_state=is_state):
             lines.append(_GrowingLine(stack, sum(rises[start : last + 1]), last - start + 1, is_single))
@@ -210,17 +229,19 @@ def _line_key(block: Block) -> tuple[int, int]:
 def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> bool:
     """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
     positive = [step for step, rise in enumerate(rises) if rise > 0]
+    # The last rise must be of the last step or of the one before.
     if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:
         return False
     if is_single or is_state:
         # A batch's size can rise by chance, and states of few parameters can follow each other.
         return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
+    # It rises after half of the steps or more, and loses half of that again at most.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
     return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
 
 
 def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Finding:
-    """Return the cause of growing lines: a graph that is kept, if they are most lines of a forward pass."""
+    """Return the cause of growing lines: a graph that is kept, if half of what a forward pass saves is among them."""
     inference = moment.inference
     forward = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
     activations = inference.blocks_of("activations")
@@ -229,6 +250,7 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
+        # Whoever keeps the graph calls the model: the innermost line that all of its lines have in common.
         name = "graph kept"
         shared = _common_frames(moment.record.stacks[stack] for stack in forward)
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
@@ -258,7 +280,8 @@ def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
     """Return, by line, the positions of allocations between the steps around the moment, but for the optimizer's."""
     steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
-    begin, end = ([1, *steps, moment.record.last_position + 1][place] for place in (step, step + 1))
+    bounds = [1, *steps, moment.record.last_position + 1]
+    begin, end = bounds[step], bounds[step + 1]
     runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
         if begin <= block.start < end and roles[block.stack] not in (infer.INITIAL, infer.OPTIMIZER):
@@ -297,12 +320,14 @@ def _longer_than_before(moment: Moment) -> Finding | None:
     """Find a failed step whose forward pass made larger memory by the same lines than each step before."""
     steps = moment.inference.steps
     current = bisect_right(steps, moment.position)
+    # One step before says little: the record may begin within it.
     if moment.failure is None or current < 2:
         return None
     start = steps[current - 1]
-    ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, 1, start)])
+    ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, end=start)])
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
+    # By so much a batch like those before would have been smaller.
     size = int(activations * (1 - 1 / ratio))
     return memory_cause("longer batch", size, ratio=ratio, is_among_ranks=False) if moment.is_leak(size) else None
 
@@ -329,6 +354,7 @@ def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) ->
     for block in moment.record.blocks:
         if start <= block.start < (end or moment.record.last_position + 1) and moment.role(block) in _FORWARD_ROLES:
             largest[block.stack] = max(largest[block.stack], block.size)
+    # Several stacks lead to a line.
     lines: dict[tuple[str, str], int] = defaultdict(int)
     for stack, size in largest.items():
         lines[moment.line(stack)] = max(lines[moment.line(stack)], size)
@@ -352,6 +378,7 @@ def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: in
     usable, elsewhere, largest = 0, 0, 0
     next_block = 0
     for segment in sorted(segments):
+        # What is free before each of the segment's blocks, and after the last.
         pieces, piece_start = [], segment.address
         while next_block < len(ordered) and ordered[next_block][0] < segment.end:
             start, stop = ordered[next_block]
@@ -375,6 +402,7 @@ def _round_up(size: int) -> int:
 def _fp32_logits(moment: Moment) -> Finding | None:
     """Find fp32 copies of half-precision logits that a loss, or a conversion before it, makes: twice as large."""
     results = [block for block in moment.record.blocks if block.start and moment.role(block) in _FORWARD_ROLES]
+    # The allocation that failed would have been the next.
     failure, failed_at = moment.failure, moment.position + 1
     if failure is not None and moment.role(failure) in _FORWARD_ROLES:
         results = [block for block in results if block.start < failed_at]
@@ -386,10 +414,13 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     is_proved: dict[int, bool] = {}
     for index, (half, copy) in enumerate(pairwise(results)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
+        # What a loss makes of an fp32 copy, as large, is one more.
         if is_loss and copy.size == half.size and half.stack in is_proved:
             is_proved[copy.stack] = is_proved[half.stack]
+        # The source of a copy lives until it is made, and is half as large.
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
             continue
+        # A library's loss, or a conversion of a product; without either a line of the user's may still be one.
         if is_loss and line is not None and not infer.is_own(line):
             is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
@@ -399,6 +430,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
                 is_proved.setdefault(copy.stack, False)
+    # Those that are there at the moment, or that failed.
     copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
     size = sum(block.size for block in copies if block.start <= failed_at)
     if not copies or size < _LEAST_SHARE * moment.size:

@@ -73,11 +73,8 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     inference = Inference(record)
     totals = held_bytes(record.blocks, record.last_position)
     peak = max(totals)
-    position, entry, stream, failed_at, failure = totals.index(peak), None, None, "", None
-    if record.failures:
-        failure = record.failures[-1]
-        position, entry, stream = failure.position, failure.entry, failure.stream
-        failed_at = code_of(record.stacks[failure.stack])
+    failure = record.failures[-1] if record.failures else None
+    position = totals.index(peak) if failure is None else failure.position
     live = [index for index, block in enumerate(record.blocks) if block.start <= position < block.end]
     lines = [(code_of(stack), operation_of(stack)) for stack in record.stacks]
     by_category = dict.fromkeys(FOREIGN_CATEGORIES, 0)
@@ -89,9 +86,11 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
         kind_counts[block.size, category, *line] += 1
     kinds = [Kind(size, count, *names) for (size, *names), count in kind_counts.items()]
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
-    segments = record.segments_at(record.entry_of_position[position] if entry is None else entry)
+    segments = record.segments_at(record.entry_of_position[position] if failure is None else failure.entry)
+    stream = None if failure is None else failure.stream
     free = free_pieces([record.blocks[index] for index in live], segments, stream)
     moment = Moment(record, inference, position, failure, live, totals[position], free)
+    failed_at = "" if failure is None else code_of(record.stacks[failure.stack])
     return MemoryDiagnosis(source, moment, failed_at, peak, by_category, kinds, find_causes(moment))
 
 

@@ -213,6 +213,7 @@ class _Parser:
         traced_addresses = {block.address for block in record.blocks} | live.keys()
         remaining = [*live.values(), *(block for block in at_end if block.address not in traced_addresses)]
         record.blocks += [block._replace(end=record.last_position + 1) for block in remaining]
+        # Before torch 2.13 entries do not say in which pool they allocate; segments do.
         if not self._trace_has_pools and any(segment.pool != DEFAULT_POOL for segment in record.segments):
             record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
         return record
@@ -242,10 +243,12 @@ class _Parser:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
         record, live = self._record, {}
         actions = [entry.get("action") for entry in self._trace if isinstance(entry, dict)]
+        # Memory can be used again once its free is completed, which some records leave out.
         free_action = "free_completed" if "free_completed" in actions else "free_requested"
         for number, entry in enumerate(self._trace):
             try:
                 action, size = entry["action"], entry["size"]
+                # A failed allocation has no address, but says what the device had left.
                 address = entry["addr"] if action != "oom" else entry.get("device_free", 0)
                 if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS_OF_ENTRIES:
                     raise TypeError
@@ -256,17 +259,18 @@ class _Parser:
                 record.entry_of_position.append(number)
             if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
-                live[address] = Block(address, size, record.last_position, 0, stack, _stream(entry), pool, size)
+                start = record.last_position
+                live[address] = Block(address, size, start, 0, stack, _stream(entry), pool, requested=size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
                 if block is None:
                     record.unknown_frees += 1
-                    block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
+                    block = Block(address, size, start=0, end=0, stack=0, stream=0, pool=DEFAULT_POOL, requested=size)
                 record.blocks.append(block._replace(end=record.last_position))
             elif action == "oom":
-                position, stack = record.last_position, self._stack(entry.get("frames"))
-                record.failures.append(FailedAllocation(position, number, size, address, stack, _stream(entry)))
+                position, device_free, stack = record.last_position, address, self._stack(entry.get("frames"))
+                record.failures.append(FailedAllocation(position, number, size, device_free, stack, _stream(entry)))
             elif action.startswith("segment"):
                 sign = 1 if action in ("segment_alloc", "segment_map") else -1
                 is_expandable = action in ("segment_map", "segment_unmap")
@@ -275,7 +279,11 @@ class _Parser:
         return live
 
     def _step_marks(self) -> list[int]:
-        """Return where the ranges end whose names hold "step", numbers aside: of several names the rarest ranges."""
+        """Return the first position after each step: after the ranges whose names hold "step".
+
+        Names that differ in numbers alone, ``step 1`` and ``step 2``, are one; of several names the rarest counts, as
+        inner ranges are more.
+        """
         entries = [self._trace[number] for number in self._record.entry_of_position[1:]]
         ends: dict[str, list[int]] = defaultdict(list)
         times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]
@@ -286,6 +294,7 @@ class _Parser:
                 ):
                     ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
+        # The first two labels are those of positions 1 and 2.
         for position, (label, next_label) in enumerate(pairwise(labels), start=2):
             name = _NUMBER.sub("#", next_label)
             if label != next_label and name == _NUMBER.sub("#", label):

@@ -43,7 +43,7 @@ def role(stack: Sequence[Frame]) -> str:
     """Return the part of training that a stack belongs to, by its innermost telling frame."""
     inner_role = ""
     for frame in stack:
-        name, path = frame.name, f"/{frame.filename.replace(chr(92), '/')}"
+        name, path = frame.name, "/" + frame.filename.replace("\\", "/")
         if name in _BACKWARD_NAMES or "autograd::Engine::" in name:
             return RECOMPUTATION if inner_role == FORWARD else BACKWARD
         # Only a backward pass further out changes what an inner frame has told.
@@ -64,7 +64,8 @@ def code_of(stack: Sequence[Frame]) -> str:
         return ""
     telling = [frame for frame in stack if is_telling(frame)]
     frame = next(filter(is_own, telling), (telling or stack)[0])
-    return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
+    folder_and_file = frame.filename.replace("\\", "/").split("/")[-2:]
+    return f"{'/'.join(folder_and_file)}:{frame.line} {frame.name}"
 
 
 @lru_cache(maxsize=100_000)
@@ -95,6 +96,7 @@ class Inference:
 
     def __init__(self, record: DeviceRecord):
         self._record = record
+        # Outermost and innermost frames of memprof's snapshots name phases and categories, in no line of code.
         self.is_recorded = len(record.stacks) > 1 and all(
             stack[0].line == stack[-1].line == 0 and stack[0].filename in MEMORY_CATEGORIES
             for stack in record.stacks[1:]
@@ -103,6 +105,7 @@ class Inference:
             self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]
         else:
             self.roles = [role(stack) for stack in record.stacks]
+            # Autograd's threads have no Python stack.
             if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
@@ -113,7 +116,9 @@ class Inference:
         # Allocations that follow one another in one part of training: the part, and their positions.
         runs = [(part, [start for start, _ in run]) for part, run in groupby(parts, itemgetter(1))]
         ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]
+        # For each of ``_starts``, where its run ends.
         self._run_ends = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
+        # The last run may go on after the record.
         self.steps: Sequence[int] = record.step_marks or self._find_steps(
             [(part, starts[0], end) for (part, starts), end in zip(runs[:-1], ends, strict=False)]
         )
@@ -128,6 +133,7 @@ class Inference:
 
     def recorded_line(self, block: Block) -> tuple[str, str]:
         """Return code and operation of a block that ``memprof`` recorded on a CPU."""
+        # Category and purpose, the line of code if it is known, and the phase.
         stack = self._record.stacks[block.stack]
         return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
 
@@ -141,16 +147,18 @@ class Inference:
         for part, start, end in runs:
             if part == BACKWARD:
                 of_forward = computed[bisect_left(starts, last_backward_end) : bisect_left(starts, start)]
-                before, after = (
+                before_bytes, after_bytes = (
                     sum(block.size for block in of_forward if block.end > position) for position in (start, end - 1)
                 )
                 last_backward_end = end
                 # Memory without a stack can come from anywhere; a backward pass frees what autograd saved.
-                if after <= (1 - _FREED_BY_BACKWARD) * before:
+                if after_bytes <= (1 - _FREED_BY_BACKWARD) * before_bytes:
                     backward_ends.append(end)
+            # One step for each backward pass, however many runs its optimizers have.
             elif part == OPTIMIZER and backward_end_of_step < last_backward_end:
                 optimizer_ends.append(end)
                 backward_end_of_step = last_backward_end
+        # An optimizer may allocate in its first step alone, for its state.
         return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
 
     def _category(self, block: Block) -> str:
@@ -161,7 +169,7 @@ class Inference:
         length = self._record.last_position
         lasting = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
         if block.start == 0:
-            return lasting.get(part, "unknown") if block.stack else "unknown"
+            return lasting.get(part, "unknown")
         if part == NOTHING:
             return "unknown"
         run_end = self._run_ends[bisect_left(self._starts, block.start)]
@@ -174,13 +182,16 @@ class Inference:
             needed_until = min(next_backward, length, *self._failure_positions[index : index + 1])
             return "activations" if block.end > needed_until else "temporary"
         if part == BACKWARD:
+            # What the next event frees was needed for the run's last allocation.
             last_backward = self._backward_starts[bisect_left(self._backward_starts, run_end) - 1]
             return "gradients" if block.end > last_backward + 1 else "temporary"
         # The user's own code: what it computes the loss with, or keeps from step to step.
         next_step = bisect_right(self.steps, block.start)
         if next_step < len(self.steps) and block.end > self.steps[next_step]:
             return "unknown"
-        return "activations" if next_backward < block.end else "temporary" if block.end <= length else "unknown"
+        if next_backward < block.end:
+            return "activations"
+        return "temporary" if block.end <= length else "unknown"
 
     def _name_older_blocks(self) -> None:
         """Find in older memory parameters, as large and as many as gradients, and optimizer state, in multiples."""
@@ -191,16 +202,18 @@ class Inference:
                 by_size[block.requested].append(index)
         # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter.
         counts = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
-        copies = max((number for number in counts if number), key=lambda number: counts[number], default=1)
+        blocks_per_gradient = max((ratio for ratio in counts if ratio), key=lambda ratio: counts[ratio], default=1)
         for size, count in gradients.items():
             of_size = by_size.get(size, [])
-            if copies == 1 and len(of_size) > count:
+            if blocks_per_gradient == 1 and len(of_size) > count:
                 # Some of them are parameters, and sizes do not tell which.
                 continue
-            if of_size and len(of_size) % copies == 0:
-                count = len(of_size) // copies
+            # Parameters without a gradient can make them more than gradients.
+            if of_size and len(of_size) % blocks_per_gradient == 0:
+                count = len(of_size) // blocks_per_gradient
             # Gradients in half precision have moments and master weights in fp32.
             of_double_size = by_size.get(2 * size, []) if 2 * size not in gradients else []
+            # Whole multiples: what is left over is no state of all parameters.
             states = of_size[count : len(of_size) // count * count]
             states += of_double_size[: len(of_double_size) // count * count]
             for category, indices in (("parameters", of_size[:count]), ("optimizer state", states)):

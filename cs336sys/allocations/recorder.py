@@ -91,7 +91,7 @@ class StepRecorder:
             for parameter_name, parameter in module.named_parameters(recurse=False)
         }
         self._operations = _OperationObserver(history, names) if follow_operations else None
-        # With the history's marks, which are positions once it is left.
+        # Name, start and end; mark, address and name of the parameter. Marks become positions once the history is left.
         self._regions: list[tuple[str, int, int]] = []
         self._gradients: list[tuple[int, int, str]] = []
         self._open_recomputations = 0
@@ -182,6 +182,7 @@ class _OperationObserver(DispatchMode):
         self._modules.__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Named ranges of a profile, such as the marks of CpuHistory.
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         origin = self._origin(func)
@@ -197,12 +198,14 @@ class _OperationObserver(DispatchMode):
     def _origin(self, func: torch._ops.OpOverload) -> Origin:
         """Return the origin of an operation, in the backward pass that of its node; note it for nodes that it makes."""
         node = torch._C._current_autograd_node()
+        # A module that runs while a node does is a checkpoint's recomputation, and tells where it is by itself.
         if node is not None and not self._modules.is_running:
             forward = self._by_sequence.get(node._sequence_nr(), Origin())
             return Origin(forward.module, node.name().rpartition("::")[2], forward.code)
         origin = Origin(self._modules.current, func.overloadpacket.__name__, code_line(python_frames()))
         if node is None:
-            # A node takes its number before its operation is dispatched; an operation without a node leaves the last.
+            # A node takes its number before its operation is dispatched. An operation without a node leaves the number
+            # of the last one, whose origin stays.
             self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
         return origin
 
@@ -252,8 +255,8 @@ def saved_tensors(
         if storage.data_ptr() not in seen_addresses:
             seen_addresses.add(storage.data_ptr())
             dtype, module = str(tensor.dtype).removeprefix("torch."), modules.current if modules else ""
-            where = _operation_name(tensor), module, code_line(python_frames())
-            saved.append(SavedTensor(tuple(tensor.shape), dtype, storage.nbytes(), *where))
+            operation, code = _operation_name(tensor), code_line(python_frames())
+            saved.append(SavedTensor(tuple(tensor.shape), dtype, storage.nbytes(), operation, module, code))
         # A tensor that its own node saves would hold that node, and neither would ever be freed.
         return tensor.detach()
 

@@ -18,6 +18,7 @@ class _StepEvents(NamedTuple):
 
 def _step_events(timeline: AllocationTimeline) -> _StepEvents:
     """Return a step's events in their order, without what tells its blocks apart."""
+    # Each event allocates or frees, so every one of these is replaced.
     events: list[tuple[int, Allocation]] = [(0, Allocation(0, 0, 0, 0, "", "other"))] * timeline.length
     older: Counter[Allocation] = Counter()
     for allocation in timeline.allocations:
@@ -53,7 +54,7 @@ def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationT
         return None
 
     def with_more_blocks(times: int) -> _StepEvents:
-        """Add to the first step so often what the second has more."""
+        """Return the first step with ``times`` times what the second has more than it."""
         events: list[tuple[int, Allocation]] = []
         end = 0
         for position, inserted in insertions:

@@ -165,12 +165,12 @@ def build_timeline(
         if region.name in STEP_PHASES:
             phases[region.start : region.end] = [region.name] * (region.end - region.start)
     live = {
-        address: Allocation(address, size, 0, length + 1, "", category)
+        address: Allocation(address, size, start=0, end=length + 1, phase="", category=category)
         for address, (size, category) in (live_blocks or {}).items()
     }
     known_size = sum(allocation.size for allocation in live.values())
     freed = []
-    # Regions of a history that was cut may end after its last event.
+    # Regions of a history that was cut may end after its last event, which makes origins and phases longer.
     for position, (event, origin, phase) in enumerate(zip(events, origins, phases, strict=False), start=1):
         address, size = event.address, event.size
         if size > 0:
@@ -181,11 +181,12 @@ def build_timeline(
             freed.append(replace(live.pop(address), end=position))
         else:
             # It was allocated before the first event.
-            freed.append(Allocation(address, -size, 0, position, "", "other"))
-            known_size -= size
+            freed.append(Allocation(address, -size, start=0, end=position, phase="", category="other"))
+            known_size -= size  # Which is negative.
     allocations = [*freed, *live.values()]
     if held_size is not None and held_size > known_size:
-        allocations.append(Allocation(0, held_size - known_size, 0, length + 1, "", "other"))
+        unknown_size = held_size - known_size
+        allocations.append(Allocation(0, unknown_size, start=0, end=length + 1, phase="", category="other"))
     categorized = _categorized(allocations, regions, gradients, set(optimizer_state), length)
     return AllocationTimeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
 
@@ -215,6 +216,7 @@ def _categorized(
         if allocation.start == 0:
             yield allocation
             continue
+        # The first gradient to be at its address while it lives.
         of_address = gradients_at[allocation.address]
         index = bisect_left(of_address, allocation.start, key=lambda gradient: gradient.position)
         if index < len(of_address) and of_address[index].position < allocation.end:
@@ -222,6 +224,7 @@ def _categorized(
         elif allocation.end > length and allocation.address in optimizer_state:
             yield replace(allocation, category="optimizer state")
         elif region_ends[allocation.start] < allocation.end:
+            # It outlives the forward pass or the recomputation that made it.
             yield replace(allocation, category="activations")
         else:
             yield allocation
@@ -243,15 +246,14 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
             module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
             key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
             groups[key].append(allocation)
-    largest = []
-    for key, members in sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]:
-        peak_count = sum(member.start <= peak < member.end for member in members)
-        group: dict[str, Any] = {"size": key[0], "count": len(members), "peak_count": peak_count}
-        group |= zip(("size", "phase", "category", "module", "operation", "code"), key, strict=True)
+    rows: list[dict[str, Any]] = []
+    for (size, phase, category, module, operation, code), members in groups.items():
         if len(members) == 1 and members[0].origin.module:
-            group["module"] = members[0].origin.module
-        largest.append(group)
-    return largest
+            module = members[0].origin.module
+        peak_count = sum(member.start <= peak < member.end for member in members)
+        row = {"size": size, "count": len(members), "peak_count": peak_count, "phase": phase, "category": category}
+        rows.append(row | {"module": module, "operation": operation, "code": code})
+    return sorted(rows, key=lambda row: (-row["size"], -row["count"]))[:limit]
 
 
 def module_pattern(module: str) -> str:

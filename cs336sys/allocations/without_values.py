@@ -59,6 +59,7 @@ class WithoutValues(TorchDispatchMode):
         def count(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> Any:
             if warmup:
                 return run(kernel, *args, warmup=warmup, **kwargs)
+            # Autotuners and heuristics wrap the kernel.
             while hasattr(kernel, "fn"):
                 kernel = kernel.fn
             self.launches[kernel.__name__] += 1
@@ -67,6 +68,7 @@ class WithoutValues(TorchDispatchMode):
         return count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Tensor.item() and bool(tensor), which read a value.
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
         line = _reading_line()
@@ -97,6 +99,7 @@ class DecisionsRead(TorchDispatchMode):
 
 
 def _reading_line() -> str:
+    """Return the user's line that reads a value: the innermost outside of torch, this room and our training code."""
     return code_line(frame for frame in python_frames() if "/cs336sys/training/" not in frame[0])
 
 

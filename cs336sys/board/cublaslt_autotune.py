@@ -139,6 +139,7 @@ def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
         return None
     shape = ProductShape(layout_a, layout_b, a.dtype, adds=add is not None, device=a.device.index)
     if shape not in _runs:
+        # A capture cannot wait for measurements.
         if torch.cuda.graphs.is_current_stream_capturing():
             return None
         _runs[shape] = _fastest(shape, a, b, add)
@@ -152,6 +153,7 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
         return None
     expected = _with_torch(a, b, add)
     result = torch.empty_like(expected)
+    # The heuristic's own choice comes first.
     runs = [run for run in library.algorithms(shape) if _is_right(run, a, b, add, result, expected)]
     del expected
     if not runs:
@@ -172,6 +174,7 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
 
 
 def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tensor, expected: Tensor) -> bool:
+    """Return whether an algorithm runs, and its result, written to ``result``, is torch's but for rounding."""
     try:
         run(a, b, add, result.fill_(torch.nan))
     except RuntimeError:
@@ -195,6 +198,7 @@ def _time_ms(run: Callable[[], None], round_ms: float) -> float:
         return begin.elapsed_time(end) / calls
 
     run()
+    # A call that seems to take no time would make a round endless.
     calls = math.ceil(round_ms / max(time_ms(1), 0.01))
     time_ms(math.ceil(calls / 2))
     return time_ms(calls)
@@ -231,6 +235,7 @@ class _CublasLt:
         """List the heuristic's algorithms, its own choice first; none if it knows none."""
         description, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
+        # Column-major, the first operand is b.
         for attribute, matrix in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):
             self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(matrix.transposed))
         self._call("MatmulPreferenceCreate", ctypes.byref(preference))
@@ -239,6 +244,7 @@ class _CublasLt:
         rows = shape.b.columns if shape.b.transposed else shape.b.rows
         columns = shape.a.rows if shape.a.transposed else shape.a.columns
         result = MatrixLayout(transposed=False, rows=rows, columns=columns, column_stride=rows)
+        # The addend is laid out as the result is.
         layouts = [self._layout(shape.dtype, matrix) for matrix in (shape.b, shape.a, result, result)]
         algorithms, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
         try:
@@ -298,6 +304,7 @@ def _loaded_cublaslt(device: int) -> _CublasLt | None:
     torch.cuda.current_blas_handle()
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
     try:
+        # A handle belongs to the current device.
         with torch.cuda.device(device):
             return _CublasLt(ctypes.CDLL(min(paths))) if paths else None
     except (OSError, RuntimeError, AttributeError):

@@ -53,9 +53,10 @@ class TransformerBlock(torch.autograd.Function):
     def forward(ctx: Any, settings: BlockSettings, x: Tensor, *weights: Tensor) -> Tensor:
         """Compute the block; tensors are deleted as soon as they are not needed, which lowers the peak of memory."""
         norm1, q, k, v, o, norm2, gate_weight, up_weight, down = weights
+        # The operators also return what the backward pass needs: a norm's sum with its residual, and the inverse RMS.
         ops, is_trained = torch.ops.cs336sys, any(ctx.needs_input_grad)
-        rows = as_rows(x)
-        normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)
+        rows, (eps1, eps2) = as_rows(x), settings.epsilons
+        normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, residual=None, eps=eps1, dtype=x.dtype)
         heads = []
         for weight, is_rotated in ((q, True), (k, True), (v, False)):
             # One after the other, so that one projection at a time exists with its rotation.
@@ -69,7 +70,7 @@ class TransformerBlock(torch.autograd.Function):
             heads = [projection.detach().requires_grad_(is_trained) for projection in heads]
             attended = settings.attention(*heads)
         projected = product(_merge_heads(attended.detach()), o.mT)
-        normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, rows, settings.epsilons[1], x.dtype)
+        normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, residual=rows, eps=eps2, dtype=x.dtype)
         del projected
         gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
         del normalized
@@ -89,15 +90,16 @@ class TransformerBlock(torch.autograd.Function):
         # The first two are of settings and x.
         _, needs_q, needs_k, needs_v, needs_o, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad[2:]
         settings: BlockSettings = ctx.settings
-        ops, rows = torch.ops.cs336sys, as_rows(x)
+        ops, rows, (eps1, eps2) = torch.ops.cs336sys, as_rows(x), settings.epsilons
+        # Of backward(retain_graph=True): attention's own graph is needed again then.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
 
         grad = as_rows(grad).contiguous()
-        normalized = ops.rms_norm_forward(total, norm2, None, settings.epsilons[1], x.dtype)[0]
+        normalized = ops.rms_norm_forward(total, norm2, residual=None, eps=eps2, dtype=x.dtype)[0]
         if gate is None:
             gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
         grad_activated = product(grad, down)
-        grad_gate, grad_up, activated = ops.swiglu_backward(gate, up, grad_activated, True)
+        grad_gate, grad_up, activated = ops.swiglu_backward(gate, up, grad_activated, recomputes=True)
         del grad_activated, gate, up
         grad_down = product(grad.mT, activated) if needs_down else None
         del activated
@@ -116,16 +118,15 @@ class TransformerBlock(torch.autograd.Function):
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
         if not keeps_graph:
-            # Whoever holds the loss holds this node.
+            # The node lives as long as the loss; attention's graph and its tensors need not.
             ctx.attention = None
         if settings.theta is not None:
-            # Query's and key's are rotated back.
-            for index in (0, 1):
-                grad_head = grad_heads[index]
-                grad_heads[index] = ops.rope(grad_head, None, settings.theta, True, None, grad_head.dtype)
+            rotate_back = functools.partial(ops.rope, positions=None, theta=settings.theta, inverse=True, strides=None)
+            for query_or_key in (0, 1):
+                grad_heads[query_or_key] = rotate_back(grad_heads[query_or_key], dtype=x.dtype)
         grad_q, grad_k, grad_v = (_merge_heads(grad_head) for grad_head in grad_heads)
         del grad_heads
-        normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
+        normalized = ops.rms_norm_forward(rows, norm1, residual=None, eps=eps1, dtype=x.dtype)[0]
         grad_weights = [
             product(grad_head.mT, normalized) if is_needed else None
             for grad_head, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
@@ -193,6 +194,7 @@ def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Atten
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "TransformerBlock"]
     if not blocks or not 0 <= blocks_with_gate_and_up <= len(blocks):
         raise UsageError(f"{blocks_with_gate_and_up} blocks to keep gate and up in: the model has {len(blocks)}")
+    # fuse() gives every part of a block a forward of its own.
     parts = [part for block in blocks for part in (block, block.ln1, block.attn, block.ln2, block.ffn)]
     if any("forward" not in part.__dict__ for part in parts):
         raise UsageError("what blocks keep can be chosen where all of them are fused: call fuse(model) first")
