@@ -65,6 +65,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             progress("counting peaks")
             counted = counted_peaks(step)
         progress("recording a step")
+        # Compiled code would fall back to eager execution.
         timeline, history = record(step, follow_operations=not training.is_compiled)
         peaks = counted or prediction.timeline_peaks(timeline)
         derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
@@ -74,15 +75,14 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             path = Path(workload.snapshot) / f"{workload.name}.pickle"
             write_snapshot(snapshot, path)
             derived["snapshot"] = str(path)
-        del timeline, history
+        del timeline, history  # The history of a large step is hundreds of MB.
         if step.graphs is not None:
             derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
         samples = time_steps(step, step.phases, progress, warmup=0)
-        last_loss = step.loss
         if training.has_backward:
             progress("looking into a block")
             derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
-        return Outcome("ok", samples, with_notes(derived, training_warnings(last_loss, training)))
+        return Outcome("ok", samples, with_notes(derived, training_warnings(step.loss, training)))
 
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
@@ -108,6 +108,7 @@ def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
         allocated = torch.cuda.max_memory_allocated(step.device)
         peaks.append(prediction.PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
 
+    # Replays of graphs would allocate nothing; a capture does what a launched step does.
     step.release_graphs()
     step.run_phases(count_peak)
     return peaks
@@ -115,7 +116,7 @@ def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
 
 def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
     """Run a step, and return its timeline and the history of its allocations; see :class:`StepRecorder`."""
-    step.release_graphs()
+    step.release_graphs()  # As in counted_peaks().
     on_gpu = step.device.type == "cuda"
     history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
     live_tensors = step.held()
@@ -179,6 +180,7 @@ class _Planner:
             derived["plan"] = [asdict(c) | {"peak_bytes": peak} for c, peak in zip(plan, peaks_bytes, strict=True)]
             planned, ranks = self._changed(plan)
             command = hide_home(memory_changes.command_line(planned or self._workload))
+            # More ranks are another command's: ``shard --strategy ...`` in place of ``memprof``.
             program, memprof, options = command.split(" ", 2)
             derived["command"] = " ".join([program, memprof if ranks is None else ranks.option, options])
         least_bytes = min((size for size in self._predictions.values() if size is not None), default=base_bytes)
@@ -214,12 +216,16 @@ class _Planner:
         return self._predictions.get(key)
 
     def _predict(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
-        """Return the peak in bytes by formula or trace; None where there is no formula, or the model cannot run."""
+        """Return the peak in bytes by formula or trace; None where there is no formula, or the model cannot run.
+
+        Args:
+            ranks: the change to more of them, of a user's model alone: of ours :meth:`_peak_bytes` has a formula.
+        """
         if self._by_formula:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1
         try:
-            if ranks is not None:  # Of a user's model: for ours, _peak_bytes() has a formula.
+            if ranks is not None:
                 return bytes_with_shared_state(workload, memory_changes.number_of_ranks(ranks))
             traced = prediction.predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:
@@ -238,7 +244,7 @@ def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
     rank_size = replace(training.size, batch_size=training.size.batch_size // ranks)
     timeline = prediction.predicted_timeline(replace(workload, training=replace(training, size=rank_size))).timeline
     whole_state = timeline.bytes_by_category()["optimizer state"]
-    # Parameters are fp32, and their state is two moments of 4 bytes.
+    # Parameters are fp32, and their state is two moments of 4 bytes: the rank's share of the whole.
     sizes = [allocation.size // 4 for allocation in timeline.allocations if allocation.category == "parameters"]
     share = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))
     return max(int(total - (1 - share) * state) for total, state in zip(timeline.totals(), whole_state, strict=True))

@@ -84,28 +84,34 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     categories = [category for category in CATEGORY_STYLES if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     peak_bytes = max(totals)
+    # The unit that the peak is written in is that of the axis.
     peak, unit = in_shown_unit(peak_bytes, "bytes")
     scale = peak / peak_bytes if peak_bytes else 1.0
     shown = {name: [scale * size for size in timeline[name]] for name in categories if any(timeline[name])}
     if shown:
         areas = axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0)
         for area, style in zip(areas, map(CATEGORY_STYLES.__getitem__, shown), strict=True):
+            # A doubled hatch is twice as dense; 70 is its opacity.
             area.set(facecolor=style.color, hatch=2 * style.hatch, edgecolor=style.ink + "70")
+    # Room above the peak for its number.
     axes.set_ylim(0, 1.12 * peak or 1)
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
-    rows = _name_phases(axes, derived["regions"], figure.get_figwidth() * 0.75)
+    # The legend and the axis's numbers take a quarter of the figure.
+    rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)
     peak_position = positions[totals.index(peak_bytes)]
-    share = peak_position / last
+    # From the left to the right end of the plot, 0 to 1.
+    peak_x = peak_position / last
     axes.annotate(
         f"{format_number(peak, unit)} {unit}",
         (peak_position, peak),
         xytext=(0, 4),
         textcoords="offset points",
-        ha="left" if share < _NEAR_AXIS else "right" if share > 1 - _NEAR_AXIS else "center",
+        ha="left" if peak_x < _NEAR_AXIS else "right" if peak_x > 1 - _NEAR_AXIS else "center",
         fontsize=9,
     )
     axes.set(xlabel="allocations and frees since the step began", ylabel=f"active memory, {unit}")
+    # In points, above the names of phases.
     axes.set_title(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=10, pad=6 + 13 * rows)
     axes.grid(alpha=0.3)
     if shown:
@@ -113,16 +119,18 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     return figure
 
 
-def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], inches: float) -> int:
-    """Draw lines where phases begin, and above a plot of so many inches their names; return in how many rows."""
+def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], plot_inches: float) -> int:
+    """Draw lines where phases begin, and their names above the plot; return in how many rows, so that none overlap."""
     first, last = axes.get_xlim()
+    # Where the last name of each row ends; all in parts of the plot's width.
     row_ends: list[float] = []
     for region in regions:
         axes.axvline(region["start"], color="black", linewidth=0.6, linestyle=":")
         if region["end"] <= region["start"]:
             continue
-        half_width = len(region["name"]) / _CHARACTERS_PER_INCH / inches / 2
+        half_width = len(region["name"]) / _CHARACTERS_PER_INCH / plot_inches / 2
         middle = ((region["start"] + region["end"]) / 2 - first) / (last - first)
+        # Names stay within the plot, each in the lowest row that has room.
         middle = min(max(middle, half_width), 1 - half_width)
         row = next((row for row, end in enumerate(row_ends) if end <= middle - half_width), len(row_ends))
         row_ends[row : row + 1] = [middle + half_width]
@@ -160,7 +168,7 @@ def timeline_page(
 
 
 def _timeline_data(number: int, name: str, derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what timeline.js draws; ``events`` are the distances of ticks to choose from."""
+    """Return what timeline.js draws; ``events`` are distances of the horizontal axis's ticks to choose from."""
     timeline = derived["timeline"]
     styles = {category: asdict(style) for category, style in CATEGORY_STYLES.items() if any(timeline.get(category, ()))}
     peak_bytes = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)
@@ -184,6 +192,7 @@ def axis_ticks(peak_bytes: float) -> list[dict[str, float | str]]:
     if not peak_bytes:
         return [{"bytes": 0, "label": "0 B"}]
     power = 10.0 ** math.floor(math.log10(peak))
+    # The least round step that needs at most ten of it.
     step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)
     ticks = [step * number for number in range(math.floor(peak / step) + 1)]
     return [{"bytes": tick * peak_bytes / peak, "label": f"{tick:.4g} {unit}"} for tick in ticks]

@@ -111,6 +111,7 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         Column("total_bytes", "all", "bytes"),
         *named_columns("share_percent", "category", "operation", "code"),
     )
+    # Empty texts, of what no stack names, are missing values.
     rows = [
         {key: value or None for key, value in vars(kind).items()}
         | {"snapshot": diagnosis.name, "size_bytes": kind.size, "total_bytes": kind.total}
@@ -130,16 +131,17 @@ def snapshot_difference_tables(before: list[MemoryDiagnosis], after: list[Memory
         size_changes = changes(old, new)
         name = f"{old.name} to {new.name}"
         shown, others = size_changes[:top], size_changes[top:]
-        sizes = [(change.description, change.category, change.code, change.before, change.after) for change in shown]
+        lines = [(change.description, change.category, change.code, change.before, change.after) for change in shown]
         if others:
-            before_size, after_size = sum(change.before for change in others), sum(change.after for change in others)
-            sizes.append((f"{len(others)} more", "", "", before_size, after_size))
-        same = old.size - sum(change.before for change in size_changes)
-        sizes += [("the same", "", "", same, same), ("all", "", "", old.size, new.size)]
+            before_bytes, after_bytes = sum(change.before for change in others), sum(change.after for change in others)
+            lines.append((f"{len(others)} more", "", "", before_bytes, after_bytes))
+        # What no change names is as large in both, so that the rows add up to the last.
+        same_bytes = old.size - sum(change.before for change in size_changes)
+        lines += [("the same", "", "", same_bytes, same_bytes), ("all", "", "", old.size, new.size)]
         rows += [
             {"snapshot": name, "what": label, "category": category or None, "code": code or None}
             | {"before_bytes": old_bytes, "after_bytes": new_bytes, "difference_bytes": new_bytes - old_bytes}
-            for label, category, code, old_bytes, new_bytes in sizes
+            for label, category, code, old_bytes, new_bytes in lines
         ]
         largest = next(iter(size_changes), None)
         sentence = say_memory("difference", before=old.size, after=new.size, change=largest)
@@ -154,6 +156,7 @@ def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, steps, and the moment."""
     record, inference = diagnosis.moment.record, diagnosis.moment.inference
     by_category = {name: held_bytes(inference.blocks_of(name), record.last_position) for name in FOREIGN_CATEGORIES}
+    # More names than that would not fit above the plot.
     steps = pairwise([0, *inference.steps, record.last_position]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
     regions = [{"name": f"step {number}", "start": start, "end": end} for number, (start, end) in enumerate(steps, 1)]
     return {

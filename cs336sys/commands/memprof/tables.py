@@ -21,6 +21,7 @@ from cs336sys.tables.training_plan import PEAK_COLUMNS
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:
+    """Return the FLOPs that checkpoints compute again, in percent of the model's; reference attention computes all."""
     size, is_causal = workload.training.size, not workload.training.keeps_scores
     recomputed = recomputed_flops(size, workload.checkpointing, causal=is_causal)
     return 100 * recomputed / model_flops(size, causal=is_causal)
@@ -44,8 +45,10 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     """Build the table of strategies, if there are several: memory, and time over the first that was measured."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
+    # The first measured cell of each configuration, whatever its strategy.
     firsts: dict[str, Cell] = {}
     rows = []
+    # Keys of a dictionary: each sentence once, in order.
     notes: dict[str, None] = {}
     for cell in cells if has_several else ():
         workload = _workload(cell)
@@ -80,6 +83,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
         sizes = [size for size in range(1, layers + 1) if layers % size == 0 or abs(size - best) <= 1]
+        # Fused and compiled blocks show no layers to set checkpoints around.
         sublayers = [] if training.is_fused or training.is_compiled else SUBLAYERS
         for strategy in ["none", *(f"every={size}" for size in sizes), *sublayers, "nested"]:
             workload = MemoryWorkload(training, strategy)
@@ -156,6 +160,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
         notes.append(say_memory("first step measured"))
+    # Cells of a CPU have this column, too, but no number in it; cells that were not measured lack it.
     if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
         notes.append(say_memory("half precision on a cpu"))
     return Table("memprof", titles.title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
@@ -172,6 +177,7 @@ def _peak_row(cell: Cell) -> dict:
     row |= cell.derived | {"step_ms": cell.samples["step"]}
     for phase in cell.derived["phases"]:
         name = f"{phase['phase']}_gib"
+        # Micro-batches repeat their phases.
         row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
     if row["predicted_gib"] is not None:
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
@@ -275,6 +281,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         tensors = cell.derived.get("saved_tensors", ())
         total, others = sum(tensor["size"] for tensor in tensors), tensors[_LISTED_TENSORS:]
+        # The column "tensor" has a number, or what a row sums up.
         listed = [
             tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
             for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)

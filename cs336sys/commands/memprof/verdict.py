@@ -47,10 +47,12 @@ def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
     result = []
     for diagnosis in ordered:
         causes = list(diagnosis.causes)
+        # Compared with other ranks instead of with this one's earlier steps.
         if longest is not None and longest.where == diagnosis.name:
             causes = [*(cause for cause in causes if cause.cause != "longer batch"), longest]
         causes.sort(key=lambda cause: cause.certainty != "measured")
         event, advice = _event(diagnosis), ""
+        # A step that memprof recorded is no failure to explain.
         if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
             reason = next(reason for reason, test in _NO_CAUSE.items() if test(diagnosis.moment))
             event += " " + say_memory("no cause", cause=reason, kind=diagnosis.kinds[0])
@@ -77,6 +79,7 @@ def _event(diagnosis: MemoryDiagnosis) -> str:
 _NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
     "no history": lambda moment: not moment.record.last_position,
     "no stacks": lambda moment: not moment.record.has_stacks,
+    # As many as growth is proved by.
     "no growth": lambda moment: len(moment.inference.steps) >= 3,
     # The record begins with the device's first allocation.
     "first step": lambda moment: (

@@ -41,8 +41,8 @@ def memory(
     output.check(plot=plot)
     steps = []
     for size, dtype, passes, ranks, name in product(model.sizes(), precision.precisions(), mode, world_size, strategy):
-        settings = name, size, ranks, dtype or size.precision, attention
-        steps.append(ShardedStep(*settings, mode=passes, parameter_bytes=parameter_bytes))
+        computed = dtype or size.precision
+        steps.append(ShardedStep(name, size, ranks, computed, attention, mode=passes, parameter_bytes=parameter_bytes))
     output.emit(rank_memory_tables(steps))
     if plot is not None:
         plot_rank_memory(steps, plot)

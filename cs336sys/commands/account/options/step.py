@@ -73,8 +73,9 @@ def step(
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
         training = Workload(size, "train", dtype or size.precision, **settings)
-        passes = placement.checkpoint, placement.accumulation
-        configuration = StepConfiguration(training, *passes, shared, world_size, placement.gradient_dtype)
+        checkpointing, accumulation = placement.checkpoint, placement.accumulation
+        gradient_dtype = placement.gradient_dtype
+        configuration = StepConfiguration(training, checkpointing, accumulation, shared, world_size, gradient_dtype)
         reason = refusal(configuration)
         if reason is not None:
             raise UsageError(reason)

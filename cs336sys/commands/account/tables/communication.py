@@ -27,6 +27,7 @@ def bucket_tables(
     """Return the formulas at the first bucket size, and the overhead of all; ``title`` says of whose gradients."""
     rows = []
     for size in bucket_bytes:
+        # A bucket that is larger than all gradients holds them all.
         buckets = max(1.0, gradient_bytes / size)
         transfer_s = gradient_bytes / (buckets * bytes_per_s)
         overhead_s = number_of(bucketing_overhead_s(gradient_bytes, buckets, bytes_per_s, call_s))
@@ -36,8 +37,8 @@ def bucket_tables(
         Column("bucket_mb", "bucket", "MB"),
         *named_columns("buckets", transfer_ms="last transfer", calls_ms="calls", overhead_ms="overhead"),
     )
-    first = max(1, round(gradient_bytes / bucket_bytes[0]))
-    answers = bucket_answers(gradient_bytes, first, bytes_per_s, call_s)
+    first_count = max(1, round(gradient_bytes / bucket_bytes[0]))
+    answers = bucket_answers(gradient_bytes, first_count, bytes_per_s, call_s)
     return [
         answers_table("formulas", f"Gradient buckets: {title}", answers),
         Table("buckets", f"Overhead by bucket size: {title}", columns, rows, sentences(__name__, "buckets")),
@@ -91,8 +92,7 @@ for _which in PASSES:
 
 def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
     if strategy == "fsdp-tp":
-        # The fastest forward pass, axes sharing the network as they do on one kind of links.
-        # Not overlapped: the axes communicate one after the other; computing goes on meanwhile.
+        # Of the fastest forward pass, whose axes share the network, one after the other, while computing goes on.
         return mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
     return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
 
@@ -121,9 +121,9 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     figure, axes = new_axes(1 + 3.6 * len(strategies), 6.5, len(PASSES), len(strategies), sharex="col")
     for column, strategy in enumerate(strategies):
         curves = {which: _curves(strategy, layer, which) for which in PASSES}
-        most = 8 * max(crossing for which in PASSES for _, crossing in curves[which].values())
-        # From one device on, evenly spaced on a logarithmic axis.
-        counts = [most ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+        last_crossing = max(crossing for which in PASSES for _, crossing in curves[which].values())
+        # From one device to beyond the last crossing, evenly spaced on a logarithmic axis.
+        counts = [(8 * last_crossing) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
         for drawing, which in zip(axes[:, column], PASSES, strict=True):
             _draw_pass(drawing, layer, which, curves[which], counts)
         axes[0, column].set_title(strategy)
@@ -136,7 +136,7 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
 
 
 def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
-    """Draw one strategy's pass: computing, each communication time, and the number of devices where they cross."""
+    """Draw one strategy's pass: computing, each of ``curves``, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:
         return 1e3 * number_of(parallelism.layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
@@ -161,18 +161,20 @@ def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable
     """Return by name each communication time as a function of the devices, in seconds, and where it is computing's."""
 
     def seconds(devices: float, overlapped: bool) -> float:
+        # Of fsdp-tp the mesh that communicates for the shortest time.
         axes = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}
         fsdp, tp = axes.get(strategy) or parallelism.best_split(layer, devices, which, overlapped=overlapped)
         return number_of(parallelism.communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
 
     if (strategy, which) == ("dp", "forward"):
-        return {}
-    of_mesh = {"axes overlapped": True, "axes sharing the network": False}
-    names = of_mesh if strategy == "fsdp-tp" else {"communication": True}
-    most = partial(parallelism.most_devices, strategy, layer, which)
+        return {}  # It does not communicate.
+    # By name, whether axes overlap; it makes no difference to a single axis.
+    overlaps = {"axes overlapped": True, "axes sharing the network": False}
+    overlaps = overlaps if strategy == "fsdp-tp" else {"communication": True}
+    most_devices = partial(parallelism.most_devices, strategy, layer, which)
     return {
-        name: (partial(seconds, overlapped=overlapped), number_of(most(overlapped=overlapped)))
-        for name, overlapped in names.items()
+        name: (partial(seconds, overlapped=overlapped), number_of(most_devices(overlapped=overlapped)))
+        for name, overlapped in overlaps.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
@@ -49,14 +49,12 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
         if step.updates_parameters:
             # Activations, and so context, precision and attention, are no part of the state.
             group = f"{step.size.name}, {step.world_size} rank{'s' * (step.world_size != 1)}"
-            bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
-            answers = state_answers(step.size, step.world_size, step.strategy, **bytes_)
+            element_bytes = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
+            answers = state_answers(step.size, step.world_size, step.strategy, **element_bytes)
             answers_by_group.setdefault(group, {}).setdefault(step.strategy, answers)
-    for group, of_strategies in answers_by_group.items():
-        answers = [answer for answers in of_strategies.values() for answer in answers]
-        tables.append(
-            answers_table("state", f"Ideal shares of training state: {group}", answers, sentences(__name__, "state"))
-        )
+    for group, answers_by_strategy in answers_by_group.items():
+        title, answers = f"Ideal shares of training state: {group}", list(chain(*answers_by_strategy.values()))
+        tables.append(answers_table("state", title, answers, sentences(__name__, "state")))
     return tables
 
 
@@ -69,9 +67,12 @@ def _rank_row(step: ShardedStep) -> dict:
         row["gradients_gib"] = state.gradients / GIB
     if step.updates_parameters:
         # Optimizers make their state in the first step, but master parameters at once.
-        model = state.parameters + state.master_parameters
-        row |= {"optimizer_state_gib": state.optimizer_state / GIB, "after_initialization_gib": model / GIB}
-        row |= {"before_first_step_gib": (model + state.gradients) / GIB, "after_first_step_gib": state.total / GIB}
+        model_bytes = state.parameters + state.master_parameters
+        row |= {"optimizer_state_gib": state.optimizer_state / GIB, "after_initialization_gib": model_bytes / GIB}
+        row |= {
+            "before_first_step_gib": (model_bytes + state.gradients) / GIB,
+            "after_first_step_gib": state.total / GIB,
+        }
         # Until its first update a training step holds what one without an optimizer does.
         row["first_peak_gib"] = rank_peak(replace(step, mode="forward-backward")).total_gib
     return row
@@ -153,6 +154,7 @@ def attention_tables(
     rows: list[dict[str, Value]] = []
     tried = sorted(contexts)
     for implementation, head_dim in product(implementations, head_dims):
+        # Each context next to the one before, over which its memory has grown.
         for shorter, context in zip([None, *tried], tried, strict=False):
             needs = memory(implementation, context, head_dim)
             row: dict[str, Value] = {"implementation": implementation, "head_dim": head_dim, "context": context}

@@ -44,14 +44,14 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """Return bytes/s that a rank sent (bus bandwidth) in the largest of :func:`_all_reduces`, NCCL's or else Gloo's."""
+    """Return bytes/s that a rank sent (bus bandwidth) in the largest of :func:`_all_reduces`, of one backend."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
         raise UsageError(*sentences(__name__, "no_bandwidth"))
-    cell = max(all_reduces, key=lambda cell: [cell.configuration[name] for name in ("message_bytes", "world_size")])
-    settings = cell.configuration
+    largest = max(all_reduces, key=lambda cell: [cell.configuration[name] for name in ("message_bytes", "world_size")])
+    settings = largest.configuration
     source = f"{settings['backend']}, {settings['world_size']} ranks, {settings['message_bytes'] / 1e6:g} MB: busbw"
-    return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, f"allreduce, {source}")
+    return MeasuredRate(largest.derived["back_to_back_busbw_gbps"] * 1e9, f"allreduce, {source}")
 
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
@@ -70,7 +70,7 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
         return MeasuredRate(0.0, "left out")
     cell = min(all_reduces, key=lambda candidate: candidate.configuration["message_bytes"])
     source = f"allreduce, {cell.configuration['message_bytes']} bytes"
-    return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)
+    return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)  # Its samples are in microseconds.
 
 
 def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
@@ -88,12 +88,12 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
         is_whole = {"unsynchronized", "communication"} <= cell.samples.keys()
         if not timeline or not is_replayed or not is_whole or settings.get("transport") == "copy-engines":
             continue
-        overlap_ms, sent_ms = timeline["overlap_ms"], timeline["communication_ms"]
+        overlap_ms, sending_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        # Communication that mostly runs by itself says nothing of this.
-        if overlap_ms >= sent_ms / 2 and 0 <= lost_ms < overlap_ms:
+        # Communication that mostly runs by itself says nothing of this; other losses are of noise.
+        if overlap_ms >= sending_ms / 2 and 0 <= lost_ms < overlap_ms:
             computing_speeds.append(1 - lost_ms / overlap_ms)
-            communication_speeds.append(min(1.0, cell.samples["communication"].median / sent_ms))
+            communication_speeds.append(min(1.0, cell.samples["communication"].median / sending_ms))
     if not computing_speeds:
         return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
     source = f"ddp, {len(computing_speeds)} steps in CUDA graphs"
@@ -105,8 +105,8 @@ def measured_device_time(
 ) -> tuple[DeviceTime, str]:
     """Return what one device needs, from the fastest step of this size and context in ``bench``, and its name.
 
-    Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters. Steps that
-    update parameters in the backward pass do not tell the two apart.
+    Without one of the size, from the step of the most FLOP/s: passes scaled by FLOPs, the optimizer by parameters.
+    Steps that update parameters in the backward pass do not tell the two apart.
     """
     settings = {"precision": precision, "state_dtype": state_dtype, "update": "step"}
     steps = [
@@ -151,7 +151,7 @@ def simulated_cluster(
 ) -> tuple[Cluster, Sequence[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
     call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
-    # Of the most ranks it is the rate itself.
+    # That of the most ranks is the rate of the note itself.
     fewer_ranks = list(bandwidths_by_ranks.items())[:-1]
     if bandwidth is not None:
         rate = MeasuredRate(bandwidth, "--bandwidth")
@@ -160,8 +160,15 @@ def simulated_cluster(
     else:
         rate = MeasuredRate(NVLINK_BYTES_PER_S, "")
     slowdown, steps = measured_slowdown(cells)
-    links = rate.value, node_bandwidth, call.value
-    cluster = Cluster(node_devices, *links, memory_bytes, tuple(bandwidths_by_ranks.items()), slowdown)
+    cluster = Cluster(
+        node_devices,
+        bytes_per_s=rate.value,
+        node_bytes_per_s=node_bandwidth,
+        call_s=call.value,
+        memory_bytes=memory_bytes,
+        ranks_bytes_per_s=tuple(bandwidths_by_ranks.items()),
+        slowdown=slowdown,
+    )
     in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
     others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
     return cluster, sentences(__name__, "links", call=call, **in_node, **others)
@@ -226,10 +233,11 @@ def compare_with_measured(
     Args:
         flops, bandwidth: instead of what was measured.
     """
-    c = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
-    w = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
+    flops_rate = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
+    bytes_rate = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
     has_steps = any(cell.command in ("ddp", "shard") for cell in cells)
-    return (c.value, w.value), [measured_steps_table(cells, c, w)] if has_steps else []
+    tables = [measured_steps_table(cells, flops_rate, bytes_rate)] if has_steps else []
+    return (flops_rate.value, bytes_rate.value), tables
 
 
 def _strategy_label(workload: ParallelWorkload) -> str:
@@ -262,13 +270,8 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
         *named_columns(verdict="what the model misses"),
     )
     facts = {"flops": flops, "bandwidth": bandwidth, "tolerance_percent": 100 * _TOLERANCE}
-    return Table(
-        "measured",
-        "Steps of several ranks compared with the model",
-        columns,
-        rows,
-        sentences(__name__, "measured", **facts),
-    )
+    title, notes = "Steps of several ranks compared with the model", sentences(__name__, "measured", **facts)
+    return Table("measured", title, columns, rows, notes)
 
 
 def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
@@ -282,6 +285,7 @@ def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate)
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
+    # Of a step between both predictions, its own time: it is off by nothing.
     nearest_ms = min(max(step_ms, overlapped_ms), in_turn_ms)
     return fill_row(_STEP_COLUMNS, workload) | {
         "command": cell.command,
@@ -306,6 +310,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
     communication = cell.samples.get("communication")
+    # At W, as predicted. Where calls explain half of what the step takes longer, they are named.
     sent_ms = in_turn_ms - cell.samples["unsynchronized"].median
     if communication is not None and communication.median - sent_ms > (step_ms - in_turn_ms) / 2:
         return "calls: communication alone takes longer than its bytes at W"

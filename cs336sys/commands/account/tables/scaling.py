@@ -53,7 +53,11 @@ def simulate_scaling(
 
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
     """Return a row for each kind of mesh, scaling and number of devices; ``notes`` say where its rates come from."""
-    rows = [_scaling_row(*setting, steps, simulation) for of_mesh in simulated for setting, steps in of_mesh.items()]
+    rows = [
+        _scaling_row(scaling, count, fastest_steps, simulation)
+        for of_mesh in simulated
+        for (scaling, count), fastest_steps in of_mesh.items()
+    ]
     size = simulation.size
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
@@ -64,14 +68,14 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
 def _scaling_row(
     scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
-    """Return the row of the fastest step that fits, the first of two; the other one has no accumulation."""
+    """Return the row of the first of two steps, the fastest that fits; the other one, at once, may not fit."""
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
     step, ignoring_memory = fastest_steps
     context, capacity = simulation.size.context, simulation.cluster.memory_bytes
     tokens_per_s = step.batch_size * context / step.step_s
-    # Of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
+    # If each device computed at the rate of one alone, without optimizer and communication.
     ideal_tokens_per_s = context / simulation.device.sequence_s * count
     limit = step.longest_part
     if step.memory > capacity:
@@ -89,8 +93,11 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
-        of_scaling = {count: fastest for (name, count), fastest in simulated.items() if name == scaling}
-        steps = {count: fastest[0] for count, fastest in of_scaling.items() if fastest}
+        steps = {
+            count: fastest_steps[0]
+            for (name, count), fastest_steps in simulated.items()
+            if fastest_steps is not None and name == scaling
+        }
         rates, memories = axes[0, column], axes[1, column]
         for name, curve in _scaling_curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
@@ -117,14 +124,15 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
 
 def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
     """Return, by name, steps by number of devices: the fastest that fits, and single strategies where they can."""
+    # The fewest devices that share layers, and the most.
     widths = [tp for tp in (2, simulation.cluster.node_devices) if tp > 1]
     curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
     curves |= {f"fsdp, tp={tp}": {} for tp in widths}
     for count, step in steps.items():
-        shapes = {"ddp": Mesh(count, 1, 1), "fsdp": Mesh(1, count, 1)}
-        shapes |= {f"fsdp, tp={tp}": Mesh(1, count // tp, tp) for tp in widths if count % tp == 0}
-        for name, shape in shapes.items():
+        meshes = {"ddp": Mesh(ddp=count), "fsdp": Mesh(fsdp=count)}
+        meshes |= {f"fsdp, tp={tp}": Mesh(fsdp=count // tp, tp=tp) for tp in widths if count % tp == 0}
+        for name, mesh in meshes.items():
             # A mesh may not divide the batch or the heads.
             with contextlib.suppress(UsageError):
-                curves[name][count] = simulation.with_batch(step.batch_size).with_least_accumulation(shape)
+                curves[name][count] = simulation.with_batch(step.batch_size).with_least_accumulation(mesh)
     return {name: curve for name, curve in curves.items() if curve}

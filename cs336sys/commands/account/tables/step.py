@@ -77,7 +77,7 @@ def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, ra
         facts = {"communication_ms": 1e3 * time.communication_s, "share": time.exposed_s / time.communication_s}
         add("communication", time.exposed_s, configuration.sent_bytes, "bytes/s", bytes_per_s, **facts)
     waiting_s = time.step_s - time.gpu_s - time.exposed_s
-    if waiting_s > 1e-9:
+    if waiting_s > 1e-9:  # Less is rounding.
         count = configuration.accumulation * sum(time.work.launches.values())
         add("waiting for launches", waiting_s, count, "launches")
     notes = [*sentences(__name__, "terms"), *error_notes(rates)]
