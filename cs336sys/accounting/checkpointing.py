@@ -131,8 +131,7 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
     if checkpointing in SUBLAYERS:
         output_projection = linear_flops(size.tokens, size.d_model, size.d_model, backward=False)
         attention = counts.projections + counts.attention - size.num_layers * output_projection
-        # w1 and w3 of three matrices of one size.
-        feed_forward = counts.feed_forward * 2 // 3
+        feed_forward = counts.feed_forward * 2 // 3  # w1 and w3 of three matrices of one size.
         layers = SUBLAYERS[checkpointing]
         return attention * ("attn" in layers) + feed_forward * ("ffn" in layers)
     block = (counts.total - counts.lm_head) // size.num_layers
@@ -142,11 +141,7 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 
 
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
-    """Return how many times a block is computed again in a step, and how many of these end before their last product.
-
-    Args:
-        checkpointing: a strategy that computes whole blocks again.
-    """
+    """Return how often whole blocks are computed again in a step, and how many of these runs lack the last product."""
     if checkpointing == "nested":
         # The two outer halves are recomputed from inputs that the forward pass itself has kept.
         left = (num_layers + 1) // 2
@@ -155,10 +150,7 @@ def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
 
 
 def _nested_recomputations(num_layers: int) -> int:
-    """Count the blocks that one checkpoint of so many computes again.
-
-    The left half once, to reach the right half's input; then what each half computes as a checkpoint of its own.
-    """
+    """Count the blocks that a checkpoint computes again: the left half, for the input of the right, then each half."""
     if num_layers == 1:
         return 1
     left = (num_layers + 1) // 2

@@ -26,9 +26,7 @@ def bus_factor(collective: str, ranks: int) -> float:
     With ``n`` ranks each element of an all-reduce takes ``n - 1`` additions and ``n - 1`` deliveries, which ``n`` links
     share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``, as all-to-all is. A
     broadcast sends all through the root's link, which a reduction receives: 1. One rank alone communicates nothing: 0.
-
-    Args:
-        collective: one of :data:`WITH_BUS_BANDWIDTH`.
+    These are all of :data:`WITH_BUS_BANDWIDTH`.
     """
     if collective in ("broadcast", "reduce"):
         return 1.0 if ranks > 1 else 0.0
@@ -145,20 +143,15 @@ def optimal_bucket_bytes(gradient_bytes: Number, bytes_per_s: Number, call_s: Nu
 
 
 def overhead_on_link_s(gradient_bytes: float, bucket_bytes: float, link: AlphaBeta) -> float:
-    """Return :func:`bucketing_overhead_s` with a measured link: a call costs its latency, the transfer its bandwidth.
-
-    Args:
-        bucket_bytes: the size of a bucket; one larger than all gradients holds them all.
-    """
-    buckets = max(1.0, gradient_bytes / bucket_bytes)
+    """Return :func:`bucketing_overhead_s` with a measured link: a call costs latency, the transfer bandwidth."""
+    buckets = max(1.0, gradient_bytes / bucket_bytes)  # A bucket larger than all gradients holds them all.
     return number_of(bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s))
 
 
 def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> float:
     """Return :func:`optimal_bucket_bytes` with a measured link; 0 where calls are free: the smaller the better."""
     if link.latency_s == 0:
-        # Not 0 times an infinite bandwidth.
-        return 0.0
+        return 0.0  # Not 0 times an infinite bandwidth.
     return number_of(optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s))
 
 
@@ -201,8 +194,7 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
         usual,
         alternate,
     ]
-    # One device takes no time for either.
-    if devices > 1:
+    if devices > 1:  # One device takes no time for either.
         ratio = alternate.as_symbol() / usual.as_symbol()
         rows.append(row("alternate over usual", ratio, "times", reason=why("alternate_over_usual")))
     return rows
@@ -225,12 +217,9 @@ def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call
 
 @dataclass(frozen=True)
 class BusBandwidths:
-    """Bus bandwidths of collectives, one after another and alone on the GPUs.
+    """Bus bandwidths of collectives, one after another and alone on the GPUs."""
 
-    Attributes:
-        points: by kind and number of ranks, sizes in bytes, ascending, with GB/s.
-    """
-
+    # By kind and number of ranks: sizes in bytes, ascending, with GB/s.
     points: Mapping[tuple[str, int], tuple[tuple[int, float], ...]]
 
     @classmethod

@@ -65,14 +65,11 @@ def _comparison(compare: Callable[[float, float], bool]) -> Callable[["Expressio
 
 
 class Expression:
-    """A number and the arithmetic that it came from.
+    """A number, its ``value``, and the arithmetic that it came from.
 
     Supports ``+ - * / **`` with numbers and expressions, ``math.ceil`` and ``math.floor``, and comparison by value;
     :func:`maximum` and :func:`minimum` keep all their operands in the text. Multiplying by 1 and adding 0 leave no
     trace.
-
-    Attributes:
-        value: the number.
     """
 
     def __init__(self, value: float, parts: tuple["str | _Symbol", ...], binding: int):

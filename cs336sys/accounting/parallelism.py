@@ -129,12 +129,10 @@ def tp_reach(layer: Layer, which: str) -> Number:
 def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
     """Return ``(N_FSDP, N_TP)`` of the largest fsdp-tp mesh whose axes share the network.
 
-    The sum of both times is as long as computing where ``(N_FSDP - 1) / b + (N_TP - 1) / t = 1``. On that line the
-    derivative of ``N_FSDP N_TP`` is zero at ``N_FSDP / b = N_TP / t``: ``N_FSDP = (b + t + b t) / (2 t)`` and
-    ``N_TP = (b + t + b t) / (2 b)``. Where one of them would be under 1, the other axis alone reaches furthest.
-
-    Args:
-        b, t: :func:`fsdp_reach` and :func:`tp_reach`.
+    ``b`` and ``t`` are :func:`fsdp_reach` and :func:`tp_reach`. The sum of both times is as long as computing where
+    ``(N_FSDP - 1) / b + (N_TP - 1) / t = 1``. On that line the derivative of ``N_FSDP N_TP`` is zero at
+    ``N_FSDP / b = N_TP / t``: ``N_FSDP = (b + t + b t) / (2 t)`` and ``N_TP = (b + t + b t) / (2 b)``. Where one of
+    them would be under 1, the other axis alone reaches furthest.
     """
     corner = b + t + b * t
     if corner < 2 * t:
@@ -157,8 +155,7 @@ def most_devices(strategy: str, layer: Layer, which: str, *, overlapped: bool = 
     if strategy == "tp":
         return 1 + t
     fsdp, tp = largest_mesh_shared(b, t)
-    # Axes that overlap go to their own limits.
-    return (1 + b) * (1 + t) if overlapped else fsdp * tp
+    return (1 + b) * (1 + t) if overlapped else fsdp * tp  # Axes that overlap go to their own limits.
 
 
 def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) -> tuple[float, float]:
@@ -243,11 +240,7 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
 def _pass_row(
     strategy: str, which: str, unit: str, quantity: str, result: Number, name: str = "", part: int = 0, **details: str
 ) -> Derived:
-    """Return a row about one pass.
-
-    Args:
-        part: of the strategy's problem in :data:`_PROBLEMS` that the row answers; 0: a step on the way.
-    """
+    """Return a row about one pass, which answers this part of the strategy's problem; 0: it is a step on the way."""
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
     answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
     problem = _PROBLEMS[strategy]

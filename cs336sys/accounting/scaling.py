@@ -115,10 +115,7 @@ class Simulation:
         return replace(self, size=replace(self.size, batch_size=batch_size))
 
     def step(self, mesh: Mesh, accumulation: int = 1) -> SimulatedStep:
-        """Simulate a step on this mesh.
-
-        Args:
-            accumulation: how many parts of the batch pass one after the other.
+        """Simulate a step on this mesh, in which ``accumulation`` parts of the batch pass one after the other.
 
         Raises:
             UsageError: ranks of ddp and fsdp do not divide the batch, those of tp the heads; or tp leaves a node.
@@ -178,10 +175,8 @@ class Simulation:
     def fastest(self, devices: int, dimension: str | None = None) -> tuple[SimulatedStep, SimulatedStep] | None:
         """Return the fastest step that fits, or the smallest if none does, and the fastest without accumulation.
 
-        None if no mesh of so many devices divides the batch and the heads.
-
-        Args:
-            dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
+        None if no mesh of so many devices divides the batch and the heads. A ``dimension``, ``ddp``, ``fsdp`` or
+        ``tp``, has all devices.
         """
         steps = [self.with_least_accumulation(mesh) for mesh in self.meshes(devices, dimension)]
         if not steps:
@@ -202,11 +197,12 @@ def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -
     """Return seconds: of a pass's all-gathers, a step's reduce-scatters, and a unit of both, which nothing hides."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
-    communication = step_communication(parameter_shapes(size), ELEMENT_BYTES[precision], mesh.fsdp)
+    shapes = parameter_shapes(size)
+    communication = step_communication(shapes, ELEMENT_BYTES[precision], mesh.fsdp)
     # A ring's members are tp devices apart, and have a part of the layers.
     bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
     seconds_per_byte = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
-    units = len(sharded_units(size))
+    units = len(sharded_units(shapes))
     calls_s = units * cluster.call_s
     # all_gather counts both passes, and the unit kept between them once: a pass gathers half.
     gather_s = communication.all_gather / 2 * seconds_per_byte + calls_s

@@ -155,11 +155,7 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
 
 
 def _overlapped_batch(alpha: Number, y: Number, m_x: Number, y_limit: Number) -> Number:
-    """Return the tokens a device at which computing is as long as communication: ``alpha / (M_X Y)``.
-
-    Args:
-        y_limit: the most TP; with a larger Y no batch is enough: infinity.
-    """
+    """Return the tokens a device at which computing is as long as communication; beyond the most TP none are enough."""
     return math.inf if y > y_limit else alpha / (m_x * y)
 
 
@@ -167,8 +163,7 @@ def _change_answers(
     mesh: TpuMesh, f: Expression, alpha: Expression, batch_per_device: Expression, y_max: Expression
 ) -> list[Derived]:
     """Return rows of part (d): the overall batch, in tokens, after one change to (c) alone, on as many devices."""
-    # The largest power of two up to Y_max.
-    widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
+    widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))  # The largest power of two up to Y_max.
     more_links = symbol("M_X", number_of(mesh.m_x) + 1)
     devices = symbol("N", number_of(mesh.x * mesh.y))
 

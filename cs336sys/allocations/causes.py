@@ -105,8 +105,7 @@ class Moment:
 
 def find_causes(moment: Moment) -> list[Finding]:
     """Return the causes in the order in which to mend them; fragmentation where no proved cause holds more."""
-    # One step that memprof recorded on a CPU has nothing to compare it with.
-    if moment.inference.is_recorded:
+    if moment.inference.is_recorded:  # One step that memprof recorded on a CPU has nothing to compare it with.
         return []
     causes = [cause for cause in (rule(moment) for rule in _RULES) if cause is not None]
     proved = [finding for finding in causes if finding.certainty == "measured" and finding.cause != "fragmentation"]
@@ -152,12 +151,9 @@ def _state_twice(moment: Moment) -> Finding | None:
 def _copied_state_bytes(
     states: Sequence[Counter[int]], gradients: Sequence[Counter[int]], parameters: Counter[int], ratio: int
 ) -> int:
-    """Return the bytes of a line's state that are there twice; blocks are counted by size.
+    """Return the bytes that are there twice of a line's state, ``ratio`` times as large as its parameters.
 
-    Args:
-        states: what the line made in each step and for each caller.
-        gradients: those that existed each time.
-        ratio: of the size of a state to that of its parameter.
+    Counts by size: ``states`` that the line made in each step for each caller, ``gradients`` that existed each time.
     """
     copied_bytes = 0
     for size, count in sum(states, Counter[int]()).items():
@@ -320,15 +316,13 @@ def _longer_than_before(moment: Moment) -> Finding | None:
     """Find a failed step whose forward pass made larger memory by the same lines than each step before."""
     steps = moment.inference.steps
     current = bisect_right(steps, moment.position)
-    # One step before says little: the record may begin within it.
-    if moment.failure is None or current < 2:
+    if moment.failure is None or current < 2:  # One step before says little: the record may begin within it.
         return None
     start = steps[current - 1]
     ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, end=start)])
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
-    # By so much a batch like those before would have been smaller.
-    size = int(activations * (1 - 1 / ratio))
+    size = int(activations * (1 - 1 / ratio))  # By so much a batch like those before would have been smaller.
     return memory_cause("longer batch", size, ratio=ratio, is_among_ranks=False) if moment.is_leak(size) else None
 
 
@@ -354,8 +348,7 @@ def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) ->
     for block in moment.record.blocks:
         if start <= block.start < (end or moment.record.last_position + 1) and moment.role(block) in _FORWARD_ROLES:
             largest[block.stack] = max(largest[block.stack], block.size)
-    # Several stacks lead to a line.
-    lines: dict[tuple[str, str], int] = defaultdict(int)
+    lines: dict[tuple[str, str], int] = defaultdict(int)  # Several stacks lead to a line.
     for stack, size in largest.items():
         lines[moment.line(stack)] = max(lines[moment.line(stack)], size)
     return lines
@@ -402,8 +395,7 @@ def _round_up(size: int) -> int:
 def _fp32_logits(moment: Moment) -> Finding | None:
     """Find fp32 copies of half-precision logits that a loss, or a conversion before it, makes: twice as large."""
     results = [block for block in moment.record.blocks if block.start and moment.role(block) in _FORWARD_ROLES]
-    # The allocation that failed would have been the next.
-    failure, failed_at = moment.failure, moment.position + 1
+    failure, failed_at = moment.failure, moment.position + 1  # The allocation that failed would have been the next.
     if failure is not None and moment.role(failure) in _FORWARD_ROLES:
         results = [block for block in results if block.start < failed_at]
         results.append(Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, failure.size))

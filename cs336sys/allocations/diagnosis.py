@@ -137,8 +137,7 @@ class MemoryChange:
 
 def changes(before: MemoryDiagnosis, after: MemoryDiagnosis) -> list[MemoryChange]:
     """Return the differences by category and line, the largest first; they add up to the difference of all."""
-    # Before and after.
-    sizes_by_line: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    sizes_by_line: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])  # Before and after.
     for side, diagnosis in enumerate((before, after)):
         for kind in diagnosis.kinds:
             sizes_by_line[kind.category, kind.code][side] += kind.total

@@ -79,11 +79,7 @@ class FailedAllocation(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory of the device that the allocator has.
-
-    Attributes:
-        is_expandable: it grows in place.
-    """
+    """Memory of the device that the allocator has; an expandable segment grows in place."""
 
     address: int
     size: int
@@ -136,8 +132,7 @@ class DeviceRecord:
                 break
             index = bisect_right(segments, segment.address, key=attrgetter("address"))
             if change < 0:
-                # It was freed later: put it back.
-                segments.insert(index, segment)
+                segments.insert(index, segment)  # It was freed later: put it back.
             elif index and segment.end <= (whole := segments[index - 1]).end:
                 # It was allocated later: take it out. Of an expandable segment only a part goes.
                 remaining = ((whole.address, segment.address), (segment.end, whole.end))
@@ -279,11 +274,7 @@ class _Parser:
         return live
 
     def _step_marks(self) -> list[int]:
-        """Return the first position after each step: after the ranges whose names hold "step".
-
-        Names that differ in numbers alone, ``step 1`` and ``step 2``, are one; of several names the rarest counts, as
-        inner ranges are more.
-        """
+        """Return the first position after each range with "step" in its name: the rarest name's, numbers left out."""
         entries = [self._trace[number] for number in self._record.entry_of_position[1:]]
         ends: dict[str, list[int]] = defaultdict(list)
         times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]

@@ -55,11 +55,7 @@ class AllocationHistory(AbstractContextManager):
 
 
 def dense_storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return a tensor's storage.
-
-    Raises:
-        CapabilityError: it is sparse, and has none.
-    """
+    """Return a tensor's storage, or raise a CapabilityError for a sparse one, which has none."""
     if tensor.layout is not torch.strided:
         advice = "make it dense, as with nn.Embedding(sparse=False)"
         raise CapabilityError(f"a step makes a tensor of {tensor.layout}, whose memory is not followed; {advice}")
@@ -71,9 +67,7 @@ class CudaHistory(AllocationHistory):
 
     A moment is the number of calls to the allocator until then, which its statistics count and its history lists one by
     one, so no clock is compared with another. Sizes are those asked for: the allocator rounds them up to 512 bytes.
-
-    Attributes:
-        snapshot: for pytorch.org/memory_viz, once it is left.
+    Once it is left, its ``snapshot`` is for pytorch.org/memory_viz.
     """
 
     def __init__(self, device: torch.device, max_entries: int = MAX_ENTRIES):

@@ -206,8 +206,7 @@ class Inference:
         for size, count in gradients.items():
             of_size = by_size.get(size, [])
             if blocks_per_gradient == 1 and len(of_size) > count:
-                # Some of them are parameters, and sizes do not tell which.
-                continue
+                continue  # Some of them are parameters, and sizes do not tell which.
             # Parameters without a gradient can make them more than gradients.
             if of_size and len(of_size) % blocks_per_gradient == 0:
                 count = len(of_size) // blocks_per_gradient

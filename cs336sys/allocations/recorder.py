@@ -152,8 +152,7 @@ class StepRecorder:
         )
 
     def _note_gradient(self, name: str, parameter: Tensor) -> None:
-        # An optimizer that updates in the backward pass may have dropped it.
-        if parameter.grad is not None:
+        if parameter.grad is not None:  # An optimizer that updates in the backward pass may have dropped it.
             self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
 
 
@@ -182,8 +181,7 @@ class _OperationObserver(DispatchMode):
         self._modules.__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Named ranges of a profile, such as the marks of CpuHistory.
-        if func.namespace == "profiler":
+        if func.namespace == "profiler":  # Named ranges of a profile, such as the marks of CpuHistory.
             return func(*args, **(kwargs or {}))
         origin = self._origin(func)
         start = self._history.mark()
@@ -262,8 +260,7 @@ def saved_tensors(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with hooks, modules or contextlib.nullcontext():
-        # Held until the end, or storages would be freed and their addresses used again.
-        result = run()
+        result = run()  # Held until the end, or storages would be freed and their addresses used again.
     del result
     return sorted(saved, key=lambda tensor: -tensor.size)
 
@@ -275,6 +272,5 @@ def _operation_name(tensor: Tensor) -> str:
         return "input" if tensor.requires_grad else ""
     while (name := node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")) in _VIEWS:
         node = node.next_functions[0][0]
-        # A view has a gradient because what it views has one.
-        assert node is not None
+        assert node is not None  # A view has a gradient because what it views has one.
     return "input" if name == "AccumulateGrad" else name

@@ -216,8 +216,7 @@ def _categorized(
         if allocation.start == 0:
             yield allocation
             continue
-        # The first gradient to be at its address while it lives.
-        of_address = gradients_at[allocation.address]
+        of_address = gradients_at[allocation.address]  # The first gradient to be at its address while it lives.
         index = bisect_left(of_address, allocation.start, key=lambda gradient: gradient.position)
         if index < len(of_address) and of_address[index].position < allocation.end:
             yield replace(allocation, category="gradients", parameter=of_address[index].parameter)

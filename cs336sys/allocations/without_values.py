@@ -41,8 +41,7 @@ class WithoutValues(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         if why_no_triton() is None:
-            # Imported here, as it takes 0.2 s.
-            from triton.runtime import Autotuner, Heuristics, JITFunction
+            from triton.runtime import Autotuner, Heuristics, JITFunction  # Imported here, as it takes 0.2 s.
             from triton.runtime.interpreter import InterpretedFunction
 
             for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
@@ -59,8 +58,7 @@ class WithoutValues(TorchDispatchMode):
         def count(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> Any:
             if warmup:
                 return run(kernel, *args, warmup=warmup, **kwargs)
-            # Autotuners and heuristics wrap the kernel.
-            while hasattr(kernel, "fn"):
+            while hasattr(kernel, "fn"):  # Autotuners and heuristics wrap the kernel.
                 kernel = kernel.fn
             self.launches[kernel.__name__] += 1
             return None

@@ -139,8 +139,7 @@ def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
         return None
     shape = ProductShape(layout_a, layout_b, a.dtype, adds=add is not None, device=a.device.index)
     if shape not in _runs:
-        # A capture cannot wait for measurements.
-        if torch.cuda.graphs.is_current_stream_capturing():
+        if torch.cuda.graphs.is_current_stream_capturing():  # A capture cannot wait for measurements.
             return None
         _runs[shape] = _fastest(shape, a, b, add)
     return _runs[shape]
@@ -162,8 +161,7 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
     def time_ms(number: int, round_ms: float) -> float:
         return _time_ms(functools.partial(runs[number], a, b, add, result), round_ms)
 
-    # Warms the GPU up.
-    time_ms(0, _FIRST_ROUND_MS)
+    time_ms(0, _FIRST_ROUND_MS)  # Warms the GPU up.
     first_ms = [time_ms(number, _FIRST_ROUND_MS) for number in range(len(runs))]
     limit_ms = _FINALIST_FACTOR * min(first_ms)
     finalists = [number for number, duration_ms in enumerate(first_ms) if number == 0 or duration_ms <= limit_ms]
@@ -198,8 +196,7 @@ def _time_ms(run: Callable[[], None], round_ms: float) -> float:
         return begin.elapsed_time(end) / calls
 
     run()
-    # A call that seems to take no time would make a round endless.
-    calls = math.ceil(round_ms / max(time_ms(1), 0.01))
+    calls = math.ceil(round_ms / max(time_ms(1), 0.01))  # A call that seems to take no time would make a round endless.
     time_ms(math.ceil(calls / 2))
     return time_ms(calls)
 
@@ -300,12 +297,10 @@ def _loaded_cublaslt(device: int) -> _CublasLt | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    # torch loads it with the first product.
-    torch.cuda.current_blas_handle()
+    torch.cuda.current_blas_handle()  # torch loads it with the first product.
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
     try:
-        # A handle belongs to the current device.
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # A handle belongs to the current device.
             return _CublasLt(ctypes.CDLL(min(paths))) if paths else None
     except (OSError, RuntimeError, AttributeError):
         return None

@@ -118,8 +118,7 @@ class TransformerBlock(torch.autograd.Function):
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
         if not keeps_graph:
-            # The node lives as long as the loss; attention's graph and its tensors need not.
-            ctx.attention = None
+            ctx.attention = None  # The node lives as long as the loss; attention's graph and its tensors need not.
         if settings.theta is not None:
             rotate_back = functools.partial(ops.rope, positions=None, theta=settings.theta, inverse=True, strides=None)
             for query_or_key in (0, 1):

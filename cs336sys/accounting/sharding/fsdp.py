@@ -18,7 +18,7 @@ from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.settings.sizes import ModelSize
 
-# Of parameters, by name.
+# Of parameters, before fsdp cuts them, by name.
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Bytes of a parameter, of its gradient, of both moments, and of the weight's lower bits kept next to the parameter,
@@ -26,12 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
 
 
-def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes of a model's sharded parameters, by unit in the order of use."""
-    return _units_of(parameter_shapes(size))
-
-
-def _units_of(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
+def sharded_units(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
     """Group the shapes with several dimensions, those of sharded parameters, by unit in the order of use."""
     units: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -52,10 +47,7 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
     """Return the bytes that a rank holds between backward pass and step: its rows, their gradients, AdamW's moments.
 
     In fp32 these are ``16 N / W`` where the ranks divide all rows and norms are few. Weights in half precision are cast
-    as they are gathered, so no copy of them is kept.
-
-    Args:
-        state_dtype: a name of :data:`STATE_BYTES`.
+    as they are gathered, so no copy of them is kept. ``state_dtype`` is a name of :data:`STATE_BYTES`.
     """
     shapes = parameter_shapes(size)
     matrices = [shape for shape in shapes.values() if len(shape) > 1]
@@ -70,7 +62,7 @@ def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapp
     """Return the bytes of each unit while it is gathered, by the unit's name."""
     return {
         name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
-        for name, shapes in sharded_units(size).items()
+        for name, shapes in sharded_units(parameter_shapes(size)).items()
     }
 
 
@@ -110,7 +102,7 @@ def fully_sharded_peak(
     Gradients in half precision, or of rows that do not divide among the ranks, are received from each rank apart: as
     many bytes as the whole gradient. The mean of other fp32 gradients arrives right in the rank's slice.
     """
-    units = sharded_units(size).values()
+    units = sharded_units(parameter_shapes(size)).values()
     gradient_bytes = [element_bytes * sum(map(math.prod, shapes)) for shapes in units]
     buffered = [[shape for shape in shapes if element_bytes < 4 or shape[0] % world_size] for shapes in units]
     buffer_bytes = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in buffered]
@@ -147,16 +139,12 @@ def step_communication(
 
     Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
     ``2 e N`` less one LM head and ``keep_gathered`` blocks. Its gradients are averaged once, ``e N``.
-
-    Args:
-        shapes: of whole parameters by name.
     """
-    units = _units_of(shapes).values()
+    units = sharded_units(shapes).values()
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
     elements = sum(math.prod(shape) for unit in units for shape in unit)
     all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
-    # Norms are fp32.
-    all_reduce = 4 * replicated_elements(shapes)
+    all_reduce = 4 * replicated_elements(shapes)  # Norms are fp32.
     return StepCommunication(all_gather, element_bytes * elements, all_reduce)
 
 
@@ -164,9 +152,6 @@ def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_ga
     """Return the bytes that the last rank sends in a step: it keeps the fewest rows of gradients, and sends the most.
 
     Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
-
-    Args:
-        shapes: of whole parameters by name.
     """
     communication = step_communication(shapes, element_bytes, world_size, keep_gathered)
     # Of reduce-scatters count the rows that belong to others, in place of (W - 1) / W.

@@ -35,8 +35,7 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
     """
     record, whole = STRATEGIES[strategy], element_bytes * parameters
     share = parameters / ranks if record.shares_updates else parameters
-    # AdamW's two moments, fp32.
-    moments = 8 * share
+    moments = 8 * share  # AdamW's two moments, fp32.
     if record.shards_weights:
         return TrainingState(4 * share, 4 * share, moments)
     gradients = 4 * share if record.reduces_slices else whole

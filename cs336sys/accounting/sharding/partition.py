@@ -86,13 +86,10 @@ class Piece:
 
 
 def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
-    """Cut tensors that are communicated together into one slice a rank.
+    """Cut tensors of so many elements, which are communicated together, into one slice a rank.
 
     A tensor that divides into aligned slices is cut where it lies, which saves the copies that packing costs. All
     others are packed together, padded at the end.
-
-    Args:
-        sizes: elements of each tensor.
     """
     pieces, packed, end = [], {}, 0
     for index, size in enumerate(sizes):

@@ -87,8 +87,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
     gradients = 0.0
     for block in reversed(range(layers)):
-        # The gradients of the unit before it are being averaged.
-        averaged = units[block + 2]
+        averaged = units[block + 2]  # The gradients of the unit before it are being averaged.
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if slice_share * step.world_size != 1 else 0
         recomputed_bytes = 2 * inner if block < first_keeping else 0

@@ -150,8 +150,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     at_loss, at_blocks = saved_schedule(step.checkpointing, size.num_layers)
     d, features, vocabulary = size.d_model, widths["ffn.w1"], widths["lm_head"]
     projection, w2 = d * widths["attn.q_proj"], d * features
-    # Bytes of an element of autocast's copy of a weight.
-    copy = 2 if e == 2 else 0
+    copy = 2 if e == 2 else 0  # Bytes of an element of autocast's copy of a weight.
     keeps_scores = ATTENTION[attention].keeps_scores
     scores = sequences * size.num_heads // step.tensor_ranks * size.context**2
     logit_bytes = e if step.compiles else 12

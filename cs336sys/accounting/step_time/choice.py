@@ -117,12 +117,10 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments: list[Any] = ["bench" if ranks == 1 else record.command, *sharing]
     if is_tuned:
         arguments = ["tune"]
-    # Of a user's model; all are None with ours.
-    for name in ("model", "loss", "batch", "blocks"):
+    for name in ("model", "loss", "batch", "blocks"):  # Of a user's model; all are None with ours.
         value = getattr(training.user, name)
         arguments += [f"--{name}", value] if value is not None else []
-    # A size with other widths, ``small/512x...``, has no name of its own.
-    has_name = "/" not in size.name
+    has_name = "/" not in size.name  # A size with other widths, ``small/512x...``, has no name of its own.
     arguments += ["--size", size.name if has_name else "small"]
     for field in () if has_name else ("d_model", "d_ff", "num_layers", "num_heads"):
         arguments += [f"--{field.replace('_', '-')}", getattr(size, field)]
@@ -135,8 +133,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
     arguments += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
     arguments += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
-    # How many of its predicted best tune measures.
-    arguments += ["--measure", 1] if is_tuned else []
+    arguments += ["--measure", 1] if is_tuned else []  # How many of its predicted best tune measures.
     return shlex.join(["cs336sys", *map(str, arguments)])
 
 

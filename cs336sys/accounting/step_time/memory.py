@@ -62,10 +62,8 @@ def step_peak_bytes(configuration: StepConfiguration) -> float:
         all_gradients = max(moment.gradients for moment in moments)
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
-    # How many fp32 copies of the parameters are rounded up.
-    if training.splits_weights:
-        # An estimate: no saved peak is of such a step alone.
-        rounded_copies = 1.0
+    if training.splits_weights:  # How many fp32 copies of the parameters are rounded up.
+        rounded_copies = 1.0  # An estimate: no saved peak is of such a step alone.
     elif configuration.strategy_record.gathers_ahead:
         # The peak of fsdp is an upper bound already; without rounding it meets saved steps within 1.3 %.
         rounded_copies = 0.0
@@ -106,8 +104,7 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
     if not record.shares_updates:
         moments = _averaged(moments, configuration)
     elif not is_eager:
-        # Those of an eager step are of a rank already.
-        moments = _shared(moments, configuration, whole)
+        moments = _shared(moments, configuration, whole)  # Those of an eager step are of a rank already.
     # Every rank holds the other ranks' parts of the batch, too.
     other_bytes = 16 * training.size.tokens * (ranks - 1)
     return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
@@ -128,8 +125,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     all_gradients = max(moment.gradients for moment in moments)
     if record.averages_at_once:
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
-    # In their own dtype they are sent without a copy.
-    if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):
+    if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):  # In their own dtype they are sent without a copy.
         return moments
     # Of activations, only the batch and the rotary table exist when all gradients are sent.
     activations = always_held_bytes(training.size) + all_gradients // 2
@@ -154,8 +150,7 @@ def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: 
     under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks)
     moments_of_rank = []
     for moment in moments:
-        # The part of the gradients, which are fp32 here, that exists by then.
-        done = moment.gradients / (4 * count)
+        done = moment.gradients / (4 * count)  # The part of the gradients, which are fp32 here, that exists by then.
         gradients, activations = round(state.gradients * done), moment.activations
         # Weights are gathered in both passes, whole gradients exist in the backward pass alone.
         if step.strategy_record.gathers_ahead and done < 1:

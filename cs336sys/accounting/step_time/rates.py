@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from cs336sys.accounting.hardware import Ceilings, Datasheet, datasheet
 from cs336sys.accounting.step_time.work import TERMS
@@ -129,21 +129,14 @@ class Rates:
 
     def to_json(self) -> str:
         """Write the rates as JSON, numbers with four digits."""
-        return json.dumps(_round_rate(asdict(self)), indent=1, allow_nan=False) + "\n"
+        exact = json.dumps(asdict(self))
+        rounded = json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}"))
+        return json.dumps(rounded, indent=1, allow_nan=False) + "\n"
 
     @property
     def error_note(self) -> str:
         """Say how far predictions are off: the sentence under every table."""
         return sentence(__package__, "error of predictions", rates=self)
-
-
-def _round_rate(value: Any) -> Any:
-    """Round every float in a tree of dictionaries and lists to four digits."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {name: _round_rate(item) for name, item in value.items()}
-    return [_round_rate(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache
@@ -210,11 +203,7 @@ def _by_ceilings(ceilings: Ceilings) -> Rates:
 
 
 def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
-    """Scale the rates of a GPU with ``peaks`` to ``gpu`` with its peaks; without links there are none of communication.
-
-    Args:
-        by: where both peaks come from: ``datasheets`` or ``ceilings``.
-    """
+    """Scale rates from a GPU's peaks, of datasheets or ``by`` ceilings, to another's; without links no exposures."""
     # Terms that the next lines do not name compute in fp32.
     slowdown = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
     slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)

@@ -64,8 +64,7 @@ class _PassCost(NamedTuple):
     kernels: int
 
 
-# Forward and backward.
-_HALF_COSTS = _PassCost(200, 18, 48, 8, 72, 60), _PassCost(408, 38, 60, 12, 122, 108)
+_HALF_COSTS = _PassCost(200, 18, 48, 8, 72, 60), _PassCost(408, 38, 60, 12, 122, 108)  # Forward and backward.
 _FP32_COSTS = _PassCost(170, 32, 40, 16, 56, 46), _PassCost(350, 72, 52, 24, 103, 90)
 # What calling a block takes besides its launches, in launches, forward and backward: guards of a compiled block, Python
 # of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
@@ -212,8 +211,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         # Those of seven products, each of which has two in the backward pass, and all others.
         kernels = [7 + other_kernels[0], 14 + other_kernels[1]]
         if half and not (workload.is_fused and workload.optimizer_record.is_ours):
-            # Autocast's casts of the weights: 4 bytes read and 2 written.
-            for work in (forward, backward):
+            for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
         if not workload.is_compiled:
             entries = _FUSED_ENTRIES
@@ -278,11 +276,7 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
 
 
 def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, float]) -> None:
-    """Add to each phase the gaps between kernels, and launches.
-
-    Args:
-        entries: what calling a block takes besides its launches, in launches, forward and backward.
-    """
+    """Add gaps between kernels, and launches, to each phase; ``entries``: what calling a block adds, by pass."""
     # A step without a backward pass has fewer phases.
     for (phase, amounts), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
         amounts["gaps"] = amounts["kernels"]
@@ -358,8 +352,7 @@ class CountedModel:
             kernels = counted.kernels * (_HALF_KERNELS if half else 1.0)
             if compiled:
                 moved, kernels = moved * _COMPILED_BYTES, kernels * _COMPILED_KERNELS
-            # Autocast's casts of all weights.
-            moved += 6 * self.parameters if half else 0
+            moved += 6 * self.parameters if half else 0  # Autocast's casts of all weights.
             amounts.add({"fused_bytes" if compiled else "eager_bytes": moved, "kernels": kernels})
         name = workload.attention_record.work
         for heads, queries, dimension in self.attention:
@@ -379,12 +372,9 @@ class CountedModel:
         return work
 
     def memory(self, workload: Workload, checkpointing: str, passes: int = 1) -> float:
-        """Return bytes at the peak, by the dry run's batches; compiled steps hold less than this.
-
-        Args:
-            passes: micro-batches; with several, all gradients are there from the start.
-        """
+        """Return bytes at the peak, by the dry run's batches; compiled steps hold less than this."""
         peak = _extrapolated(*self.peaks[checkpointing], workload.size.batch_size)
+        # With several passes, of micro-batches, all gradients are there from the start.
         gradients = 4 * self.parameters if passes > 1 else 0
         # The dry run has AdamW's moments in fp32.
         return peak + gradients - (8 - workload.moment_bytes) * self.parameters

@@ -108,8 +108,7 @@ def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
         allocated = torch.cuda.max_memory_allocated(step.device)
         peaks.append(prediction.PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
 
-    # Replays of graphs would allocate nothing; a capture does what a launched step does.
-    step.release_graphs()
+    step.release_graphs()  # Replays of graphs would allocate nothing; a capture does what a launched step does.
     step.run_phases(count_peak)
     return peaks
 
@@ -216,16 +215,12 @@ class _Planner:
         return self._predictions.get(key)
 
     def _predict(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
-        """Return the peak in bytes by formula or trace; None where there is no formula, or the model cannot run.
-
-        Args:
-            ranks: the change to more of them, of a user's model alone: of ours :meth:`_peak_bytes` has a formula.
-        """
+        """Return the peak in bytes by formula or trace; None where there is no formula, or the model cannot run."""
         if self._by_formula:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1
         try:
-            if ranks is not None:
+            if ranks is not None:  # Of a user's model: for ours, _peak_bytes() has a formula.
                 return bytes_with_shared_state(workload, memory_changes.number_of_ranks(ranks))
             traced = prediction.predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:

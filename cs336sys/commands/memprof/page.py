@@ -84,8 +84,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     categories = [category for category in CATEGORY_STYLES if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     peak_bytes = max(totals)
-    # The unit that the peak is written in is that of the axis.
-    peak, unit = in_shown_unit(peak_bytes, "bytes")
+    peak, unit = in_shown_unit(peak_bytes, "bytes")  # The unit that the peak is written in is that of the axis.
     scale = peak / peak_bytes if peak_bytes else 1.0
     shown = {name: [scale * size for size in timeline[name]] for name in categories if any(timeline[name])}
     if shown:
@@ -93,15 +92,13 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
         for area, style in zip(areas, map(CATEGORY_STYLES.__getitem__, shown), strict=True):
             # A doubled hatch is twice as dense; 70 is its opacity.
             area.set(facecolor=style.color, hatch=2 * style.hatch, edgecolor=style.ink + "70")
-    # Room above the peak for its number.
-    axes.set_ylim(0, 1.12 * peak or 1)
+    axes.set_ylim(0, 1.12 * peak or 1)  # Room above the peak for its number.
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
     # The legend and the axis's numbers take a quarter of the figure.
     rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)
     peak_position = positions[totals.index(peak_bytes)]
-    # From the left to the right end of the plot, 0 to 1.
-    peak_x = peak_position / last
+    peak_x = peak_position / last  # From the left to the right end of the plot, 0 to 1.
     axes.annotate(
         f"{format_number(peak, unit)} {unit}",
         (peak_position, peak),
@@ -122,8 +119,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
 def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], plot_inches: float) -> int:
     """Draw lines where phases begin, and their names above the plot; return in how many rows, so that none overlap."""
     first, last = axes.get_xlim()
-    # Where the last name of each row ends; all in parts of the plot's width.
-    row_ends: list[float] = []
+    row_ends: list[float] = []  # Where the last name of each row ends; all in parts of the plot's width.
     for region in regions:
         axes.axvline(region["start"], color="black", linewidth=0.6, linestyle=":")
         if region["end"] <= region["start"]:

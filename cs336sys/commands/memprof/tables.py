@@ -45,11 +45,9 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     """Build the table of strategies, if there are several: memory, and time over the first that was measured."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
-    # The first measured cell of each configuration, whatever its strategy.
-    firsts: dict[str, Cell] = {}
+    firsts: dict[str, Cell] = {}  # The first measured cell of each configuration, whatever its strategy.
     rows = []
-    # Keys of a dictionary: each sentence once, in order.
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
     for cell in cells if has_several else ():
         workload = _workload(cell)
         row = cell.configuration | {"status": cell.status}
@@ -177,8 +175,7 @@ def _peak_row(cell: Cell) -> dict:
     row |= cell.derived | {"step_ms": cell.samples["step"]}
     for phase in cell.derived["phases"]:
         name = f"{phase['phase']}_gib"
-        # Micro-batches repeat their phases.
-        row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
+        row[name] = max(row.get(name, 0), phase["allocated"] / GIB)  # Micro-batches repeat their phases.
     if row["predicted_gib"] is not None:
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
     if traced := cell.derived.get("traced"):

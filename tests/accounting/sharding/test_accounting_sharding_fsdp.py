@@ -29,7 +29,7 @@ def test_gathered_parameters_are_padded_and_aligned():
 
 
 def test_units_are_embedding_blocks_and_head():
-    units = fsdp.sharded_units(SMALL)
+    units = fsdp.sharded_units(parameter_shapes(SMALL))
     assert list(units) == ["token_embeddings", "layers.0", "layers.1", "lm_head"]
     assert units["layers.1"] == [(8, 8)] * 4 + [(12, 8), (8, 12), (12, 8)]
     assert fsdp.replicated_elements(parameter_shapes(SMALL)) == 5 * 8

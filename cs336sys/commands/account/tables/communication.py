@@ -27,8 +27,7 @@ def bucket_tables(
     """Return the formulas at the first bucket size, and the overhead of all; ``title`` says of whose gradients."""
     rows = []
     for size in bucket_bytes:
-        # A bucket that is larger than all gradients holds them all.
-        buckets = max(1.0, gradient_bytes / size)
+        buckets = max(1.0, gradient_bytes / size)  # A bucket that is larger than all gradients holds them all.
         transfer_s = gradient_bytes / (buckets * bytes_per_s)
         overhead_s = number_of(bucketing_overhead_s(gradient_bytes, buckets, bytes_per_s, call_s))
         row = {"bucket_mb": size / 1e6, "buckets": buckets, "transfer_ms": 1e3 * transfer_s}

@@ -151,8 +151,7 @@ def simulated_cluster(
 ) -> tuple[Cluster, Sequence[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
     call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
-    # That of the most ranks is the rate of the note itself.
-    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]
+    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]  # That of the most ranks is the rate of the note itself.
     if bandwidth is not None:
         rate = MeasuredRate(bandwidth, "--bandwidth")
     elif any(cell.command == "allreduce" for cell in cells):
@@ -160,15 +159,8 @@ def simulated_cluster(
     else:
         rate = MeasuredRate(NVLINK_BYTES_PER_S, "")
     slowdown, steps = measured_slowdown(cells)
-    cluster = Cluster(
-        node_devices,
-        bytes_per_s=rate.value,
-        node_bytes_per_s=node_bandwidth,
-        call_s=call.value,
-        memory_bytes=memory_bytes,
-        ranks_bytes_per_s=tuple(bandwidths_by_ranks.items()),
-        slowdown=slowdown,
-    )
+    bytes_per_s, call_s, ranks_bytes_per_s = rate.value, call.value, tuple(bandwidths_by_ranks.items())
+    cluster = Cluster(node_devices, bytes_per_s, node_bandwidth, call_s, memory_bytes, ranks_bytes_per_s, slowdown)
     in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
     others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
     return cluster, sentences(__name__, "links", call=call, **in_node, **others)
@@ -228,11 +220,7 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
 def compare_with_measured(
     cells: Sequence[Cell], flops: float | None, bandwidth: float | None
 ) -> tuple[tuple[float, float], list[Table]]:
-    """Return the rates C and W, FLOP/s of bf16 steps and bytes/s, and the table of measured steps, if there are any.
-
-    Args:
-        flops, bandwidth: instead of what was measured.
-    """
+    """Return C, FLOP/s of bf16 steps, and W, bytes/s, measured unless given, and the table of measured steps, if any."""
     flops_rate = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
     bytes_rate = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
     has_steps = any(cell.command in ("ddp", "shard") for cell in cells)

@@ -53,11 +53,7 @@ def simulate_scaling(
 
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
     """Return a row for each kind of mesh, scaling and number of devices; ``notes`` say where its rates come from."""
-    rows = [
-        _scaling_row(scaling, count, fastest_steps, simulation)
-        for of_mesh in simulated
-        for (scaling, count), fastest_steps in of_mesh.items()
-    ]
+    rows = [_scaling_row(*setting, steps, simulation) for of_mesh in simulated for setting, steps in of_mesh.items()]
     size = simulation.size
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
@@ -93,11 +89,8 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
-        steps = {
-            count: fastest_steps[0]
-            for (name, count), fastest_steps in simulated.items()
-            if fastest_steps is not None and name == scaling
-        }
+        of_scaling = {count: fastest_steps for (name, count), fastest_steps in simulated.items() if name == scaling}
+        steps = {count: fastest_steps[0] for count, fastest_steps in of_scaling.items() if fastest_steps is not None}
         rates, memories = axes[0, column], axes[1, column]
         for name, curve in _scaling_curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
