@@ -122,11 +122,7 @@ class FusedStep(StepChoices):
 
     @property
     def around_loss(self) -> int:
-        """Return the bytes that the last norm and the loss hold.
-
-        The norm's fp32 input, the loss's input with its gradient, two numbers a token, the LM head's gradient, a chunk
-        of logits, and the head's cast where it has no copy.
-        """
+        """Return the bytes at the loss: the last norm's fp32 input, the loss's and its gradient, the head's, logits."""
         e = self.e
         chunk = min(e * self.size.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
@@ -142,8 +138,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
         moments = _fused_backward_moments(step, at_loss, at_blocks)
         # The embedding is as large as the LM head, and its gradient fp32.
         gradients = step.gradients(step.size.num_layers) + 4 * step.head
-        # Besides all gradients there is that of the embedded tokens.
-        moments.append(("end of backward", gradients, 4 * step.size.stream))
+        moments.append(("end of backward", gradients, 4 * step.size.stream))  # That of embedded tokens.
         if step.updates_parameters:
             # Only the course's AdamW makes a temporary of each parameter.
             temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer_record.is_plain else 0

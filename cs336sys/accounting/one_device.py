@@ -5,6 +5,7 @@ handout, sections 1.1 and 1.2; 2026 handout, 2.1 and 4.1.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -54,9 +55,8 @@ def _named_size(size: ModelSize) -> ModelSize:
     return replace(size, **{field: _whole_number(_SYMBOLS.get(field, field), getattr(size, field)) for field in fields})
 
 
-def _whole_number(name: str, value: int) -> Any:
-    """Return a symbol, of any type: formulas are declared to count in integers."""
-    return symbol(name, value)
+# A symbol, of any type: formulas are declared to count in integers.
+_whole_number: Callable[[str, int], Any] = symbol
 
 
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:

@@ -115,10 +115,7 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
     TP communicates no longer than it computes up to ``Y = F M_Y / alpha``, whatever the batch. FSDP does where
     ``4 B D F / (X Y C) >= 4 D F / (Y W M_X)``, that is ``B / X >= alpha / M_X``. One after the other, both do where
     ``F / (Y M_X) + B / (X M_Y) = B F / (X Y alpha)``: for ``B / (X Y)`` that is the overlapped batch over
-    ``1 - Y / (F M_Y / alpha)``.
-
-    Raises:
-        UsageError: a rate is not positive.
+    ``1 - Y / (F M_Y / alpha)``. A rate that is not positive is a UsageError.
     """
     for name in ("flops_per_s", "bytes_per_s"):
         value = number_of(getattr(mesh, name))

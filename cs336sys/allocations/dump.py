@@ -145,8 +145,7 @@ class DeviceRecord:
 def read_dump(path: Path) -> list[DeviceRecord]:
     """Read the devices of a snapshot that hold or did anything.
 
-    Raises:
-        UsageError: the file is no snapshot, would run code, or is too large.
+    A file that is no snapshot, would run code, or is too large, is a UsageError.
     """
     try:
         snapshot = read_plain_pickle(path)

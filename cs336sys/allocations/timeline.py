@@ -263,10 +263,7 @@ def module_pattern(module: str) -> str:
 def thinned(by_category: Mapping[str, Sequence[int]], points: int = 400) -> dict[str, list[int]]:
     """Return bytes by category at the fullest position of each of ``points`` stretches, and at the first and last.
 
-    400 points are enough for a picture as wide as a page.
-
-    Returns:
-        ``{"position": [...], "parameters": [...], ...}``
+    400 points are enough for a picture as wide as a page. The result also has the positions, as ``position``.
     """
     totals = [sum(sizes) for sizes in zip(*by_category.values(), strict=True)]
     step = max(1, math.ceil(len(totals) / max(1, points - 2)))

@@ -159,12 +159,9 @@ def transformer_block(x: Tensor, weights: tuple[Tensor, ...], settings: BlockSet
     (T, d_ff). Results are the same to the last bit whatever is kept. Differentiable once.
 
     Args:
-        x: (B, S, d), contiguous, float32, float16 or bfloat16.
+        x: (B, S, d), contiguous, float32, float16 or bfloat16, as the result is.
         weights: norm1 (d,); q, k, v, o (d, d); norm2 (d,); gate, up (d_ff, d); down (d, d_ff): matrices in the dtype of
             ``x``.
-
-    Returns:
-        (B, S, d).
 
     Raises:
         TypeError: a matrix has another dtype than ``x``.

@@ -8,8 +8,6 @@
   after it.
 """
 
-from dataclasses import replace
-
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
@@ -18,11 +16,6 @@ from cs336sys.settings.strategies import STRATEGIES
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
     """Return a strategy's split of the size's sequences; torch's ``context_parallel`` splits as our ring does."""
     return SequenceSplit(size.context, world_size, is_zigzag=not STRATEGIES[strategy].trades_heads)
-
-
-def size_of_longest_slice(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
-    """Return the size with the longest slice of a sequence that a rank holds."""
-    return replace(size, context=max(split_of(strategy, size, world_size).lengths))
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:

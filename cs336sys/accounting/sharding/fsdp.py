@@ -69,9 +69,7 @@ def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapp
 def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
     """Return the most bytes gathered at once: a unit in use, those fetched ahead in either direction, those that stay.
 
-    Args:
-        unit_bytes: of each unit, in the order of use.
-        keep_gathered: how many units besides the last stay gathered until the backward pass has come through them.
+    These are the last unit, and ``keep_gathered`` before it, until the backward pass has come through them.
     """
     # At the last unit all of those that stay are there, and what it fetches ahead is among them.
     at_last = 1 + max(prefetch, keep_gathered)

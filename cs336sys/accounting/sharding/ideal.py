@@ -47,11 +47,8 @@ def sent_bytes(
 ) -> Number:
     """Return the bytes that a rank sends in a step: ``(N - 1) / N`` of what is gathered, scattered or broadcast.
 
-    An all-reduce is a scatter and a gather; of fsdp nothing stays gathered between the passes.
-
-    Args:
-        element_bytes: of parameters and gradients.
-        compute_bytes: of an element of what fsdp gathers.
+    An all-reduce is a scatter and a gather; of fsdp nothing stays gathered between the passes. ``element_bytes`` are of
+    parameters and gradients, ``compute_bytes`` of what fsdp gathers.
     """
     share = (ranks - 1) / ranks * parameters
     if STRATEGIES[strategy].shards_weights:

@@ -51,11 +51,8 @@ def greedy_partition(sizes: Sequence[int], held_sizes: Sequence[int]) -> list[in
     """Give each tensor to one rank so that ranks hold about equally much, and return the rank of each.
 
     The largest first, each to the rank that holds least by then: the fullest rank gets at most 4/3 of what it would in
-    the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies").
-
-    Args:
-        sizes: of the tensors, in any unit.
-        held_sizes: what each rank holds already.
+    the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies"). Sizes are in any unit; of each rank
+    ``held_sizes`` are what it holds already.
     """
     totals = list(held_sizes)
     owners = [0] * len(sizes)
@@ -190,15 +187,12 @@ def _rank_choices(heads: int) -> str:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The tokens of a sequence that each rank holds; lengths differ by at most one.
+    """The tokens of a sequence that each rank holds, at least one; lengths differ by at most one.
 
     Attributes:
         length: tokens of the sequence.
         world_size: ranks.
         is_zigzag: two chunks a rank, the ``r``-th from either end; else one, in rank order.
-
-    Raises:
-        UsageError: there are fewer tokens than ranks.
     """
 
     length: int

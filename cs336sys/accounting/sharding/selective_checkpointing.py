@@ -19,23 +19,14 @@ from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
 from cs336sys.accounting.flops import attention_flops, linear_flops, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, gathered_bytes
-from cs336sys.accounting.sharding.step import (
-    RankMemory,
-    ShardedStep,
-    fullest_state,
-    memory_of_state,
-    sharded_step,
-)
+from cs336sys.accounting.sharding.step import RankMemory, ShardedStep, fullest_state, memory_of_state, sharded_step
 from cs336sys.errors import UsageError
 from cs336sys.settings.parallel import ParallelWorkload
 
 
 @dataclass(frozen=True)
 class KeptStep(ShardedStep):
-    """A step of ``fsdp`` with fused kernels, whose loss is computed without logits.
-
-    Attributes:
-        blocks: how many of the last blocks keep gate and up.
+    """A step of ``fsdp`` with fused kernels and a loss without logits, of which the last ``blocks`` keep gate and up.
 
     Raises:
         UsageError: the ranks do not divide the batch, or the model has not so many blocks.

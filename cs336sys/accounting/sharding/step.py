@@ -130,7 +130,8 @@ class ShardedStep(StepChoices, HasStrategy):
     def share(self) -> ModelSize:
         """Return the size with this rank's part of the batch, or of every sequence."""
         if self.strategy_record.splits_sequences:
-            return context.size_of_longest_slice(self.strategy, self.size, self.world_size)
+            longest_slice = max(context.split_of(self.strategy, self.size, self.world_size).lengths)
+            return replace(self.size, context=longest_slice)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
 
     @property
@@ -208,16 +209,11 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
 
 
 def memory_of_state(state: TrainingState, always_held_bytes: int, *, kept_gradient_bytes: int = 0) -> list[RankMemory]:
-    """Return what a rank holds at all of :data:`MOMENTS` but the peak.
-
-    Args:
-        always_held_bytes: what there is besides the state.
-        kept_gradient_bytes: of gradients that live from step to step.
-    """
+    """Return what a rank holds at all of :data:`MOMENTS` but the peak; kept gradients live from step to step."""
     initialized, before_first, after_first, before, after, _peak = MOMENTS
     everything = state.parameters, state.gradients, state.optimizer_state, always_held_bytes
     return [
-        # Gradients that live from step to step are none yet, and so count as buffers.
+        # Memory that is kept for gradients holds none yet.
         RankMemory(initialized, state.parameters, 0, 0, always_held_bytes + kept_gradient_bytes),
         RankMemory(before_first, state.parameters, state.gradients, 0, always_held_bytes),
         RankMemory(after_first, *everything),

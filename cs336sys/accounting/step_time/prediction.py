@@ -151,12 +151,7 @@ def predict_step(
     launch_s: float | None = None,
     counted_model: CountedModel | None = None,
 ) -> StepTime:
-    """Predict a step.
-
-    Args:
-        launch_s: of the CPU for a launch; None: of the usual host.
-        counted_model: the user's model instead of ours.
-    """
+    """Predict a step of our model, or of the user's counted one; without ``launch_s``, with launches of usual hosts."""
     training, micro_batches = configuration.training, configuration.accumulation
     optimizer_share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
     if counted_model is None:

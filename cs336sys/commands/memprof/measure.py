@@ -230,11 +230,7 @@ class _Planner:
 
 
 def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
-    """Trace one of several ranks with ``--strategy optimizer``: its part of the batch, and its share of the state.
-
-    Returns:
-        the peak of the rank that updates most.
-    """
+    """Return the peak, with ``--strategy optimizer``, of the rank that updates most, by tracing its part of a batch."""
     training = workload.training
     rank_size = replace(training.size, batch_size=training.size.batch_size // ranks)
     timeline = prediction.predicted_timeline(replace(workload, training=replace(training, size=rank_size))).timeline

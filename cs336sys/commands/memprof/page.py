@@ -108,7 +108,6 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
         fontsize=9,
     )
     axes.set(xlabel="allocations and frees since the step began", ylabel=f"active memory, {unit}")
-    # In points, above the names of phases.
     axes.set_title(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=10, pad=6 + 13 * rows)
     axes.grid(alpha=0.3)
     if shown:

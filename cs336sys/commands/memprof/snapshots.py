@@ -111,7 +111,6 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         Column("total_bytes", "all", "bytes"),
         *named_columns("share_percent", "category", "operation", "code"),
     )
-    # Empty texts, of what no stack names, are missing values.
     rows = [
         {key: value or None for key, value in vars(kind).items()}
         | {"snapshot": diagnosis.name, "size_bytes": kind.size, "total_bytes": kind.total}

@@ -278,7 +278,6 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         tensors = cell.derived.get("saved_tensors", ())
         total, others = sum(tensor["size"] for tensor in tensors), tensors[_LISTED_TENSORS:]
-        # The column "tensor" has a number, or what a row sums up.
         listed = [
             tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
             for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)

@@ -40,8 +40,7 @@ def buckets(
     if gradients is None:
         total, title = float(element_bytes * count_parameters(choose_size(size))), f"{size}, {gradient_dtype}"
     else:
-        total = float(read_value(gradients, "--gradients", byte_count))
-        title = gradients
+        total, title = float(read_value(gradients, "--gradients", byte_count)), gradients
     output.check()
     output.emit(bucket_tables(total, [1e6 * value for value in bucket_mb], bandwidth, 1e-6 * call_us, title))
 

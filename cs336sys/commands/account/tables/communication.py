@@ -53,12 +53,7 @@ _TITLES = {
 
 
 def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh: Mesh | None = None) -> list[Table]:
-    """Return a table of answers for each strategy, and one that compares them.
-
-    Args:
-        devices: of dp, fsdp and tp, and of the fastest mesh.
-        mesh: of fsdp-tp instead of the fastest one.
-    """
+    """Return a table of answers for each strategy, and one that compares them; ``mesh`` replaces fsdp-tp's fastest."""
     tables, summary_rows = [], []
     for strategy in strategies:
         chosen = _choose_mesh(strategy, layer, devices, mesh)

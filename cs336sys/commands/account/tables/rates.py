@@ -220,7 +220,7 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
 def compare_with_measured(
     cells: Sequence[Cell], flops: float | None, bandwidth: float | None
 ) -> tuple[tuple[float, float], list[Table]]:
-    """Return C, FLOP/s of bf16 steps, and W, bytes/s, measured unless given, and the table of measured steps, if any."""
+    """Return C, FLOP/s of bf16 steps, and W, bytes/s, as measured or given, and the table of measured steps, if any."""
     flops_rate = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
     bytes_rate = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
     has_steps = any(cell.command in ("ddp", "shard") for cell in cells)
