@@ -138,7 +138,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
         moments = _fused_backward_moments(step, at_loss, at_blocks)
         # The embedding is as large as the LM head, and its gradient fp32.
         gradients = step.gradients(step.size.num_layers) + 4 * step.head
-        moments.append(("end of backward", gradients, 4 * step.size.stream))  # That of embedded tokens.
+        moments.append(("end of backward", gradients, 4 * step.size.stream))  # The embedded tokens' gradient.
         if step.updates_parameters:
             # Only the course's AdamW makes a temporary of each parameter.
             temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer_record.is_plain else 0

@@ -170,15 +170,12 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
     logits = tokens * size.vocab_size
     # More than at the loss there is the gradient of the LM head's input.
     freed = (4 + copy) * logits + 8 * tokens + (e * logits if copy else 0) - e * tokens * size.d_model
-    heads = [
-        replace(moment, moment="LM head backward", activations=moment.activations - freed)
-        for moment in moments
-        if moment.moment == "loss"
-    ]
+    loss = next(moment for moment in moments if moment.moment == "loss")
+    head = replace(loss, moment="LM head backward", activations=loss.activations - freed)
     # A moment counts the token ids and targets of its own part.
     other_batch_bytes = 16 * size.tokens * (passes - 1) // passes
     later_moments = []
-    for moment in [*moments, *heads]:
+    for moment in [*moments, head]:
         # Names of moments end with that of a block: "softmax backward, first block".
         newest_bytes = gradient_bytes * newest_elements.get(moment.moment.partition(",")[0], 0)
         gradients, activations = all_gradients + newest_bytes, moment.activations + other_batch_bytes

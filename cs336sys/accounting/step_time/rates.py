@@ -203,13 +203,13 @@ def _by_ceilings(ceilings: Ceilings) -> Rates:
 
 
 def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
-    """Scale rates from a GPU's peaks, of datasheets or ``by`` ceilings, to another's; without links no exposures."""
+    """Return rates of ``gpu``, which has ``gpu_peaks``, from those of a GPU with ``peaks``; ``by`` names their source."""
     # Terms that the next lines do not name compute in fp32.
     slowdown = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
     slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
     slowdown |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
     seconds = {term: unit_s * slowdown[term] for term, unit_s in rates.seconds.items()}
-    exposures: dict[str, Exposure] = {}
+    exposures: dict[str, Exposure] = {}  # None where a link is unknown.
     if peaks.link and gpu_peaks.link:
         for name, exposure in rates.exposures.items():
             exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * gpu_peaks.link / peaks.link)

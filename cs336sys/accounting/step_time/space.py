@@ -79,10 +79,6 @@ class Space:
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tokens_per_step: int | None = None
 
-    def values(self, setting: str) -> Collection[Any]:
-        """Return the values of a setting that are tried."""
-        return self.fixed.get(setting) or SETTINGS[setting]
-
     @property
     def checkpointings(self) -> Sequence[str]:
         """Return the strategies of checkpointing that are tried: no group is larger than the model."""
@@ -136,7 +132,7 @@ class Space:
 
     def _trainings(self, refused: Counter[str]) -> Iterator[Workload]:
         """Yield the workloads that can run, and count the others in ``refused`` by reason."""
-        for combination in product(*map(self.values, SETTINGS)):
+        for combination in product(*(self.fixed.get(name) or values for name, values in SETTINGS.items())):
             settings = dict(zip(SETTINGS, combination, strict=True))
             # SETTINGS has pairs: which optimizer keeps its state in which dtype.
             settings["optimizer"], settings["state_dtype"] = settings["optimizer"]

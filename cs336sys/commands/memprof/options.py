@@ -130,6 +130,7 @@ def memprof(
         saved.show(top, snapshot, output)
         return
     refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
+    # Of one mode, which recording replaces by each.
     workloads = recording.workloads(training.workloads(mode[:1]), mode)
     output.check()
     if recording.plan or recording.memory is not None:
@@ -194,13 +195,15 @@ def _read_diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
     from cs336sys.allocations.dump import read_dump
 
     files: list[Path] = []
-    # A file's own name may have commas.
-    for path in (Path(part) for value in paths for part in ([value] if value.exists() else str(value).split(","))):
-        snapshots = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
-        if not snapshots:
-            advice = "give a snapshot, or a folder of memprof --snapshot"
-            raise UsageError(f"{path}: this folder holds no .pickle; {advice}")
-        files += snapshots
+    for value in paths:
+        # A file's own name may have commas.
+        for path in [value] if value.exists() else map(Path, str(value).split(",")):
+            snapshots = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
+            if not snapshots:
+                raise UsageError(
+                    f"{path}: this folder holds no .pickle; give a snapshot, or a folder of memprof --snapshot"
+                )
+            files += snapshots
     names = [path.name for path in files]
     diagnoses = []
     # Snapshots are millions of values that stay: the collector would look at them again and again.
