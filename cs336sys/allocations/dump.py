@@ -282,7 +282,7 @@ class _Parser:
                 case {"name": str(name), "stage": "END", "time_us": int(time), **others} if (
                     others.get("device", self._record.device) == self._record.device
                 ):
-                    ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)
+                    ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)  # Entry 0 leads to position 1.
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
         # The first two labels are those of positions 1 and 2.
         for position, (label, next_label) in enumerate(pairwise(labels), start=2):

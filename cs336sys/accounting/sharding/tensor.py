@@ -169,13 +169,13 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     ]
     for blocks in at_blocks:
         gradients = head_elements + (size.num_layers - blocks.block) * block_elements
-        saved_bytes = part.held(blocks) + 9 * tokens
+        saved_bytes = part.held(blocks) + 9 * tokens  # And the embedding's rows and mask.
         inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
         if keeps_scores:
             statistics = 4 * scores // size.context
             query_bytes = e * tokens * widths["attn.q_proj"]
-            freed = part.feed_forward + copy * projection
+            freed = part.feed_forward + copy * projection  # And the output projection's copy.
             softmax = saved_bytes - freed + part.stream - query_bytes + (12 - e) * scores + statistics
             done = gradients + 3 * w2 + projection + d
             moments.append(moment(f"softmax backward, {blocks.name}", done, softmax))

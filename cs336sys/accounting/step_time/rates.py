@@ -203,7 +203,7 @@ def _by_ceilings(ceilings: Ceilings) -> Rates:
 
 
 def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
-    """Return rates of ``gpu``, which has ``gpu_peaks``, from those of a GPU with ``peaks``; ``by`` names their source."""
+    """Return rates of ``gpu``, with ``gpu_peaks``, from those of a GPU with ``peaks``; ``by`` names their source."""
     # Terms that the next lines do not name compute in fp32.
     slowdown = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
     slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
