@@ -121,8 +121,7 @@ def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool 
     return SavedActivations(
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
-        # w1 and w3 share their input unless each casts it.
-        linear_inputs=(2 * 2 if casts else e) * size.stream,
+        linear_inputs=(2 * 2 if casts else e) * size.stream,  # w1 and w3 share their input unless each casts it.
         swiglu=5 * e * size.inner,
         weight_copies=2 * 3 * size.d_model * size.d_ff if casts else 0,
     )

@@ -136,8 +136,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _fused_backward_moments(step, at_loss, at_blocks)
-        # The embedding is as large as the LM head, and its gradient fp32.
-        gradients = step.gradients(step.size.num_layers) + 4 * step.head
+        gradients = step.gradients(step.size.num_layers) + 4 * step.head  # The embedding's is as large, in fp32.
         moments.append(("end of backward", gradients, 4 * step.size.stream))  # The embedded tokens' gradient.
         if step.updates_parameters:
             # Only the course's AdamW makes a temporary of each parameter.
@@ -162,8 +161,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     """
     e, has_copies = step.e, step.reads_copies
     feed_forward = (8 + (3 if has_copies else 2) * e) * step.size.stream + 3 * e * step.size.inner
-    # Without the gradients of its input and of the LM head.
-    loss = step.around_loss - e * step.size.stream - step.head_gradient
+    loss = step.around_loss - e * step.size.stream - step.head_gradient  # No gradients, of the input and the head.
     moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context

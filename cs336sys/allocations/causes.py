@@ -89,8 +89,7 @@ class Moment:
         line = self.innermost(stack)
         names = [frame.name for frame in self.record.stacks[stack] if not frame.filename.endswith(".py")]
         if line is not None:
-            # nn.Linear's own line is in a function that is called forward.
-            names.append("linear" if line.filename.endswith("/linear.py") else line.name)
+            names.append("linear" if line.filename.endswith("/linear.py") else line.name)  # Which is forward.
         return any(_PRODUCT.search(name) for name in names)
 
     def line(self, stack: int) -> tuple[str, str]:
@@ -148,24 +147,26 @@ def _state_twice(moment: Moment) -> Finding | None:
     return memory_cause("optimizer state twice", doubled_bytes, code, is_proved=is_proved)
 
 
-def _copied_state_bytes(
-    states: Sequence[Counter[int]], gradients: Sequence[Counter[int]], parameters: Counter[int], ratio: int
-) -> int:
-    """Return the bytes that are there twice of a line's state, ``ratio`` times as large as its parameters.
+# How many blocks there are of each size.
+_Sizes = Counter[int]
 
-    Counts by size: ``states`` that the line made in each step for each caller, ``gradients`` that existed each time.
+
+def _copied_state_bytes(states: Sequence[_Sizes], gradients: Sequence[_Sizes], parameters: _Sizes, ratio: int) -> int:
+    """Return the bytes of a second copy of a line's state, ``ratio`` times as large as the parameters.
+
+    It made ``states`` in each step for each caller, when there were those ``gradients``.
     """
     copied_bytes = 0
-    for size, count in sum(states, Counter[int]()).items():
+    for size, count in sum(states, _Sizes()).items():
         parameter_size = size // ratio
         # A line that makes two moments makes twice as many as parameters have gradients.
         moments = max(
-            math.ceil(made[size] / (with_gradient[parameter_size] or made[size] or 1))
-            for made, with_gradient in zip(states, gradients, strict=True)
+            math.ceil(state_counts[size] / (with_gradient[parameter_size] or state_counts[size] or 1))
+            for state_counts, with_gradient in zip(states, gradients, strict=True)
         )
         # Nearly all parameters have a second state: the copy is the smaller one of the two largest.
         if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
-            copied_bytes += size * sorted(made[size] for made in states)[-2]
+            copied_bytes += size * sorted(state_counts[size] for state_counts in states)[-2]
     return copied_bytes
 
 
@@ -225,13 +226,11 @@ def _line_key(block: Block) -> tuple[int, int]:
 def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> bool:
     """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
     positive = [step for step, rise in enumerate(rises) if rise > 0]
-    # The last rise must be of the last step or of the one before.
-    if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:
+    if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:  # One of the last two steps must rise.
         return False
     if is_single or is_state:
         # A batch's size can rise by chance, and states of few parameters can follow each other.
         return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
-    # It rises after half of the steps or more, and loses half of that again at most.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
     return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
 
@@ -246,8 +245,7 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
-        # Whoever keeps the graph calls the model: the innermost line that all of its lines have in common.
-        name = "graph kept"
+        name = "graph kept"  # By the caller of the model: the innermost line that all of them have in common.
         shared = _common_frames(moment.record.stacks[stack] for stack in forward)
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
@@ -371,8 +369,7 @@ def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: in
     usable, elsewhere, largest = 0, 0, 0
     next_block = 0
     for segment in sorted(segments):
-        # What is free before each of the segment's blocks, and after the last.
-        pieces, piece_start = [], segment.address
+        pieces, piece_start = [], segment.address  # Free before each of its blocks, and after the last.
         while next_block < len(ordered) and ordered[next_block][0] < segment.end:
             start, stop = ordered[next_block]
             next_block += 1
@@ -406,12 +403,10 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     is_proved: dict[int, bool] = {}
     for index, (half, copy) in enumerate(pairwise(results)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
-        # What a loss makes of an fp32 copy, as large, is one more.
-        if is_loss and copy.size == half.size and half.stack in is_proved:
+        if is_loss and copy.size == half.size and half.stack in is_proved:  # It copies an fp32 copy.
             is_proved[copy.stack] = is_proved[half.stack]
-        # The source of a copy lives until it is made, and is half as large.
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
-            continue
+            continue  # The source of a copy lives until it is made, and is half as large.
         # A library's loss, or a conversion of a product; without either a line of the user's may still be one.
         if is_loss and line is not None and not infer.is_own(line):
             is_proved[copy.stack] = True
@@ -422,7 +417,6 @@ def _fp32_logits(moment: Moment) -> Finding | None:
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
                 is_proved.setdefault(copy.stack, False)
-    # Those that are there at the moment, or that failed.
     copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
     size = sum(block.size for block in copies if block.start <= failed_at)
     if not copies or size < _LEAST_SHARE * moment.size:

@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from cs336sys.allocations.causes import Moment, find_causes, free_pieces, longer_ratio, memory_cause
 from cs336sys.allocations.dump import DeviceRecord
@@ -108,8 +107,7 @@ def longest_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Finding | None:
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
             added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))
-            facts: dict[str, Any] = {"ratio": ratio, "is_among_ranks": True}
-            longer.append(memory_cause("longer batch", added_bytes, diagnosis.name, **facts))
+            longer.append(memory_cause("longer batch", added_bytes, diagnosis.name, ratio=ratio, is_among_ranks=True))
     return max(longer, key=lambda finding: finding.facts["ratio"], default=None)
 
 

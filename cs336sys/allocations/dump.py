@@ -253,8 +253,7 @@ class _Parser:
                 record.entry_of_position.append(number)
             if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
-                start = record.last_position
-                live[address] = Block(address, size, start, 0, stack, _stream(entry), pool, requested=size)
+                live[address] = Block(address, size, record.last_position, 0, stack, _stream(entry), pool, size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
@@ -284,8 +283,7 @@ class _Parser:
                 ):
                     ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)  # Entry 0 leads to position 1.
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
-        # The first two labels are those of positions 1 and 2.
-        for position, (label, next_label) in enumerate(pairwise(labels), start=2):
+        for position, (label, next_label) in enumerate(pairwise(labels), start=2):  # Labels begin at position 1.
             name = _NUMBER.sub("#", next_label)
             if label != next_label and name == _NUMBER.sub("#", label):
                 ends[name].append(position)

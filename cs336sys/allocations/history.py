@@ -198,9 +198,8 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, is_new=True)
                 if unfolded_size:
-                    # The input is unfolded for the result and for the weight's gradient, and so is its own gradient. No
-                    # storage has the address -1.
-                    self.events += [Event(-1, unfolded_size), Event(-1, -unfolded_size)]
+                    # The input is unfolded for the result and for the weight's gradient, and so is its own gradient.
+                    self.events += [Event(-1, unfolded_size), Event(-1, -unfolded_size)]  # No storage is at -1.
         return result
 
     def mark(self) -> int:
@@ -220,8 +219,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
             return
 
         def note_free(_: weakref.ref) -> None:
-            # None is left of storages that outlive the step: __exit__ has cleared them.
-            if self._live.pop(address, None) is not None:
+            if self._live.pop(address, None) is not None:  # __exit__ has cleared what outlives the step.
                 self.events.append(Event(address, -size))
 
         self._live[address] = weakref.ref(storage, note_free)
@@ -245,6 +243,5 @@ def _unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     is_product = {*weight.shape[2:], *stride} == {1} and not any(padding)
     if is_transposed or groups > 1 or {*dilation} != {1} or is_product or image.dim() > 4:
         return 0
-    # Each position of the output has a copy of all that its filter reads.
     unfolded_elements = image.shape[0] * weight[0].numel() * output.shape[2:].numel()
     return unfolded_elements * image.element_size()

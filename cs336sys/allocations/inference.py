@@ -105,7 +105,6 @@ class Inference:
             self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]
         else:
             self.roles = [role(stack) for stack in record.stacks]
-            # Autograd's threads have no Python stack.
             if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
@@ -133,8 +132,7 @@ class Inference:
 
     def recorded_line(self, block: Block) -> tuple[str, str]:
         """Return code and operation of a block that ``memprof`` recorded on a CPU."""
-        # Category and purpose, the line of code if it is known, and the phase.
-        stack = self._record.stacks[block.stack]
+        stack = self._record.stacks[block.stack]  # Category and purpose, perhaps a line of code, and the phase.
         return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
 
     def _find_steps(self, runs: Sequence[tuple[str, int, int]]) -> list[int]:
@@ -158,8 +156,7 @@ class Inference:
             elif part == OPTIMIZER and backward_end_of_step < last_backward_end:
                 optimizer_ends.append(end)
                 backward_end_of_step = last_backward_end
-        # An optimizer may allocate in its first step alone, for its state.
-        return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
+        return optimizer_ends if len(optimizer_ends) > 1 else backward_ends  # One may make its state, and no more.
 
     def _category(self, block: Block) -> str:
         """Infer a block's purpose from what allocated it and how long it lived."""
@@ -207,13 +204,11 @@ class Inference:
             of_size = by_size.get(size, [])
             if blocks_per_gradient == 1 and len(of_size) > count:
                 continue  # Some of them are parameters, and sizes do not tell which.
-            # Parameters without a gradient can make them more than gradients.
             if of_size and len(of_size) % blocks_per_gradient == 0:
-                count = len(of_size) // blocks_per_gradient
+                count = len(of_size) // blocks_per_gradient  # Parameters without a gradient are among them.
             # Gradients in half precision have moments and master weights in fp32.
             of_double_size = by_size.get(2 * size, []) if 2 * size not in gradients else []
-            # Whole multiples: what is left over is no state of all parameters.
-            states = of_size[count : len(of_size) // count * count]
+            states = of_size[count : len(of_size) // count * count]  # The rest is no state of all parameters.
             states += of_double_size[: len(of_double_size) // count * count]
             for category, indices in (("parameters", of_size[:count]), ("optimizer state", states)):
                 for index in indices:

@@ -28,24 +28,18 @@ from cs336sys.machine.lazy_dynamo import importing_no_compiler
 class ModuleStack:
     """While it is entered, :attr:`current` is the name of the innermost module that runs, empty outside of all.
 
-    Frames would tell it too, but reading a frame's variables keeps them alive.
-
-    Args:
-        names: of modules; one without a name counts as a part of the module that calls it.
+    Frames would tell it too, but reading a frame's variables keeps them alive. A module that ``names`` lack counts as a
+    part of the module that calls it.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]):
         self._names = names
-        self._running: list[str] = []
+        self.running: list[str] = []
         self._hooks = contextlib.ExitStack()
 
     @property
     def current(self) -> str:
-        return self._running[-1] if self._running else ""
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self._running)
+        return self.running[-1] if self.running else ""
 
     def __enter__(self) -> Self:
         self._hooks.callback(register_module_forward_pre_hook(self._start).remove)
@@ -57,10 +51,10 @@ class ModuleStack:
         self._hooks.close()
 
     def _start(self, module: nn.Module, inputs: object) -> None:
-        self._running.append(self._names.get(module, self.current))
+        self.running.append(self._names.get(module, self.current))
 
     def _end(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._running.pop()
+        self.running.pop()
 
 
 class DispatchMode(TorchDispatchMode):
@@ -197,13 +191,12 @@ class _OperationObserver(DispatchMode):
         """Return the origin of an operation, in the backward pass that of its node; note it for nodes that it makes."""
         node = torch._C._current_autograd_node()
         # A module that runs while a node does is a checkpoint's recomputation, and tells where it is by itself.
-        if node is not None and not self._modules.is_running:
+        if node is not None and not self._modules.running:
             forward = self._by_sequence.get(node._sequence_nr(), Origin())
             return Origin(forward.module, node.name().rpartition("::")[2], forward.code)
         origin = Origin(self._modules.current, func.overloadpacket.__name__, code_line(python_frames()))
         if node is None:
-            # A node takes its number before its operation is dispatched. An operation without a node leaves the number
-            # of the last one, whose origin stays.
+            # A node takes its number before its operation is dispatched. Without a node the last one's origin stays.
             self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
         return origin
 

@@ -18,8 +18,7 @@ class _StepEvents(NamedTuple):
 
 def _step_events(timeline: AllocationTimeline) -> _StepEvents:
     """Return a step's events in their order, without what tells its blocks apart."""
-    # Each event allocates or frees, so every one of these is replaced.
-    events: list[tuple[int, Allocation]] = [(0, Allocation(0, 0, 0, 0, "", "other"))] * timeline.length
+    events: list[tuple[int, Allocation]] = [(0, Allocation(0, 0, 0, 0, "", "other"))] * timeline.length  # Replaced.
     older: Counter[Allocation] = Counter()
     for allocation in timeline.allocations:
         kind = _kind(allocation)
@@ -39,10 +38,9 @@ def _kind(allocation: Allocation) -> Allocation:
 
 
 def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationTimeline | None:
-    """Return the timeline of a step, given three steps, each with the same blocks more than the one before.
+    """Return the timeline of a step that has ``times`` times more blocks than the first of three steps.
 
-    Args:
-        times: how often the step has these blocks more than the first.
+    Each of the three has the same blocks more than the one before.
 
     Returns:
         the timeline, with ``*`` in place of numbers of blocks, without recomputations; None where the third step does

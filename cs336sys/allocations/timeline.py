@@ -24,8 +24,7 @@ RECOMPUTATION = "recomputation"
 class Event:
     """The allocator handed out ``size`` bytes at ``address``, or got them back where ``size`` is negative.
 
-    Attributes:
-        code: the line that asked for it, where the allocator's own history knows it.
+    ``code`` is the line that asked for it, where the allocator's own history knows it.
     """
 
     address: int
@@ -185,8 +184,7 @@ def build_timeline(
             known_size -= size  # Which is negative.
     allocations = [*freed, *live.values()]
     if held_size is not None and held_size > known_size:
-        unknown_size = held_size - known_size
-        allocations.append(Allocation(0, unknown_size, start=0, end=length + 1, phase="", category="other"))
+        allocations.append(Allocation(0, held_size - known_size, start=0, end=length + 1, phase="", category="other"))
     categorized = _categorized(allocations, regions, gradients, set(optimizer_state), length)
     return AllocationTimeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
 
@@ -222,8 +220,7 @@ def _categorized(
             yield replace(allocation, category="gradients", parameter=of_address[index].parameter)
         elif allocation.end > length and allocation.address in optimizer_state:
             yield replace(allocation, category="optimizer state")
-        elif region_ends[allocation.start] < allocation.end:
-            # It outlives the forward pass or the recomputation that made it.
+        elif region_ends[allocation.start] < allocation.end:  # It outlives the pass or recomputation that made it.
             yield replace(allocation, category="activations")
         else:
             yield allocation

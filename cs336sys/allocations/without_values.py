@@ -66,8 +66,7 @@ class WithoutValues(TorchDispatchMode):
         return count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Tensor.item() and bool(tensor), which read a value.
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if func is not torch.ops.aten._local_scalar_dense.default:  # What item() and bool() of a tensor call.
             return func(*args, **(kwargs or {}))
         line = _reading_line()
         is_decision = args[0].dtype is torch.bool

@@ -65,8 +65,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             progress("counting peaks")
             counted = counted_peaks(step)
         progress("recording a step")
-        # Compiled code would fall back to eager execution.
-        timeline, history = record(step, follow_operations=not training.is_compiled)
+        timeline, history = record(step, follow_operations=not training.is_compiled)  # Or it would run eagerly.
         peaks = counted or prediction.timeline_peaks(timeline)
         derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
         if workload.snapshot is not None:

@@ -95,8 +95,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     axes.set_ylim(0, 1.12 * peak or 1)  # Room above the peak for its number.
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
-    # The legend and the axis's numbers take a quarter of the figure.
-    rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)
+    rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)  # Beside the legend.
     peak_position = positions[totals.index(peak_bytes)]
     peak_x = peak_position / last  # From the left to the right end of the plot, 0 to 1.
     axes.annotate(
@@ -125,8 +124,7 @@ def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], plot_inches: 
             continue
         half_width = len(region["name"]) / _CHARACTERS_PER_INCH / plot_inches / 2
         middle = ((region["start"] + region["end"]) / 2 - first) / (last - first)
-        # Names stay within the plot, each in the lowest row that has room.
-        middle = min(max(middle, half_width), 1 - half_width)
+        middle = min(max(middle, half_width), 1 - half_width)  # Within the plot; in the lowest row that has room.
         row = next((row for row, end in enumerate(row_ends) if end <= middle - half_width), len(row_ends))
         row_ends[row : row + 1] = [middle + half_width]
         axes.text(
@@ -187,8 +185,7 @@ def axis_ticks(peak_bytes: float) -> list[dict[str, float | str]]:
     if not peak_bytes:
         return [{"bytes": 0, "label": "0 B"}]
     power = 10.0 ** math.floor(math.log10(peak))
-    # The least round step that needs at most ten of it.
-    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)
+    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)  # Ten or fewer.
     ticks = [step * number for number in range(math.floor(peak / step) + 1)]
     return [{"bytes": tick * peak_bytes / peak, "label": f"{tick:.4g} {unit}"} for tick in ticks]
 

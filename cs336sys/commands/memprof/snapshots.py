@@ -14,7 +14,7 @@ from cs336sys.commands.memprof.tables import say_memory
 from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, verdicts
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
-_MOST_REGIONS = 30
+_MOST_REGIONS = 30  # Names of more steps would not fit above the plot.
 
 _SNAPSHOT = Column("snapshot", "snapshot", value=lambda diagnosis: diagnosis.name)
 _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES}
@@ -155,7 +155,6 @@ def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, steps, and the moment."""
     record, inference = diagnosis.moment.record, diagnosis.moment.inference
     by_category = {name: held_bytes(inference.blocks_of(name), record.last_position) for name in FOREIGN_CATEGORIES}
-    # More names than that would not fit above the plot.
     steps = pairwise([0, *inference.steps, record.last_position]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
     regions = [{"name": f"step {number}", "start": start, "end": end} for number, (start, end) in enumerate(steps, 1)]
     return {
