@@ -98,8 +98,7 @@ def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedB
     """Return the schedule of checkpoints around these layers of each block; memory changes evenly over the blocks."""
 
     def schedule(block: int, saved: int, name: str = "") -> SavedBlocks:
-        # Of earlier blocks a layer with a checkpoint is kept as its input, the other one whole.
-        earlier = block - saved
+        earlier = block - saved  # Of them a layer with a checkpoint is kept as its input, the other one whole.
         attentions, feed_forwards = (0 if layer in layers else earlier for layer in ("attn", "ffn"))
         inputs, attention_later = len(layers) * earlier, "attn" in layers
         return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later)

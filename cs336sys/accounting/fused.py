@@ -37,7 +37,6 @@ class FusedStep(StepChoices):
 
     @property
     def e(self) -> int:
-        """Return the bytes of a matrix product's result."""
         return ELEMENT_BYTES[self.precision]
 
     @property
@@ -88,11 +87,8 @@ class FusedStep(StepChoices):
         return self.moment_bytes * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
-        """Return the bytes of the gradients that the last ``blocks`` blocks, the last norm and the LM head have left.
-
-        With ``update`` "backward" a block is updated once its backward pass is done, and leaves none.
-        """
-        left_by_blocks = 0 if self.update == "backward" else blocks * self.block_gradients
+        """Return the bytes of the gradients that the last ``blocks`` blocks, the last norm and the LM head have left."""
+        left_by_blocks = 0 if self.update == "backward" else blocks * self.block_gradients  # 0: updated at once.
         return left_by_blocks + 4 * self.size.d_model + self.head_gradient
 
     @property
@@ -186,8 +182,7 @@ def _fused_backward_moments(
     """
     e, d_model, d_ff = step.e, step.size.d_model, step.size.d_ff
     w2, projection = d_model * d_ff, d_model**2
-    # Bytes of an element of autocast's casts of the weights.
-    cast = 2 if e == 2 and not step.reads_copies else 0
+    cast = 2 if e == 2 and not step.reads_copies else 0  # Bytes of an element of autocast's casts of the weights.
 
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * step.block + blocks.inputs * 4 * step.size.stream
@@ -212,8 +207,7 @@ def _fused_backward_moments(
             # Gone: what the feed-forward layer and its norm saved, attention's output, casts of the weights behind it.
             freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner
             freed += cast * (3 * w2 + projection)
-            # Four fp32 matrices instead of exponentials and probabilities.
-            softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries
+            softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries  # Four in fp32 replace two.
             gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
             moments.append((f"softmax backward, {blocks.name}", gradients, softmax))
     return moments

@@ -125,9 +125,8 @@ class OverlapSlowdown:
         """Return the time until both, begun together, are done; the one that is left goes on at its own full speed."""
         overlapped_computing_s = computing_s / self.computing
         overlapped_communication_s = communication_s / self.communication
-        # Until the shorter one is done, the longer one has lost a part of that time.
         if overlapped_communication_s <= overlapped_computing_s:
-            return computing_s + (1 - self.computing) * overlapped_communication_s
+            return computing_s + (1 - self.computing) * overlapped_communication_s  # What it lost meanwhile.
         return communication_s + (1 - self.communication) * overlapped_computing_s
 
 

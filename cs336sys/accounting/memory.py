@@ -168,12 +168,10 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
         "softmax backward": size.d_model**2,
     }
     logits = tokens * size.vocab_size
-    # More than at the loss there is the gradient of the LM head's input.
     freed = (4 + copy) * logits + 8 * tokens + (e * logits if copy else 0) - e * tokens * size.d_model
     loss = next(moment for moment in moments if moment.moment == "loss")
     head = replace(loss, moment="LM head backward", activations=loss.activations - freed)
-    # A moment counts the token ids and targets of its own part.
-    other_batch_bytes = 16 * size.tokens * (passes - 1) // passes
+    other_batch_bytes = 16 * size.tokens * (passes - 1) // passes  # A moment counts its own part.
     later_moments = []
     for moment in [*moments, head]:
         # Names of moments end with that of a block: "softmax backward, first block".
@@ -263,8 +261,7 @@ def _backward_moments(
         gradients = later + (size.vocab_size + 1) * size.d_model
         feed_forward = saved + r * stream + 2 * e * inner - copy * w2
         if blocks.attention_later:
-            # `saved` counts the block's attention, of which there is only the input yet.
-            feed_forward -= attention_bytes - r * stream
+            feed_forward -= attention_bytes - r * stream  # Of attention there is only the input yet.
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if ATTENTION[attention].keeps_scores:
             # The feed-forward layer's norm saved the stream and the normalized stream in fp32, w1 and w3 its output:
