@@ -87,7 +87,7 @@ class FusedStep(StepChoices):
         return self.moment_bytes * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
-        """Return the bytes of the gradients that the last ``blocks`` blocks, the last norm and the LM head have left."""
+        """Return the bytes of the gradients that the last ``blocks`` blocks, the last norm and the LM head leave."""
         left_by_blocks = 0 if self.update == "backward" else blocks * self.block_gradients  # 0: updated at once.
         return left_by_blocks + 4 * self.size.d_model + self.head_gradient
 
