@@ -89,7 +89,7 @@ class Moment:
         line = self.innermost(stack)
         names = [frame.name for frame in self.record.stacks[stack] if not frame.filename.endswith(".py")]
         if line is not None:
-            names.append("linear" if line.filename.endswith("/linear.py") else line.name)  # Which is forward.
+            names.append("linear" if line.filename.endswith("/linear.py") else line.name)  # Its name is forward.
         return any(_PRODUCT.search(name) for name in names)
 
     def line(self, stack: int) -> tuple[str, str]:

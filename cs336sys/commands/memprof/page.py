@@ -185,7 +185,7 @@ def axis_ticks(peak_bytes: float) -> list[dict[str, float | str]]:
     if not peak_bytes:
         return [{"bytes": 0, "label": "0 B"}]
     power = 10.0 ** math.floor(math.log10(peak))
-    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)  # Ten or fewer.
+    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if peak <= 10 * part * power)  # At most ten of it.
     ticks = [step * number for number in range(math.floor(peak / step) + 1)]
     return [{"bytes": tick * peak_bytes / peak, "label": f"{tick:.4g} {unit}"} for tick in ticks]
 
