@@ -7,4 +7,5 @@
   (``buckets.py``), and when is their all-reduce launched (``gradient_synchronizer.py``)?
 - ``sharded_optimizer/``: each rank keeps a share of the optimizer's state (ZeRO stage 1).
 - ``fsdp/``: each rank keeps a slice of everything (ZeRO stage 3).
+- ``tensor_parallel/``: ranks share every layer. ``context_parallel/``: ranks share every sequence.
 """

@@ -15,9 +15,10 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 _STEPS = 3
 
-# How a matrix, (16, 8), is cut: into rows as FSDP does, or columns as TensorParallel does, or its elements in memory
-# order, (128,), as ShardedOptimizer does. For each: the dimension that is cut, and the size of the first slice.
-_CUTS = {"rows": (0, 5), "columns": (1, 3), "elements": (0, 40)}
+# How a matrix is cut into two slices: its rows as FSDP does, or columns as TensorParallel does, or its elements in
+# memory order as ShardedOptimizer does. For each: the shape to cut, its dimension, and the size of the first slice.
+_MATRIX = (16, 8)
+_CUTS = {"rows": (_MATRIX, 0, 5), "columns": (_MATRIX, 1, 3), "elements": ((128,), 0, 40)}
 
 
 def require_elementwise(
@@ -32,7 +33,7 @@ def require_elementwise(
     """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
 
     Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
-    differ or fail; so does one that draws random numbers.
+    differ or fail; so does one that draws random numbers (those of the program are not used up).
 
     Args:
         options: what the class is constructed with, parameters aside.
@@ -46,10 +47,10 @@ def require_elementwise(
         the keys of the state that have one value for the whole matrix, as "step" has.
     """
     refusal = f"{refusal} {optimizer_cls.__name__}"
-    tensors = torch.randn(1 + _STEPS, 16, 8, generator=torch.Generator().manual_seed(0)).to(device)
-    dim, size = _CUTS[cut]
-    to_cut = tensors.flatten(1) if cut == "elements" else tensors
-    slices = [part.contiguous() for part in to_cut.tensor_split([size], 1 + dim)]
+    # The matrix, and its gradient in each step.
+    tensors = torch.randn(1 + _STEPS, *_MATRIX, generator=torch.Generator().manual_seed(0)).to(device)
+    shape, dim, size = _CUTS[cut]
+    slices = [part.contiguous() for part in tensors.view(-1, *shape).tensor_split([size], 1 + dim)]
     # What the class raises about its options is passed on unchanged.
     optimizer_cls([{**group_options, "params": [nn.Parameter(tensors[0])]}], **options)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -70,7 +71,8 @@ _accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDic
 def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Options, device: torch.device) -> None:
     """Refuse an optimizer that somebody else has made, as :func:`require_elementwise`.
 
-    A class with the attribute ``updates_elementwise = True`` is believed: it may need more than its options to be made.
+    A class with the attribute ``updates_elementwise = True`` is not tried: it may need more than its options to be
+    made. The trial of any other makes a new optimizer of the class, with those options that its constructor takes.
 
     Args:
         group_options: all options of one of its groups.
@@ -101,7 +103,7 @@ def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Op
 def options_kind(value: Any) -> Hashable:
     """Return a key that is equal for options with which a class computes alike.
 
-    Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
+    All numbers but zero are alike, so that a schedule of learning rates does not need a new trial in each step.
     """
     if isinstance(value, Mapping):
         return tuple((key, options_kind(option)) for key, option in sorted(value.items()))
@@ -109,6 +111,7 @@ def options_kind(value: Any) -> Hashable:
         return tuple(map(options_kind, value))
     if isinstance(value, (str, bool)):
         return value
+    # A tensor is not asked whether it is zero: the CPU would wait for a GPU's answer.
     return type(value), isinstance(value, Tensor) or bool(value)
 
 
@@ -125,6 +128,7 @@ def _run_steps(
 
 
 def _is_same_in_slices(whole: Any, parts: list[Any], dim: int) -> bool:
+    # A single value, as "step", is not cut. If it depends on other elements, so does the update, which is compared.
     if not isinstance(whole, Tensor) or whole.numel() == 1:
         return True
     if not all(isinstance(part, Tensor) for part in parts) or sum(part.numel() for part in parts) != whole.numel():

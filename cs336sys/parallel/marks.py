@@ -17,9 +17,10 @@ AVERAGES_GRADIENT = "averages_gradient"
 # On the same hook: the gradient is handed on in slices, and none is left with the parameter.
 HANDS_GRADIENT_ON = "hands_gradient_on"
 
-# On what takes the place of a module's call: it gathers the module's parameters first.
+# On the call that FSDP puts where nn.Module keeps a compiled one: it gathers the module's parameters first.
 GATHERS_PARAMETERS = "gathers_parameters"
 
+# By name: importing torch's FSDP takes 0.6 s of CPU time in every process.
 _TORCH_WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
 
 
