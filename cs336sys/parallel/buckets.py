@@ -38,8 +38,9 @@ _LEAST_BLOCK_BYTES = 25e6
 def block_of(name: str) -> str:
     """Return the numbered part of a model in which a parameter of this name is: ``layers.3``; or the model's child."""
     parts = name.split(".")
-    number = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), 0)
-    return ".".join(parts[: number + 1])
+    # Up to the first number, or else to the child's name.
+    last = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), 0)
+    return ".".join(parts[: last + 1])
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class BucketRule:
 
 
 def bucket_rule(bucket_size: float | str | None) -> BucketRule:
-    """Return the rule for a size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket."""
+    """Return the rule for a size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for no cap."""
     if bucket_size == WHOLE_BLOCKS:
         return BucketRule(_LEAST_BLOCK_BYTES, whole_blocks=True)
     return BucketRule(cap_in_bytes(bucket_size))
@@ -157,12 +158,14 @@ class GradientBucket:
         self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)
         # For parameters without a gradient here: zeros, which the mean of all ranks' gradients replaces.
         self._substitutes: dict[str, Tensor] = {}
+        # Between launch() and wait(): the tensors whose mean is computed, and where they are sent in another dtype, the
+        # one tensor in which they are sent.
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
     @property
     def sent_sizes(self) -> list[int]:
-        """Return the bytes of each tensor that is handed to the all-reduce."""
+        """Return the bytes of each tensor that is handed to the all-reduce: one for all where the dtype is another."""
         sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
         return sizes if self.sent_dtype == self._dtype else [sum(sizes)]
 
@@ -212,30 +215,31 @@ class GradientBucket:
 
     def begin_step(self) -> None:
         """Wait for the gradient of every parameter again."""
-        # A tensor's own hash is computed in Python, an id's is not.
+        # Ids, because Python code computes the hash of a tensor, in every step of every parameter.
         self.waiting = set(map(id, self.parameters.values()))
 
     def _memory(self) -> list[Tensor]:
         """Return the contiguous tensors to average in place, of the same shapes on all ranks; set :attr:`present`."""
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
-        views = []
+        sharing = []
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 require_averageable(name, parameter.grad, self._dtype, self._shapes[name])
                 if not owns_memory(parameter.grad):
-                    views.append(parameter.grad)
-        # Most steps have none, and a launch-bound one pays for every microsecond here.
-        copied = set(map(id, views)) - own_memory_together(views) if views else ()
+                    sharing.append(parameter.grad)
+        # The CPU's time counts here, and in most steps no gradient shares its memory.
+        ids_to_copy = set(map(id, sharing)) - own_memory_together(sharing) if sharing else ()
         tensors = []
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None:
                 gradient = self._substitutes[name] = self._empty(name).zero_()
-            elif id(gradient) in copied:
+            elif id(gradient) in ids_to_copy:
                 gradient = parameter.grad = gradient.clone()
+            # Memory is averaged as it lies there, so on every rank in the same order of elements.
             if not _same_order(gradient, self._strides[name]):
                 gradient = parameter.grad = self._empty(name).copy_(gradient)
-            # memory_view() would make a second Python object for a contiguous one.
+            # memory_view() of a contiguous one would only make another Python object.
             tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
 
@@ -273,6 +277,7 @@ class FlatBucket(GradientBucket):
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
         view = self._view(self._buffer, name)
+        # After an earlier pass of the same step, the gradient is this view already.
         if gradient.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(gradient)
 
@@ -285,6 +290,7 @@ class FlatBucket(GradientBucket):
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         for (name, parameter), is_present in zip(self.parameters.items(), self.present, strict=True):
             if not is_present:
+                # This rank may have no gradient at all.
                 self._buffer = self._new_buffer(parameter) if self._buffer is None else self._buffer
                 self._substitutes[name] = self._view(self._buffer, name).zero_()
         assert self._buffer is not None, "every parameter has a gradient or a substitute"

@@ -2,7 +2,7 @@
 
 Only this module knows what each version calls a collective and which reduce operations each backend offers. All
 collectives run on one process group, of ``W`` ranks: the default one, unless another is given, as for one dimension of
-a mesh. Ranks are those within it.
+a mesh. Ranks are those within it. Where two names are tried, torch 2.11 has only the second.
 """
 
 import functools
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (
 
 from cs336sys.errors import CapabilityError, UsageError
 
-# torch 2.11 has only the names on the right; torch 2.13 warns that they are deprecated.
+# Torch 2.13 warns that the second names are deprecated.
 # (output of W * n elements, input of n elements, async_op=False): every rank gets all ranks' inputs, in rank order.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # (output of n elements, input of W * n elements, op=SUM, async_op=False): rank r gets the sum of all ranks' r-th parts.
@@ -81,8 +81,8 @@ class _Launched:
 
     def __init__(self, contents: str, group: dist.ProcessGroup | None = None):
         self.contents = contents
-        # Asked for when it is needed: a pickled wrapper may be loaded where there is no process group.
-        self._given_group = group
+        # Looked up when it is needed (_group): a pickled wrapper may be loaded where there is no process group.
+        self._group_argument = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
         self._tensors: Sequence[Tensor] = ()
@@ -90,7 +90,7 @@ class _Launched:
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
-        return process_group(self._given_group)
+        return process_group(self._group_argument)
 
     def wait(self) -> None:
         """Return when the results may be used: on a GPU, as soon as the current stream has been told to wait for them.
@@ -154,7 +154,7 @@ class MeanReduction(_Mean):
 
     def start(self, tensors: list[Tensor]) -> None:
         """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
-        # Gloo coalesces on the CPU only.
+        # Gloo coalesces on the CPU only. What averages inside on a GPU is NCCL.
         is_coalesced = len(tensors) > 1 and (self._device_type != "cuda" or self._averages_inside)
         options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
         options.reduceOp = self._prepare(tensors)
@@ -182,7 +182,6 @@ class MeanScatter(_Mean):
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = [*slices, *tensors]
-        # torch 2.11 has only the second name.
         group = self._group
         scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
         self._works = [scatter([_real(slice_) for slice_ in slices], [_real(tensor) for tensor in tensors], options)]
@@ -244,6 +243,7 @@ class SliceExchange(_Launched):
         received, tensor = _real(received), _real(tensor)
         received_sizes = received_sizes or [len(received) // len(sizes)] * len(sizes)
         if len({*sizes, *received_sizes}) == 1:
+            # The process group's notation for equal parts.
             sizes = received_sizes = []
         if through_host(tensor):
             on_host = received.cpu()
@@ -277,8 +277,9 @@ class Broadcasts(_Launched):
         self._sources = sources
 
     def start(self) -> None:
-        # Of a target with gaps in memory, a copy is sent and received.
-        self._tensors = [_sendable(memory_view(t) if is_dense(t) else t.contiguous()) for t in self._targets]
+        """Launch. A target with gaps in memory is sent or received as a copy."""
+        dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
+        self._tensors = [_sendable(tensor) for tensor in dense]
         if dist.get_backend() == "nccl":
             with _coalescing_manager(self._group, device=group_device(), async_ops=True) as coalesced:
                 self._broadcast_all()
@@ -289,9 +290,10 @@ class Broadcasts(_Launched):
     def wait(self) -> None:
         received = self._tensors
         super().wait()
-        # Nothing was received where it was waited for before.
+        # A second wait finds no tensors.
         for target, tensor in zip(self._targets, received, strict=False):
             if not is_dense(target):
+                # It was perhaps sent as bytes.
                 target.copy_(tensor.view(target.dtype).view(target.shape))
 
     def _broadcast_all(self) -> list[Any]:
@@ -348,7 +350,10 @@ def through_host(tensor: Tensor) -> bool:
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:
-    """Return the elements that an expanded tensor stores, or the tensor itself if it is not expanded."""
+    """Return the elements that an expanded tensor stores, or the tensor itself if it is not expanded.
+
+    A dimension of stride 0 repeats its first entry, and nothing may be received into the same memory twice.
+    """
     sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(sizes, tensor.stride()) if 0 in tensor.stride() else tensor
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.collectives import MeanReduction, gather_objects, process_group
 
-# Buckets of which one is emptied, one full and others are being filled.
+# Boxes of each GPU: bucket n goes into box n modulo so many, and may while the averages of the three before it are
+# still being computed from the others.
 _BOXES = 4
 
 # Where tensors begin in a box, in bytes: what a program of the kernel reads at once is a multiple of 16.
@@ -33,8 +34,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def places_in_box(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
     """Return the offset of each tensor in a box, and the size of a box that holds them, in bytes."""
     aligned_sizes = (math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes_bytes)
-    *places, end = itertools.accumulate(aligned_sizes, initial=0)
-    return places, end
+    *offsets, end = itertools.accumulate(aligned_sizes, initial=0)
+    return offsets, end
 
 
 def require_copy_engines(group: dist.ProcessGroup | None, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
@@ -105,36 +106,39 @@ class CopyEngines:
             self._boxes.append((box, handle.get_buffer(1 - self._group.rank(), (box_bytes,), torch.uint8), handle))
 
     def average(self, tensors: Sequence[Tensor], number: int) -> torch.cuda.Event:
-        """Begin to replace contiguous tensors by their means over both ranks; return the event of their arrival.
+        """Begin to replace contiguous tensors by their means over both ranks; return the event that ends this.
 
         Args:
             number: how many calls came before in this step: the first of a step waits until both ranks are in it.
         """
+        # Here, because it imports triton.
         from cs336sys.parallel.mean_kernel import average_
 
         flat = [tensor.view(-1) for tensor in tensors]
-        places, _ = places_in_box([tensor.nbytes for tensor in flat])
+        offsets, _ = places_in_box([tensor.nbytes for tensor in flat])
         box_here, other_box, handle = self._boxes[number % _BOXES]
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
             if number == 0:
                 self._averaged_events = []
-                # After this barrier the other rank has averaged the last step's tensors, and its boxes are empty.
+                # The current stream has waited for the last step's means, and this one for it: after the barrier the
+                # other rank's boxes are empty, too.
                 handle.barrier(channel=1)
-            for tensor, place in zip(flat, places, strict=True):
-                _in_box(other_box, place, tensor).copy_(tensor)
-            # A rank that passes the barrier below knows that the other has emptied the box that is filled next.
+            for tensor, offset in zip(flat, offsets, strict=True):
+                _in_box(other_box, offset, tensor).copy_(tensor)
+            # The next call fills the box of three calls ago. The barrier below, which tells the other rank that its
+            # tensors have arrived, also tells that this rank's box is empty by then.
             if number >= _BOXES - 1:
                 self._copy_stream.wait_event(self._averaged_events[number - (_BOXES - 1)])
             handle.barrier(channel=0)
         self._average_stream.wait_stream(self._copy_stream)
         with torch.cuda.stream(self._average_stream):
-            for tensor, place in zip(flat, places, strict=True):
-                average_(tensor, _in_box(box_here, place, tensor))
-            done = torch.cuda.Event()
-            done.record()
-        self._averaged_events.append(done)
-        return done
+            for tensor, offset in zip(flat, offsets, strict=True):
+                average_(tensor, _in_box(box_here, offset, tensor))
+            averaged = torch.cuda.Event()
+            averaged.record()
+        self._averaged_events.append(averaged)
+        return averaged
 
 
 class CopiedMean(MeanReduction):
@@ -159,5 +163,5 @@ class CopiedMean(MeanReduction):
         self._works = [self._engines.average(tensors, self._number)]
 
 
-def _in_box(box: Tensor, place: int, like: Tensor) -> Tensor:
-    return box[place : place + like.nbytes].view(like.dtype)
+def _in_box(box: Tensor, offset: int, like: Tensor) -> Tensor:
+    return box[offset : offset + like.nbytes].view(like.dtype)

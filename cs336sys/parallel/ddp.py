@@ -133,6 +133,7 @@ class _Replicated(StateDictOfWrapped):
             UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
                 :meth:`refresh`.
         """
+        # The compiler is to trace the module alone.
         if not torch.compiler.is_compiling():
             self._held.require_unchanged(allows_exchanged=not torch.is_grad_enabled())
         return self.module(*args, **kwargs)
@@ -174,8 +175,10 @@ class _Replicated(StateDictOfWrapped):
         Raises:
             UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
         """
-        parameters = {n: tensor for n, tensor in self.module.named_parameters() if id(tensor) not in self._taken_up}
+        named_parameters = self.module.named_parameters()
+        parameters = {name: tensor for name, tensor in named_parameters if id(tensor) not in self._taken_up}
         buffers = {name: tensor for name, tensor in self.module.named_buffers() if name not in self._buffer_names}
+        # Its hooks go with it: _take_up() makes another.
         self._synchronizer.drop()
         require_same_lines([f"new: {', '.join((*parameters, *buffers)) or 'nothing'}"], self._group)
         self._take_up(parameters, buffers)
@@ -201,7 +204,7 @@ class _Replicated(StateDictOfWrapped):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        # Made by _watch_gradients() for these parameters and their hooks: __setstate__ makes them anew.
+        # Of these parameters and their hooks: __setstate__ lets _watch_gradients() make others.
         left_out = ("_synchronizer", "_held", "_taken_up", "_buffer_names")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -216,9 +219,11 @@ class _Replicated(StateDictOfWrapped):
             require_unsynchronized(new_parameters.items())
             require_whole(new_parameters.items(), self._group)
             require_own_gradient_dtype(self.module.named_parameters(), self._gradient_dtype)
+            # One rank alone cannot drift apart from others.
             if dist.get_world_size(self._group) > 1:
                 _require_no_max_norm(self.module)
             for name, _ in self.named_parameters():
+                # Nobody would average its gradients.
                 if not name.startswith(_PREFIX):
                     raise UsageError(f"{name} was added to the wrapper: add it to the module in it")
             lines += [self._settings(), *describe_module(self.module)]
@@ -235,7 +240,8 @@ class _Replicated(StateDictOfWrapped):
         """Note what the module holds, and average the gradients of its trained parameters from now on."""
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         self._held = HeldParameters(self, _PREFIX)
-        # For refresh(): buffers by name, because modules may put another tensor in a buffer's place in every pass.
+        # For refresh(): parameters by id, kept alive so that no other gets the id; buffers by name, because modules may
+        # put another tensor in a buffer's place in every pass.
         self._taken_up = {id(parameter): parameter for _, parameter in parameters}
         self._buffer_names = {name for name, _ in self.module.named_buffers()}
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -323,7 +329,7 @@ class BucketedDDP(_Replicated):
             return
         device = next(iter(self.buckets[0].parameters.values())).device
         require_copy_engines(self._group, device, [bucket.sent_dtype for bucket in self.buckets])
-        box_bytes = max(places_in_box(bucket.sent_sizes)[1] for bucket in self.buckets)
+        box_bytes = max(size for _, size in (places_in_box(bucket.sent_sizes) for bucket in self.buckets))
         self.copy_engines = CopyEngines(self._group, box_bytes, device)
         for number, bucket in enumerate(self.buckets):
             contents = f"gradients of {', '.join(bucket.parameters)}"

@@ -41,10 +41,10 @@ def own_memory_together(gradients: Sequence[Tensor]) -> set[int]:
     for sharing in gradients_in.values():
         storage = sharing[0].untyped_storage()
         sharing.sort(key=Tensor.storage_offset)
-        starts = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
+        *starts, _ = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
         is_filled = storage.nbytes() == sum(gradient.nbytes for gradient in sharing) and all(
             gradient.is_contiguous() and gradient.storage_offset() == start
-            for gradient, start in zip(sharing, starts, strict=False)
+            for gradient, start in zip(sharing, starts, strict=True)
         )
         # The Python object of the storage is one user more, as in owns_memory().
         if is_filled and torch._C._storage_Use_Count(storage._cdata) <= len(sharing) + 1:

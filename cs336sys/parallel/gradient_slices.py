@@ -17,7 +17,8 @@ from cs336sys.parallel.collectives import gather_numbers, group_device, is_strea
 from cs336sys.parallel.elementwise import require_elementwise_step
 from cs336sys.parallel.marks import hands_gradient_on
 
-# kernels.adamw.AdamW looks for it, too, and may not import this.
+# Attributes of parameters; for their values see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not
+# import this.
 _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"
@@ -60,7 +61,7 @@ def _check_optimizers() -> None:
 
 def _require_elementwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Refuse an optimizer of slices that does not update each element by itself."""
-    # What is compiled or captured has been launched before, as warm-up.
+    # A step that is compiled or captured now has run before, as warm-up, and was tried then.
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
@@ -85,6 +86,7 @@ def require_whole(named_parameters: Iterable[tuple[str, nn.Parameter]], group: d
     members = set(dist.get_process_group_ranks(group))
     for name, parameter in named_parameters:
         if is_slice(parameter):
+            # Each of the holders has another slice.
             holders = getattr(parameter, _MARK)
             if holders is None or len(members & holders) > 1:
                 raise UsageError(
@@ -122,6 +124,7 @@ def clip_over_ranks(
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
+    # The norm of a tensor is that of the norms of its parts.
     norm = _norm(slices, norm_type)
     for group in groups:
         norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
@@ -141,6 +144,7 @@ def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
             gradients_of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
     norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
     for dtype, gradients in gradients_of_dtype.items():
+        # None is the dtype of the gradients.
         sum_dtype = torch.float32 if dtype.itemsize < 4 else None
         tensor_norms = torch._foreach_norm(gradients, norm_type, sum_dtype)
         norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in tensor_norms]))
@@ -180,6 +184,7 @@ def refuse_clipping_alone() -> None:
 
     replacements = {clip_grad._clip_grads_with_norm_: clip_by_norm, clip_grad.clip_grad_value_: clip_values}
     for decorated, function in replacements.items():
+        # The decorator's variable "func", by which it calls the function.
         cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
         cells["func"].cell_contents = function
 
@@ -195,7 +200,7 @@ def refuse_selected_gradients() -> None:
 
     @functools.wraps(run_backward)
     def run_backward_checked(outputs: Any, *args: Any, **settings: Any) -> Any:
-        # After the gradients of outputs, whether the graph is kept, and whether one is created.
+        # torch calls it with (outputs, their gradients, whether to keep the graph, whether to create one, inputs).
         inputs = args[3] if len(args) > 3 else ()
         if any(isinstance(leaf, Tensor) and (is_slice(leaf) or hasattr(leaf, _PARTIAL_MARK)) for leaf in inputs):
             raise UsageError(
@@ -243,11 +248,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         ``unscale_()`` calls it and, for fused optimizers, which unscale themselves, ``step()``.
         """
         if getattr(optimizer, "updates_slices", False):
+            # A ShardedOptimizer's groups have parameters without gradients. torch reads nothing but groups here.
             sliced: Any = optimizer
             sliced.finish_gradient_synchronization()
             optimizer = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": sliced.own_tensors}]))
         overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # This rank may hold nothing of these parameters.
+        # This rank may hold nothing of these parameters, and takes part nevertheless.
         overflows = overflows or {found_inf.device: found_inf}
         overflows_here = torch.stack([overflow.to(group_device()) for overflow in overflows.values()])
         overflows_anywhere = overflows_here.amax().to(torch.uint8)
@@ -276,6 +282,7 @@ def refuse_other_scalers() -> None:
             )
         return method(scaler, optimizer)
 
+    # For a fused optimizer, step() calls the second, without unscale_().
     for name in ("unscale_", "_check_inf_per_device"):
         method = getattr(torch.amp.GradScaler, name)
         checked: Any = functools.partialmethod(unscale_checked, method)

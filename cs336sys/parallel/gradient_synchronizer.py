@@ -59,12 +59,15 @@ class GradientSynchronizer(SynchronizationSwitch):
         self._group = group
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
+        # How many buckets of this step, from the first on.
         self._launched = 0
         # Whether the end of this step's backward pass will launch what is left.
         self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, lambda handles: [*map(RemovableHandle.remove, handles)], self._handles).atexit = False
+        removal = weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self._handles)
+        # When the process ends, parameters and their hooks end, too.
+        removal.atexit = False
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
@@ -83,6 +86,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         if torch.is_grad_enabled():
             raise graph_refusal("a parameter")
         with _lock:
+            # All are launched when a pass has ended, those that lacked a gradient, too.
             if id(parameter) not in bucket.waiting or self._launched == len(self.buckets):
                 raise UsageError(
                     "a parameter got a gradient from a second backward pass before finish_gradient_synchronization(): "
@@ -113,7 +117,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             device = next(iter(self.buckets[0].parameters.values())).device
             any_rank = AnyRank(present, device, self._group)
             if not all(present):
-                # Then this rank must know before it goes on; all others wait for the answer after the last bucket.
+                # This rank must know the answer now. The buckets first: their errors say what waits for a missing rank.
                 for bucket in self.buckets:
                     bucket.wait()
                 present = any_rank.wait()
@@ -121,6 +125,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             for bucket in self.buckets:
                 bucket.wait()
                 bucket.finish([next(present_anywhere) for _ in bucket.parameters])
+            # Where all are present here, the answer matters to other ranks only, and does not hold up the buckets.
             any_rank.wait()
             self._launched = 0
             self._ends_with_pass = False
@@ -130,10 +135,14 @@ class GradientSynchronizer(SynchronizationSwitch):
         with _lock:
             for bucket in self.buckets[: self._launched]:
                 bucket.wait()
+            # Other synchronizers would wait for its turn.
             _launching[:] = [reference for reference in _launching if reference() is not self]
 
     def _begin(self) -> None:
-        """Take a place among those that launch, and have the rest launched when this backward pass ends."""
+        """Take a place among those that launch, and have the rest launched when this backward pass ends.
+
+        Within a nested pass the end is that of the pass around it, which a later hook outside of the nested one sees.
+        """
         require_eager_backward()
         if not self._is_launching:
             _launching.append(weakref.ref(self))
@@ -148,10 +157,12 @@ class GradientSynchronizer(SynchronizationSwitch):
     def _launch_remaining(self) -> None:
         """Launch all that is left, after what is left of synchronizers that have begun before."""
         with _lock:
+            # The last one taken out of the list is this.
             while self._is_launching:
                 earlier = _launching.pop(0)()
                 if earlier is not None:
                     earlier._launch(len(earlier.buckets))
+            # Without overlap, and where this pass reached none of its parameters, it is not in the list.
             self._launch(len(self.buckets))
 
     def _launch_ready(self) -> bool:
@@ -190,13 +201,13 @@ def _is_in_nested_pass() -> bool:
     return False
 
 
-def _hook(synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
+def _hook(reference: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
     names = {id(parameter): name for name, parameter in bucket.parameters.items()}
 
     def gradient_ready(parameter: nn.Parameter) -> None:
-        alive = synchronizer()
-        if alive is not None:
-            alive.gradient_ready(bucket, names[id(parameter)], parameter)
+        synchronizer = reference()
+        if synchronizer is not None:
+            synchronizer.gradient_ready(bucket, names[id(parameter)], parameter)
 
     setattr(gradient_ready, AVERAGES_GRADIENT, True)
     setattr(gradient_ready, HANDS_GRADIENT_ON, bucket.hands_on)
