@@ -14,7 +14,7 @@ _layout = operator.attrgetter("shape", "dtype", "device")
 
 
 class _Held(NamedTuple):
-    """One name of a parameter, and what the name stood for."""
+    """What one name of a parameter stood for when it was read."""
 
     owner: nn.Module
     reference: "weakref.ref[Tensor]"
@@ -25,7 +25,7 @@ class _Held(NamedTuple):
 
     @property
     def parameter(self) -> Tensor | None:
-        """None if it exists no longer."""
+        """Return the parameter, or None if it exists no longer."""
         return self.reference()
 
 
@@ -67,19 +67,20 @@ class HeldParameters:
                 raise UsageError(
                     f"{name.removeprefix(self._prefix)} was {change} after it was wrapped: call refresh() on every rank"
                 )
-        # Modules without parameters differ: the next comparison is to be with those that are there now.
+        # Only modules without parameters have come or gone: later calls compare with those that are there now. But
+        # tensors from outside are exchanged for this call alone.
         if not exchanged_names:
             self._note_contents()
 
     def _exchanged_names(self, now: dict[str, _Held]) -> frozenset[str]:
         """Return the names that stand for tensors from outside of the module, in the modules that had them before."""
-        known_ids = {id(entry.parameter) for entry in self._entries.values()}
+        ids_before = {id(entry.parameter) for entry in self._entries.values()}
         return frozenset(
             name
             for name, entry in now.items()
             if name in self._entries
             and entry.owner is self._entries[name].owner
-            and id(entry.parameter) not in known_ids
+            and id(entry.parameter) not in ids_before
         )
 
     def _held_module(self) -> nn.Module:
@@ -90,13 +91,15 @@ class HeldParameters:
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""
         owners = list(self._held_module().modules())
-        # Those of scripted modules are no dictionaries, but made at each access.
+        # The modules' dictionaries themselves, and copies of what is in them. Scripted modules have none: theirs are
+        # made at each access.
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
-        self._attributes_then, self._values_then = self._attributes(), self._values()
+        self._attributes_then, self._ids_then = self._attributes(), self._parameter_ids()
+        # Tied parameters once.
         entries = {id(entry.parameter): entry for entry in self._entries.values()}.values()
-        # Those that exist no longer, whose ids others may have now.
+        # Parameters that exist no longer: a new one may have the id of one of them.
         self._gone: list[weakref.ref[Tensor]] = []
         self._references = [
             weakref.ref(entry.parameter, self._gone.append) for entry in entries if entry.parameter is not None
@@ -105,15 +108,16 @@ class HeldParameters:
         self._frozen = [entry.reference for entry in entries if not entry.is_trained]
 
     def _attributes(self) -> tuple[list[int], list[str]]:
+        """Count the parameters of each module, and list the attributes of all."""
         return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
 
-    def _values(self) -> list[int]:
+    def _parameter_ids(self) -> list[int]:
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._parameters))))
 
     def _is_unchanged(self) -> bool:
         return (
             self._children == self._children_then
-            and self._values() == self._values_then
+            and self._parameter_ids() == self._ids_then
             and self._attributes() == self._attributes_then
             and not self._gone
             and [_layout(reference()) for reference in self._references] == self._layouts_then
@@ -136,24 +140,25 @@ class HeldParameters:
         old, new = self._entries.get(name), now.get(name)
         if new is None:
             return "removed"
-        others_now = [other for other, entry in now.items() if entry.parameter is new.parameter and other != name]
+        tied_now = [other for other, entry in now.items() if entry.parameter is new.parameter and other != name]
         if old is None:
-            names_then = [other for other, entry in self._entries.items() if entry.parameter is new.parameter]
-            if not names_then:
-                return f"added, tied to {self._shown(others_now)}," if others_now else "added"
-            return f"{'tied to' if names_then[0] in now else 'moved from'} {self._shown(names_then)}"
+            names_before = [other for other, entry in self._entries.items() if entry.parameter is new.parameter]
+            if not names_before:
+                return f"added, tied to {self._shown(tied_now)}," if tied_now else "added"
+            return f"{'tied to' if names_before[0] in now else 'moved from'} {self._shown(names_before)}"
         if new.parameter is not old.parameter:
-            if others_now:
-                return f"tied to {self._shown(others_now)}"
-            others_then = [o for o, entry in self._entries.items() if entry.parameter is old.parameter and o != name]
-            # Of parameters that exist no longer, None is left, which was tied to nothing.
-            if others_then and old.parameter is not None:
-                return f"untied from {self._shown(others_then)}"
+            if tied_now:
+                return f"tied to {self._shown(tied_now)}"
+            entries = self._entries.items()
+            tied_before = [other for other, entry in entries if entry.parameter is old.parameter and other != name]
+            # Parameters that exist no longer are all None now, and need not have been tied.
+            if tied_before and old.parameter is not None:
+                return f"untied from {self._shown(tied_before)}"
             return "replaced (as load_state_dict() with assign=True does)"
         layouts = ((entry.dtype, tuple(entry.shape), entry.device) for entry in (old, new))
-        for then, current in zip(*layouts, strict=True):
-            if then != current:
-                return f"changed from {then} to {current}"
+        for before, current in zip(*layouts, strict=True):
+            if before != current:
+                return f"changed from {before} to {current}"
         if new.owner is not old.owner:
             return "moved into another module"
         return "unfrozen" if new.is_trained and not old.is_trained else None
