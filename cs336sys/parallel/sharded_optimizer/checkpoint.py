@@ -40,6 +40,7 @@ def gather_states(
         for elements, state in states_of_rank.values():
             dist.send_object_list([(elements, _on_cpu(state))], dst=0, use_batch=True)
         return None
+    # By index of the parameter, from each rank that has elements of it, in rank order.
     parts: dict[int, list[tuple[range, State]]] = {}
     for rank, indices in enumerate(indices_of_ranks):
         for index in indices:
@@ -50,12 +51,13 @@ def gather_states(
                 received = [None]
                 dist.recv_object_list(received, src=rank, use_batch=True)
             parts.setdefault(index, []).extend(received)
-    return {
-        index: _join_states(parts[index], parameters[index])
-        if sliced
-        else with_strides(parts[index][0][1], parameters[index])
-        for index in sorted(parts)
-    }
+    whole = {}
+    for index in sorted(parts):
+        # Without slices, a parameter is one rank's.
+        _, state = parts[index][0]
+        join = _join_states(parts[index], parameters[index]) if sliced else with_strides(state, parameters[index])
+        whole[index] = join
+    return whole
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -107,7 +109,8 @@ def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *
             continue
         fits = value.shape == shape
         if not sliced:
-            fits = value.dim() != len(shape) or all(a in (b, 1) for a, b in zip(value.shape, shape, strict=True))
+            sizes = zip(value.shape, shape, strict=False)
+            fits = value.dim() != len(shape) or all(size in (parameter_size, 1) for size, parameter_size in sizes)
         if not fits:
             raise UsageError(
                 f"the state belongs to another model: {key} of {name} is {tuple(value.shape)} there, "
@@ -116,7 +119,9 @@ def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *
 
 
 def _on_cpu(state: State) -> State:
-    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
+    }
 
 
 def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
@@ -126,6 +131,7 @@ def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
 
 def _join_states(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
     """Join the states of slices to a whole state; entries that are not elementwise are the same in all of them."""
+    # Those of the first part, where no slices of them replace them below.
     whole = dict(parts[0][1])
     for key, value in whole.items():
         if all(_is_elementwise(key, state[key], (len(elements),)) for elements, state in parts):

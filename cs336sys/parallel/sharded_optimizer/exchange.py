@@ -26,6 +26,7 @@ class ExchangeBucket:
     _versions: list[int] = field(default_factory=list)
 
     def start(self) -> None:
+        """Launch the operation."""
         self.operation.start()
         self._versions[:] = [parameter._version for parameter in self.parameters.values()]
 
@@ -44,8 +45,9 @@ class ExchangeBucket:
                 )
 
 
-# Which exchanges bring parameters to a module. Hooks on modules of users are functions that look here, and are copied
-# and pickled with the module by their names: a copy has no entry, so its hooks do nothing.
+# Which exchanges bring parameters to a module. The hooks on modules of users are the functions at the end of this file,
+# which look here, and are copied and pickled with the module by their names: a copy has no entry, so its hooks do
+# nothing.
 _exchanges: "weakref.WeakKeyDictionary[nn.Module, list[ParameterExchange]]" = weakref.WeakKeyDictionary()
 
 
@@ -108,12 +110,12 @@ class ParameterExchange:
         is one part. For a data parallel wrapper, the parts are those of the wrapped module. The modules in a part wait,
         too: a model may call ``self.model.decoder(x)`` and never ``self.model``.
         """
+        # Code compiled earlier would not contain the hooks; without the module, nothing was compiled.
         if "torch._dynamo" in sys.modules:
-            # Code compiled earlier would not contain the hooks.
             torch.compiler.reset()
         while isinstance(wrapped := getattr(module, "module", None), nn.Module):
             module = wrapped
-        # A part may be saved or loaded by itself.
+        # Of all modules, because a part may be saved or loaded by itself.
         for part in module.modules():
             exchanges = _exchanges.setdefault(part, [])
             if self not in exchanges:
@@ -169,13 +171,16 @@ _wait_before_part = importing_no_compiler(torch._disable_dynamo(_wait_before_par
 
 
 def _wait_unless_traced(module: nn.Module, *_: object) -> None:
-    # The part around compiled code has waited, and a hook that was called there would cut its graph.
+    # The part around compiled code has waited, and a call of the hook from that code would break its graph.
     if not torch.compiler.is_compiling():
         _wait_before_part(module)
 
 
 def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters in a part, except those within compiled modules."""
+    """Yield the modules with parameters in a part, except those within compiled modules.
+
+    ``module.compile()`` and ``torch.compile(module)`` leave the two attributes.
+    """
     if part._compiled_call_impl is None and not hasattr(part, "_orig_mod"):
         for child in part.children():
             if next(child.parameters(), None) is not None:

@@ -46,11 +46,12 @@ def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[st
     order and spread evenly over the model: often one group holds the matrices of all layers and another their norms.
     """
     parameters = dict(zip(names_of(groups), parameters_of(groups), strict=True))
-    # Of a group: where in the model a parameter is, between 0 and 1. Of the module: its index, before all of these.
+    # In a group: where in the model a parameter is, between 0 and 1. In the module: negative, before all others.
     positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
     position_of = dict(zip(parameters.values(), positions, strict=True))
     if module is not None:
-        position_of |= {parameter: -1.0 / (1 + index) for index, parameter in enumerate(module.parameters())}
+        members = list(module.parameters())
+        position_of |= {parameter: index for index, parameter in enumerate(members, start=-len(members))}
     return dict(sorted(parameters.items(), key=lambda item: position_of[item[1]]))
 
 
@@ -65,13 +66,16 @@ def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
 
 
 def describe_options(options: Group) -> str:
-    """Return options in words, without those that would read differently in another process."""
+    """Return options in words, for :func:`describe_groups`: without those that read differently in another process."""
     shown = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
     return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
 
 
 def options_now(group: Group) -> Group:
-    """Return the texts of options that read the same in every process, without tensors on a GPU, which need a wait."""
+    """Return options as texts, to see in each step which have changed.
+
+    Only those that read the same in every process, and no tensors on a GPU, for which the CPU would have to wait.
+    """
     return {
         key: repr(value.tolist() if isinstance(value, Tensor) else value)
         for key, value in options_of(group).items()
@@ -128,6 +132,7 @@ class StepAgreement:
     def __init__(self) -> None:
         # On GPUs: the digests of every rank, on their way to the CPU, and the events of their arrival.
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []
+        # Whether there was a comparison before the step since the last one.
         self._has_asked_in_step = False
 
     @contextlib.contextmanager
@@ -140,6 +145,7 @@ class StepAgreement:
         if is_stream_captured():
             yield []
             return
+        # The CPU has the answer at once.
         if group_device().type != "cuda":
             try:
                 with same_on_every_rank() as lines:
@@ -149,6 +155,7 @@ class StepAgreement:
                 raise
             return
         lines = []
+        # Answers are read once a step, by its first comparison. They are those of the last step, and there by then.
         if not (is_step and self._has_asked_in_step):
             self._read_answers()
         self._has_asked_in_step = not is_step

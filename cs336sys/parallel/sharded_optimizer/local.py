@@ -40,7 +40,8 @@ class ParameterPartition:
     def __init__(self, cap_bytes: float | None):
         self.exchange = ParameterExchange()
         self._cap_bytes = cap_bytes
-        self._held_bytes = [0] * dist.get_world_size()
+        # Of the parameters that each rank updates.
+        self._bytes_of_rank = [0] * dist.get_world_size()
         self._rank = dist.get_rank()
         self._owners: dict[nn.Parameter, int] = {}
         self._names: dict[nn.Parameter, str] = {}
@@ -51,14 +52,14 @@ class ParameterPartition:
         specs = [
             TensorSpec(id(parameter), parameter.numel() * parameter.itemsize, parameter.device) for parameter in adopted
         ]
-        owners = greedy_partition([spec.size_bytes for spec in specs], self._held_bytes)
+        owners = greedy_partition([spec.size_bytes for spec in specs], self._bytes_of_rank)
         for spec, owner in zip(specs, owners, strict=True):
-            self._held_bytes[owner] += spec.size_bytes
+            self._bytes_of_rank[owner] += spec.size_bytes
         self._owners |= zip(adopted, owners, strict=True)
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
         buckets = []
-        # Gradients become ready in the opposite order of that in which the forward pass needs parameters.
+        # assign_buckets() begins with the last tensor, which has its gradient first; the forward pass needs it last.
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
             bucket = {names[index]: adopted[index] for index in reversed(indices)}
             tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)
@@ -94,16 +95,16 @@ class ParameterPartition:
         """Yield tensors that hold these parameters, each with its sender: one for each rank and dtype if possible.
 
         Each broadcast costs the CPU time whatever its size, even within a group. A parameter stays where it is if it
-        has gaps in memory, or if one placed after it would not be aligned. Changes of the tensors are not counted as
-        the parameters' changes: those that arrive are, at their launch.
+        has gaps in memory, or if one placed after it would not be aligned. Changes of these tensors are not counted as
+        changes of the parameters: exchange.start() counts those of a step.
         """
-        members_by_owner: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        by_owner_and_dtype: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
             if is_dense(parameter) and parameter.numel() % ALIGNMENT == 0:
-                members_by_owner.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
+                by_owner_and_dtype.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
             else:
                 yield parameter.data, self._owners[parameter]
-        for (owner, _), members in members_by_owner.items():
+        for (owner, _), members in by_owner_and_dtype.items():
             if len(members) == 1:
                 yield members[0].data, owner
                 continue
@@ -142,7 +143,7 @@ class LocalOptimizer:
         return parameters_of(self.optimizer.param_groups)
 
     def check_options(self, group: Group) -> None:
-        """Let the class check the options of a group, and raise what it raises."""
+        """Let the class check the options of a group, by adding an empty group, and raise what it raises."""
         count = len(self.optimizer.param_groups)
         try:
             self.optimizer.add_param_group({**options_of(group), "params": []})
@@ -162,6 +163,7 @@ class LocalOptimizer:
             local_group["params"] = self._local_group(group)["params"]
         for parameter in parameters_of(groups):
             tensor = self._partition.local(parameter)
+            # While it was frozen, every rank had its whole state.
             if tensor is not parameter and parameter in self.optimizer.state:
                 state = self.optimizer.state.pop(parameter)
                 if tensor is not None:
@@ -169,7 +171,10 @@ class LocalOptimizer:
                     self.optimizer.state[tensor] = cut_state(state, parameter, elements, scalars, tensor.dtype)
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
-        """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew."""
+        """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew.
+
+        State that the class keeps under other keys than tensors stays.
+        """
         new_state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
@@ -188,6 +193,7 @@ class LocalOptimizer:
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""
         copy_options(groups, self.optimizer.param_groups)
+        # A rank may own nothing, for which a class need not be prepared.
         if self.tensors:
             self.optimizer.step(**arguments)
         copy_options(self.optimizer.param_groups, groups)
@@ -204,6 +210,7 @@ class LocalOptimizer:
         for index, parameter in enumerate(parameters):
             tensor = self._partition.local(parameter)
             if tensor is not None:
+                # A tensor of another dtype is a master copy.
                 master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
                 states[index] = self._partition.owned(parameter), {**self.optimizer.state.get(tensor, {}), **master}
         return states
@@ -218,6 +225,7 @@ class LocalOptimizer:
             share: what this rank's own state dict has under ``share``.
             scalars: keys with one value for a parameter, which shapes do not show if it has no dimensions.
         """
+        # In a state dict of torch's, groups and states know a parameter by a key, usually its number.
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         states = {index: state_dict["state"][key] for index, key in enumerate(saved_keys) if key in state_dict["state"]}
         if "share" in state_dict:
@@ -238,6 +246,7 @@ class LocalOptimizer:
             if elements and self._partition.local(parameter) is parameter:
                 own_states[index] = copy_state(with_strides(state, parameter))
             elif elements:
+                # A slice.
                 own_states[index] = cut_state(state, parameter, elements, scalars)
         return own_states
 
@@ -249,6 +258,7 @@ class LocalOptimizer:
             saved_groups: the groups whose options to load.
         """
         parameters = parameters_of(groups)
+        # The keys of Optimizer.load_state_dict.
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
         state_of_number = {}
         for index, state in states.items():

@@ -129,14 +129,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for name, parameter in module.named_parameters():
                     refuse_slice(name, parameter)
             lines += self._describe()
-        # With flat=True this is the partition: unlike the other one it also has gradients and master copies.
+        # With flat=True the partition is of slices, which has gradients and master copies besides.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         self._agreement = StepAgreement()
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
-        # Of the module: whether it changes, the tensors that have rank 0's values, by id, and parameters in no group.
+        # Of the module: a comparison with what it holds now, the tensors that have rank 0's values, by id, and the
+        # parameters that are in no group.
         self._module_guard: HeldParameters | None = None
         self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
@@ -159,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             UsageError: on every rank, if groups differ between ranks or gradients are being averaged.
         """
         if not hasattr(self, "_local"):
-            # Called by the base constructor.
+            # Called by the base constructor: ours checks and shards all groups together.
             super().add_param_group(param_group)
             return
         count = len(self.param_groups)
@@ -199,7 +200,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._adopt_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups, self._check_options(self.param_groups))
-        # Entries may be others although they are as many: take_members() cuts the states of unfrozen parameters.
+        # take_members() has put others in place of the states of unfrozen parameters, as many as before, which
+        # _remember_groups() would not see.
         self._link_state()
         self._remember_groups()
 
@@ -242,6 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradient_synchronization(self) -> None:
         """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so."""
         slices = self._require_slices("finish_gradient_synchronization")
+        # Gradients are late only where others were complete, which they are on every rank or on none.
         if slices.synchronizer.is_complete:
             with self._agreement.compared(is_step=False):
                 slices.require_no_late_gradients()
@@ -340,8 +343,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``share`` says whose it is.
         """
         self._adopt_changed_state()
-        own_states = self._local.own_states(self._parameters).items()
-        states = {index: state for index, (_, state) in own_states if state}
+        states_of_rank = self._local.own_states(self._parameters).items()
+        states = {index: state for index, (_, state) in states_of_rank if state}
         return {**super().state_dict(), "state": states, "share": self._share()}
 
     def consolidated_state_dict(self) -> dict[str, Any] | None:
@@ -354,6 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with same_on_every_rank():
             self._adopt_changed_state()
         parameters = self._parameters
+        # Every rank has the whole state of frozen parameters, if there is any: rank 0's is taken.
         states_of_rank = {
             index: (elements, state)
             for index, (elements, state) in self._local.own_states(parameters).items()
@@ -380,6 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rank's share, or options differ between ranks.
         """
         with same_on_every_rank() as lines:
+            # The hooks of torch's optimizers, whose load_state_dict() is not called.
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
@@ -421,9 +426,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         tensors = [*self._module.parameters(), *self._module.buffers()]
         in_groups = set(self._parameters)
-        # _shard() sends those in groups.
-        broadcast_from_first([t for t in tensors if id(t) not in self._equal_tensors and t not in in_groups])
+        # Those in groups are sent by _shard().
+        new = [tensor for tensor in tensors if id(tensor) not in self._equal_tensors and tensor not in in_groups]
+        broadcast_from_first(new)
         self._equal_tensors = {id(tensor): tensor for tensor in tensors}
+        # Parts that were added get hooks; the constructor calls it for the first ones when everything else is done.
         if self._module_guard is not None:
             self._partition.exchange.overlap_with(self._module)
         self._module_guard = HeldParameters(self._module)
@@ -440,10 +447,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refuse parameters that were moved, unfrozen, added, removed or replaced, or that nothing averages."""
         if self._member_ids() != self._noted_members:
             self._refuse_removed()
+            # None was removed: the difference is one more.
             raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
         self._refuse_moved()
         if self._module_guard is not None:
             self._module_guard.require_unchanged()
+        # Without slices, a data parallel wrapper averages all gradients of the module.
         if self._slices is not None:
             for name, parameter in self._outside_groups:
                 is_trained = parameter.grad is not None and parameter._version != self._versions.get(name)
@@ -498,6 +507,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             now = options_now(group)
             changed = {key: now.get(key, "gone") for key in {*now, *noted} if now.get(key) != noted.get(key)}
             if changed:
+                # They may make the class update otherwise than element by element.
                 self._check_options([group])
                 lines.append(f"group {number} with {describe_options(changed)}")
         return lines
@@ -559,8 +569,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> dict[str, Any]:
         """Describe what this rank updates: a state dict of the same share can be loaded without communication."""
-        # Every rank has the whole state of frozen parameters.
-        ranges = [self._partition.owned(p) if p in self._addresses else range(0) for p in self._parameters]
+        # Every rank has the whole state of frozen parameters, which makes no difference to the share.
+        ranges = [
+            self._partition.owned(parameter) if parameter in self._addresses else range(0)
+            for parameter in self._parameters
+        ]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),

@@ -32,7 +32,7 @@ _partitions: "weakref.WeakSet[SlicePartition]" = weakref.WeakSet()
 
 @functools.cache
 def _drop_slices_in_zero_grad() -> None:
-    """Let ``zero_grad()`` of modules drop slices of gradients, too: backward passes leave no gradients to be found."""
+    """Let ``zero_grad()`` of modules drop slices of gradients, too, which it would not find: ``grad`` is None."""
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -99,16 +99,18 @@ class ScatteredBucket(GradientBucket):
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
                 move_into(memory, piece.starts.values(), [members[index] for index in piece.starts])
             else:
-                # By .data, whose changes are not counted as the parameter's: those that arrive are, at their launch.
-                memory = memory_view(members[next(iter(piece.starts))].data).view(-1)
+                (index,) = piece.starts
+                # By .data, whose changes are not counted as the parameter's: exchange.start() counts those of a step.
+                memory = memory_view(members[index].data).view(-1)
             self.pieces.append(memory)
             for index, start in piece.starts.items():
                 elements = piece.owned(index, members[index].numel(), rank)
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    first = slice_start + start + elements.start - rank * piece.slice_size
-                    gradient_range = slice(first, first + len(elements))
+                    # From the piece's beginning to that of this rank's slice in it.
+                    in_slice = start + elements.start - rank * piece.slice_size
+                    gradient_range = slice(slice_start + in_slice, slice_start + in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
             slice_start += piece.slice_size
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
@@ -117,20 +119,21 @@ class ScatteredBucket(GradientBucket):
 
     def launch(self) -> None:
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
+        # In the order of the parameters, by whose numbers pieces know them.
         gradients = [memory.view(-1) for memory in self._memory()]
         self._substitutes = {}
         sent = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
+            members = [gradients[index] for index in piece.starts]
             if piece.is_packed:
                 # Zeroed, gaps included, so that NaN checks on the sent buffer pass.
                 packed = torch.zeros_like(memory)
-                members = [gradients[index] for index in piece.starts]
                 starts = piece.starts.values()
                 targets = [packed[start : start + len(member)] for start, member in zip(starts, members, strict=True)]
                 torch._foreach_copy_(targets, members)
                 sent.append(packed)
             else:
-                sent.append(gradients[next(iter(piece.starts))])
+                sent += members
         sizes = [piece.slice_size for piece in self._layout]
         self._mean_slices = self.pieces[0].new_empty(sum(sizes))
         self._scatter.start(self._mean_slices.split(sizes), sent)
@@ -200,7 +203,7 @@ class SliceSynchronizer(GradientSynchronizer):
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         if self.is_complete:
-            # Refused by what all ranks do next: not all of them have a gradient.
+            # Refused not here, where another rank may have no gradient, but by what all ranks call next.
             self.late.add(id(parameter))
             return
         if not self.holds_back:
@@ -232,7 +235,7 @@ class SlicePartition:
         self.synchronizer = SliceSynchronizer([], overlap=True)
         # By id, the names of parameters whose gradients the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
-        # Whether zero_grad() of a module was called while its gradients were being averaged.
+        # Whether zero_grad() of a module was called while its gradients were being averaged, and could not drop them.
         self._is_undropped = False
         refuse_clipping_alone()
         refuse_other_scalers()
@@ -254,7 +257,8 @@ class SlicePartition:
         for bucket in adopted:
             self._segments |= bucket.segments
             self._versions |= {parameter: parameter._version for parameter in bucket.segments}
-        # One bucket fills while two are being reduced: with more, slow communication would keep all gradients alive.
+        # A launch waits for the last but one: one bucket fills while two are being reduced. With more, slow
+        # communication would keep all gradients alive.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
         self.synchronizer.extend(adopted)
@@ -276,7 +280,7 @@ class SlicePartition:
         return segment.elements
 
     def require_between_steps(self) -> None:
-        """Refuse a change while gradients are being averaged."""
+        """Refuse a change of parameters or groups while gradients are being averaged."""
         if self._under_way:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
@@ -291,7 +295,7 @@ class SlicePartition:
             )
         if not self.synchronizer.is_complete:
             self.synchronizer.finish()
-            # Else there was no backward pass yet, on any rank.
+            # If none has arrived, no rank has made a backward pass yet, and the one to come may add gradients.
             self.synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
 
     def require_no_late_gradients(self) -> None:
@@ -319,15 +323,17 @@ class SlicePartition:
             return
         for parameter, segment in self._segments.items():
             if parameter._version != self._versions[parameter]:
+                # Elements that are the rounded master still keep the master's precision.
                 weights, master = segment.weights, segment.updated
                 master.copy_(torch.where(weights == master.to(weights.dtype), master, weights))
                 self._versions[parameter] = parameter._version
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Drop or zero all gradients, those being averaged, too. Every rank must call it."""
-        # Where gradients are complete or held back, on all ranks, none are being averaged. Else another rank may be in
-        # a backward pass, which waits for what this rank has not launched: it must not be asked before that.
+        # Where gradients are complete or held back, they are on all ranks, and none are being averaged. Else another
+        # rank may have begun a backward pass, and its reductions wait for this rank's, which finish() launches.
         is_open = not (self.synchronizer.is_complete or self.synchronizer.holds_back)
+        # In a CUDA graph, finish() refuses parameters without a gradient: it is for a pass that has begun.
         if is_open and (self._under_way or not is_stream_captured()):
             self.synchronizer.finish()
         self._is_undropped = False
@@ -337,12 +343,10 @@ class SlicePartition:
         """Drop or zero the gradients of parameters with these ids, of which other optimizers may update some."""
         ids_here = ids & self._names.keys()
         if ids_here:
-            # Refused by the next step: on another rank there may have been no pass.
-            self._is_undropped |= any(
-                not ids_here.isdisjoint(map(id, bucket.parameters.values()))
-                for bucket in self._buckets
-                if bucket.is_under_way
-            )
+            # The next step refuses this on every rank. Here it cannot be: on another rank there may have been no pass.
+            for bucket in self._buckets:
+                if bucket.is_under_way and not ids_here.isdisjoint(map(id, bucket.parameters.values())):
+                    self._is_undropped = True
             self._drop(ids_here, set_to_none)
 
     def _drop(self, ids: AbstractSet[int], set_to_none: bool) -> None:
@@ -353,7 +357,8 @@ class SlicePartition:
             bucket.drop(ids, set_to_none)
         self.synchronizer.late.difference_update(ids)
         self._used = {id_: name for id_, name in self._used.items() if id_ not in ids}
-        self.synchronizer.holds_back = bool(self._used)  # Passes still add to gradients of the last step.
+        # While any is left, a backward pass would add to gradients of the last step.
+        self.synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""
@@ -365,6 +370,7 @@ class SlicePartition:
         self._send([parameter for parameter in parameters if id(parameter) in ids_with_gradient])
 
     def _send(self, updated: Collection[nn.Parameter]) -> None:
+        """Round the master copies to the weights, and start to send the slices; ``updated`` are those that changed."""
         if self._master_dtype is not None and self._segments:
             segments = self._segments.values()
             torch._foreach_copy_([segment.weights for segment in segments], [segment.updated for segment in segments])
@@ -372,7 +378,7 @@ class SlicePartition:
         self._versions = {parameter: parameter._version for parameter in self._segments}
 
     def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set this rank's master copies, missing ones from the parameters; then round them to the parameters."""
+        """Set this rank's master copies, those not given from the parameters; then round all to the parameters."""
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))
@@ -383,7 +389,7 @@ class SlicePartition:
         self.prepare_gradients()
         updated = [segment.updated for segment in self._segments.values()]
         dtypes = {self._master_dtype or bucket.sent_dtype for bucket in self._buckets}
-        return clip_over_ranks(updated, (), max_norm, 2.0, [None], dtypes)
+        return clip_over_ranks(updated, whole=(), max_norm=max_norm, norm_type=2.0, groups=[None], dtypes=dtypes)
 
     @property
     def _under_way(self) -> bool:
