@@ -7,6 +7,7 @@ a mesh. Ranks are those within it. Where two names are tried, torch 2.11 has onl
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -229,19 +230,16 @@ class SliceExchange(_Launched):
 
     _collective = "all-to-all"
 
-    def start(
-        self, received: Tensor, tensor: Tensor, sizes: list[int], received_sizes: list[int] | None = None
-    ) -> None:
+    def start(self, received: Tensor, tensor: Tensor, sizes: list[int], received_sizes: list[int]) -> None:
         """Launch: rank r's ``received`` becomes the r-th slice of every rank's ``tensor``, in rank order.
 
         Args:
             received: (sum(received_sizes),).
             tensor: (sum(sizes),), contiguous.
             sizes: number of elements in each slice.
-            received_sizes: size of this rank's slice on each rank; None if ``sizes`` are the same on every rank.
+            received_sizes: size of this rank's slice on each rank.
         """
         received, tensor = _real(received), _real(tensor)
-        received_sizes = received_sizes or [len(received) // len(sizes)] * len(sizes)
         if len({*sizes, *received_sizes}) == 1:
             # The process group's notation for equal parts.
             sizes = received_sizes = []
@@ -280,12 +278,16 @@ class Broadcasts(_Launched):
         """Launch. A target with gaps in memory is sent or received as a copy."""
         dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
         self._tensors = [_sendable(tensor) for tensor in dense]
-        if dist.get_backend() == "nccl":
-            with _coalescing_manager(self._group, device=group_device(), async_ops=True) as coalesced:
-                self._broadcast_all()
-            self._works = [coalesced]
-        else:
-            self._works = self._broadcast_all()
+        is_nccl, group = dist.get_backend() == "nccl", self._group
+        coalescing = _coalescing_manager(group, device=group_device(), async_ops=True) if is_nccl else nullcontext()
+        with coalescing as coalesced:
+            works = []
+            for tensor, source in zip(self._tensors, self._sources, strict=True):
+                # Not by dist.broadcast, for the reason in _Launched.
+                options = BroadcastOptions()
+                options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+                works.append(group.broadcast([tensor], options))
+        self._works = works if coalesced is None else [coalesced]
 
     def wait(self) -> None:
         received = self._tensors
@@ -295,15 +297,6 @@ class Broadcasts(_Launched):
             if not is_dense(target):
                 # It was perhaps sent as bytes.
                 target.copy_(tensor.view(target.dtype).view(target.shape))
-
-    def _broadcast_all(self) -> list[Any]:
-        works = []
-        for tensor, source in zip(self._tensors, self._sources, strict=True):
-            # Not by dist.broadcast, for the reason in _Launched.
-            options = BroadcastOptions()
-            options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
-            works.append(self._group.broadcast([tensor], options))
-        return works
 
 
 class AnyRank:

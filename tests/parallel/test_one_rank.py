@@ -255,7 +255,7 @@ def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     received, tensor = torch.zeros(4), torch.arange(4.0)
     exchange = collectives.SliceExchange("rows")
-    exchange.start(received, tensor, [4])
+    exchange.start(received, tensor, [4], [4])
     exchange.wait()
     assert received.tolist() == [0, 1, 2, 3]
     monkeypatch.setattr(collectives, "all_gather_single", lambda whole, own, group: whole.copy_(own + 1))

@@ -67,11 +67,12 @@ class GatherWatch:
         self._stream: torch.cuda.Stream | None = None
 
     def use(self, unit: ShardedUnit, is_backward: bool) -> None:
-        """Wait for a unit that is being gathered, and record how long that takes."""
+        """Put a unit that is being gathered into use, and record how long it waits for its weights."""
         if unit.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(unit.device)
             needed, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             needed.record()
+            # Before the unit is used, which forgets the collective.
             unit.record_arrival(arrived, self._stream)
             unit.use()
             self._delays.append((unit, is_backward, (needed, arrived)))
@@ -89,6 +90,7 @@ class GatherWatch:
 
 
 def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    # Both, because either may come first.
     start.synchronize()
     end.synchronize()
     return start.elapsed_time(end)

@@ -75,7 +75,7 @@ class UnitRunner(SynchronizationSwitch):
     back in time, so the unit's gradients are complete by then: their reduction starts, and is finished one unit later.
     While a unit computes, the next ``prefetch`` units are being gathered; no others have memory, but those that stay.
 
-    Modules hold slices, but for two times: in a forward pass of the whole module, and in a backward pass, however they
+    Modules hold slices, except within a forward pass of the whole module, and within a backward pass, however these
     end. There they hold the whole parameters of units in use, and stand-ins for others. The first operation on a
     stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
 
@@ -97,6 +97,7 @@ class UnitRunner(SynchronizationSwitch):
         self.watch: GatherWatch | None = None
         self._prefetch = prefetch
         self._keep_gathered = keep_gathered
+        # Of the forward pass that is running, or that the backward pass belongs to.
         self._order: GatherOrder | None = None
         # Units that have been gathered ahead of use.
         self._ahead: set[ShardedUnit] = set()
@@ -109,8 +110,8 @@ class UnitRunner(SynchronizationSwitch):
         self._inside: set[ShardedUnit] = set()
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
-        # Since the last finish(): of parameters whose gradients were reduced, as the optimizer updates them, whether
-        # this rank had one, and those that had no gradient before. refresh() does not end what finish() is to tell.
+        # Since the last finish(), also over a refresh(): of parameters whose gradients were reduced, as the optimizer
+        # updates them, whether this rank had a gradient, and those of which there was no mean from before.
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
         self.units: Sequence[ShardedUnit] = ()
@@ -121,9 +122,9 @@ class UnitRunner(SynchronizationSwitch):
         self._recover()
         self._free_all()
         self.units = units
-        # The backward pass begins with the last, which is still there.
+        # The last is there anyway when the backward pass begins with it.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
-        # One with gradients and one without, because only the former is followed by a backward pass.
+        # By whether gradients are enabled, because only then does a backward pass follow.
         self._orders = {True: GatherOrder(), False: GatherOrder()}
 
     @contextlib.contextmanager
@@ -131,7 +132,7 @@ class UnitRunner(SynchronizationSwitch):
         """Within this context, the whole module computes: no modules hold slices.
 
         Args:
-            begin: called first, while they do, unless this is a part of another pass.
+            begin: called first, while they still hold slices, unless this is a part of another pass.
 
         Yields:
             a function to call with the output.
@@ -148,7 +149,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.calls_ahead = unit.depth = 0
             unit.begin_pass()
         for bucket in self.replicated:
-            # Autograd will add to those of an earlier pass in place.
+            # Autograd will add to the gradients of an earlier pass in place: their memory must be theirs alone.
             bucket.collect_present()
         self._in_forward = True
         self._order = self._orders[torch.is_grad_enabled()]
@@ -181,6 +182,7 @@ class UnitRunner(SynchronizationSwitch):
             self._use(unit)
         arguments = (*args, *kwargs.values())
         inputs = tensors_in(arguments)
+        # By which tensors that the call changes in place are known: their gradients come back to it, too.
         versions = [_version(tensor) for tensor in inputs]
         unit.depth += 1
         try:
@@ -188,6 +190,7 @@ class UnitRunner(SynchronizationSwitch):
                 output = function(*args, **kwargs)
         except BaseException:
             if not is_in_use:
+                # What the call has raised says more than a refusal.
                 with contextlib.suppress(UsageError):
                     unit.hide()
             raise
@@ -201,13 +204,14 @@ class UnitRunner(SynchronizationSwitch):
             outputs = self._outputs(unit, output)
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
         if torch.is_grad_enabled() and not _returns_new(outputs, inputs, changed) and _may_have_gradient(parts, inputs):
-            # The backward pass must arrive here on every rank: on another, the call may have computed something.
+            # The call has computed nothing with a gradient on this rank, for lack of tokens, say, but may have on
+            # another: the backward pass must arrive here on both.
             output = tree_map_only(Tensor, _as_new_node, output)
             outputs = self._outputs(unit, output)
         # Modules and containers among the arguments may hold more tensors now.
         kept = kept_tensors(parts) + tensors_in([value for value in arguments if not isinstance(value, Tensor)])
-        # Views of weights outlive the call where they are kept, or returned in a dataclass, into which tree_map_only()
-        # does not look. Kept weights themselves, as those in nn.LSTM's list, are replaced when the unit is hidden.
+        # Views of weights outlive the call if they are kept, or returned in a dataclass, into which tree_map_only()
+        # does not look. Weights themselves that are kept, as in nn.LSTM's list, are replaced when the unit is hidden.
         if any(unit.stores(tensor) and not unit.is_parameter(tensor) for tensor in outputs + kept):
             self._lend(unit)
         if torch.is_grad_enabled():
@@ -237,6 +241,7 @@ class UnitRunner(SynchronizationSwitch):
             lent: what the forward pass has lent.
         """
         self._begin_backward()
+        # The first arrival brings back what the backward pass may use at any moment until its end.
         for lent_unit, lent_versions in lent.items():
             if lent_unit not in self._unreduced:
                 lent_unit.require_versions(lent_versions)
@@ -277,8 +282,9 @@ class UnitRunner(SynchronizationSwitch):
         self._finish_reduction()
         for bucket in self.replicated:
             bucket.wait()
+            # As if some rank had each gradient: which of them none had is asked below, of slices, too.
             bucket.finish([True] * len(bucket.parameters))
-        # Every parameter has a mean now; one that is new and of no rank's gradient is taken back.
+        # Every parameter has a mean now. One of no rank's gradient is taken back, unless an earlier mean is in it.
         parameters = list(self._present)
         if parameters:
             anywhere = AnyRank(list(self._present.values()), parameters[0].device, self._group).wait()
@@ -311,7 +317,10 @@ class UnitRunner(SynchronizationSwitch):
             unit.begin_pass()
 
     def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
-        """Gather a unit and those expected after it; start to reduce ``meanwhile`` before waiting for the unit."""
+        """Gather a unit and those expected after it, and put it into the modules.
+
+        ``meanwhile``: a unit whose gradients to start to reduce before waiting for the weights.
+        """
         upcoming: list[ShardedUnit] = []
         if self._order is not None:
             self._order.use(unit)
@@ -349,7 +358,7 @@ class UnitRunner(SynchronizationSwitch):
         self._lent[unit] = unit.versions()
 
     def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:
-        """Return the tensors in the output of a unit; refuse an output that has none where gradients are needed."""
+        """Return the tensors in the output of a unit; refuse one without any, at which no gradient would be seen."""
         tensors = tensors_in(output)
         if not tensors and output is not None and torch.is_grad_enabled():
             raise UsageError(
@@ -365,8 +374,8 @@ class UnitRunner(SynchronizationSwitch):
         # A weight that is returned as it is would keep the hook for ever.
         watched = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         if watched:
+            # -1: no backward pass is running. A checkpoint that computes a unit again within one adds no call.
             if unit is not None and torch._C._current_graph_task_id() == -1:
-                # Outside of a backward pass.
                 unit.calls_ahead += 1
             arrival = _Arrival(self, unit, self._lent)
             for tensor in watched:
@@ -397,17 +406,20 @@ class UnitRunner(SynchronizationSwitch):
             self._reducing = None
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
-        """Note which gradients this rank had; what was noted of a gradient that was dropped since does not count."""
+        """Note which gradients this rank had, in this reduction or before; gradients dropped since do not count.
+
+        Called before the mean is added to ``grad``, which is of earlier reductions or steps.
+        """
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)
-            # What was zeroed since is a gradient, too, but not the mean of none.
-            self._present[parameter] = is_present or (
-                parameter.grad is not None and self._present.get(parameter, parameter not in self._new)
-            )
+            # A gradient from before this step counts as present, even if zeroed, but the mean of no rank's does not.
+            had_before = parameter.grad is not None and self._present.get(parameter, parameter not in self._new)
+            self._present[parameter] = is_present or had_before
 
     def end_backward(self) -> None:
         """Free all units and finish their reductions: called by autograd when a backward pass has come to its end."""
+        # Units that are lent, contained others or came last are not reduced yet.
         self._leave_backward()
         self._free_all()
         for unit in list(self._unreduced):
@@ -440,6 +452,7 @@ class UnitRunner(SynchronizationSwitch):
         self._show_slices()
 
     def _show_slices(self) -> None:
+        # A backward pass may run within a forward pass, which goes on with whole parameters.
         if not self._in_forward:
             for unit in self.units:
                 unit.end_pass()
@@ -534,7 +547,7 @@ def _as_new_node(tensor: Tensor) -> Tensor:
 
 
 def _returns_new(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
-    """Return whether a call returns a tensor with a gradient that was not given to it as it is."""
+    """Return whether a call returns a tensor with a gradient other than the inputs that it has left as they were."""
     unchanged_ids = set(map(id, inputs)).difference(map(id, changed))
     return any(tensor.requires_grad and id(tensor) not in unchanged_ids for tensor in outputs)
 

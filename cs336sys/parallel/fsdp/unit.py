@@ -1,6 +1,7 @@
 """Parameters that are gathered and freed together: where they are in memory, and their collectives."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,31 +31,30 @@ class GradientScatter:
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], contents: str, stream: torch.cuda.Stream | None):
-        self._stream = stream
         indices_of_kind: dict[Any, list[int]] = {}
         for index, parameter in enumerate(parameters):
             kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
             indices_of_kind.setdefault(kind, []).append(index)
         self._groups = [
-            (_GradientGroup([parameters[index] for index in indices], contents), indices)
+            (_GradientGroup([parameters[index] for index in indices], contents, stream), indices)
             for indices in indices_of_kind.values()
         ]
 
     def start(self, gradients: Sequence[Tensor]) -> None:
         """Launch. Gradients, one for each parameter, must be contiguous and have the same dtypes on every rank."""
         for group, indices in self._groups:
-            group.start([gradients[index] for index in indices], self._stream)
+            group.start([gradients[index] for index in indices])
 
     def finish(self) -> None:
         """Add the means to the gradients of the slices; on a GPU, the current stream waits for them."""
         for group, _ in self._groups:
-            group.wait(self._stream)
+            group.wait()
             group.add_means()
 
     def drop(self) -> None:
         """Wait for the means, and discard them."""
         for group, _ in self._groups:
-            group.wait(self._stream)
+            group.wait()
             group.forget()
 
 
@@ -65,14 +65,15 @@ class _GradientGroup:
     that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost the CPU 0.06 ms for each.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
+    def __init__(self, parameters: Sequence[ShardedParameter], contents: str, stream: torch.cuda.Stream | None):
         self._parameters = parameters
+        self._stream = stream
         self._sizes = [parameter.shard.numel() for parameter in parameters]
         # How many elements each rank's slice has: of each parameter, and of all together.
         self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
         self._rank_sizes = [sum(sizes) for sizes in zip(*self._slice_sizes, strict=True)]
         shard = parameters[0].shard
-        # Asking the process group for its backend takes a CPU 2 us, and this is needed for every layer.
+        # Asked once: getting the backend from the process group takes a CPU 2 us, and every layer needs it.
         self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
         group = parameters[0].group
         self._scatter = MeanScatter(shard.dtype, shard.device, contents, group)
@@ -84,8 +85,8 @@ class _GradientGroup:
         # Held so that the memory is not reused while it is being sent, whichever stream has waited already.
         self._sent: Sequence[Tensor] = ()
 
-    def start(self, gradients: list[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Launch the collective, and on a GPU the averaging of exchanged gradients on ``stream``."""
+    def start(self, gradients: list[Tensor]) -> None:
+        """Launch the collective, and on a GPU the averaging of exchanged gradients on the stream."""
         shard = self._parameters[0].shard
         mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
         if self._can_scatter and gradients[0].dtype == shard.dtype:
@@ -94,27 +95,28 @@ class _GradientGroup:
             self._scatter.start(self._of_each(mean), sent)
             return
         # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
-        slices = [
+        slices_of_parameters = [
             gradient.view(-1).split_with_sizes(sizes)
             for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
         ]
         # In rank order, so that what goes to each rank is contiguous.
-        packed = torch.cat([piece for slices_of_rank in zip(*slices, strict=True) for piece in slices_of_rank])
+        packed = torch.cat(list(itertools.chain.from_iterable(zip(*slices_of_parameters, strict=True))))
         self._sent = [packed]
-        self._received = packed.new_empty(len(self._rank_sizes) * len(mean))
-        self._exchange.start(self._received, packed, self._rank_sizes)
-        if stream is not None:
-            with on_side_stream(stream):
+        ranks = len(self._rank_sizes)
+        self._received = packed.new_empty(ranks * len(mean))
+        self._exchange.start(self._received, packed, self._rank_sizes, [len(mean)] * ranks)
+        if self._stream is not None:
+            with on_side_stream(self._stream):
                 self._wait_and_average(self._received, mean)
 
-    def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Wait for the means: computed by the collective, on ``stream``, or here where there is none."""
+    def wait(self) -> None:
+        """Wait for the means: computed by the collective, on the stream, or here where there is none."""
         if self._received is None or self._mean is None:
             self._scatter.wait()
-        elif stream is None:
+        elif self._stream is None:
             self._wait_and_average(self._received, self._mean)
         else:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _wait_and_average(self, received: Tensor, mean: Tensor) -> None:
         self._exchange.wait()
@@ -208,7 +210,8 @@ class ShardedUnit:
         self._storage.resize_(0)
         self.is_under_way = self._ready = False
         self.device = memory.device
-        # Where modules hold the parameters: a dictionary, the attribute, and a module that has its own __setattr__.
+        # Where modules hold the parameters: the module's dictionary, the attribute, and the module if it must be told
+        # of every change, because its class has a __setattr__ (as nn.RNN's, which keeps a list of its weights).
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Module | None]] = []
         uses = [(parameter, *use) for parameter in parameters for use in parameter.owners]
         for parameter, owner, attribute in uses:
@@ -239,6 +242,7 @@ class ShardedUnit:
             return
         self.is_under_way = True
         self._storage.resize_(self.gathered_bytes)
+        # Copying and gathering need not wait for what the current stream is given after this.
         with on_side_stream(self._stream), torch.no_grad():
             torch._foreach_copy_(self._rows_in_block, self._shards)
             self._gather.start()
@@ -269,6 +273,7 @@ class ShardedUnit:
     def end_pass(self) -> None:
         """Show slices from now on, whatever the modules hold."""
         self._resting = self._slices
+        # A parameter that a user has replaced is refused by the next pass or finish().
         with contextlib.suppress(UsageError):
             self._show(self._slices)
 
@@ -286,7 +291,8 @@ class ShardedUnit:
         """Refuse slices that were changed since :meth:`versions` returned this."""
         now = self.versions()
         if now != versions:
-            changed = next(p for p, old, new in zip(self.parameters, versions, now, strict=True) if old != new)
+            pairs = zip(self.parameters, versions, now, strict=True)
+            changed = next(parameter for parameter, before, after in pairs if before != after)
             raise UsageError(
                 f"{changed.names[0]} was changed between the forward and the backward pass, whose gradients would be "
                 "those of other weights: run the backward pass before the optimizer's step"
@@ -297,6 +303,7 @@ class ShardedUnit:
         try:
             address = tensor.data_ptr()
         except RuntimeError:
+            # It has no memory of this kind, as a sparse tensor.
             return False
         start = self._storage.data_ptr()
         return start <= address < start + self._storage.nbytes()
@@ -338,6 +345,7 @@ class ShardedUnit:
                 gradient = parameter.take_gradient()
             present.append(gradient is not None)
             if gradient is None:
+                # The dtype of other ranks' gradients, which are kept in that of the slices.
                 dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
                 gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
             if self._gradient_dtype is not None and gradient.is_floating_point():
@@ -358,6 +366,7 @@ class ShardedUnit:
             )
 
     def drop_gradients(self) -> None:
+        """Drop the whole gradients that backward passes have left."""
         for parameter in self.parameters:
             parameter.full.grad = None
 
@@ -374,13 +383,9 @@ class ShardedUnit:
             else:
                 setattr(module, attribute, after)
         self._shown = shown
-        if replaced is not None:
-            name = next(
-                p.names[0]
-                for p in self.parameters
-                if any(tensor is replaced for tensor in (p.shard, p.full, p.stand_in))
-            )
-            raise UsageError(
-                f"{name} is no longer the parameter that was wrapped (assigned, or given to functional_call): change "
-                "its values in place, or call refresh() on every rank"
-            )
+        for parameter in self.parameters:
+            if any(tensor is replaced for tensor in (parameter.shard, parameter.full, parameter.stand_in)):
+                raise UsageError(
+                    f"{parameter.names[0]} is no longer the parameter that was wrapped (assigned, or given to "
+                    "functional_call): change its values in place, or call refresh() on every rank"
+                )

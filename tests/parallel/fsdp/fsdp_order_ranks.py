@@ -102,9 +102,9 @@ def side_streams(compute_dtype):
     begins = torch.cuda.current_stream, collectives.SliceExchange.start
     sent = []
 
-    def start(self, received, tensor, sizes):
+    def start(self, received, tensor, *sizes):
         sent.append(weakref.ref(tensor))
-        begins[1](self, received, tensor, sizes)
+        begins[1](self, received, tensor, *sizes)
 
     class Stream:
         def __init__(self, name):
@@ -121,7 +121,9 @@ def side_streams(compute_dtype):
             notes.append(f"off {self.name}")
 
     for unit in sharded.units:
-        unit._stream, unit.scatter._stream = Stream("side"), Stream("mean")
+        unit._stream = Stream("side")
+        for group, _ in unit.scatter._groups:
+            group._stream = Stream("mean")
     torch.cuda.current_stream = lambda device: Stream("main")
     collectives.SliceExchange.start = start
     log = []
