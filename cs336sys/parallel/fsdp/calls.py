@@ -49,12 +49,14 @@ class UnitCall:
 
     def remove(self) -> None:
         """Let the module call what it did before."""
+        # Compared, because the method object of a module is another one at each access.
         is_compiled = self._function != self.module._call_impl
         self.module.__dict__["_compiled_call_impl"] = self._function if is_compiled else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._begin is None:
             return self._call(args, kwargs)
+        # This is the whole module.
         with self._runner.forward_pass(self._begin) as hook_output:
             output = self._call(args, kwargs)
             hook_output(output)
@@ -69,7 +71,8 @@ class UnitCall:
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        # With their parts, because the call may remove them, and another object could then have the same id.
+        # Each with its copy, and with pairs of the copy's parts and its own. These keep the parts alive: the call may
+        # remove some, and another object could then have the same id.
         containers = [
             (original, copied, list(zip(_values_of(copied), _values_of(original), strict=True)))
             for original, copied in zip(originals, cast, strict=True)
@@ -82,6 +85,7 @@ class UnitCall:
             if not copied.is_inference() and copied._version != version:
                 original.copy_(copied)
         for container, changed, parts in containers:
+            # Parts that the call has left there, as the caller knows them, and those that it has added.
             original_of = {id(copied): original for copied, original in parts}
             if isinstance(container, list):
                 container[:] = [original_of.get(id(part), part) for part in changed]
@@ -100,8 +104,8 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """
     if not type(module).__module__.startswith("torch.nn."):
         return
-    parameter_dtype = next((parameter.dtype for parameter in module.parameters(recurse=False)), None)
-    if parameter_dtype is None or not parameter_dtype.is_floating_point or parameter_dtype == compute_dtype:
+    parameter_dtype = next(module.parameters(recurse=False)).dtype
+    if not parameter_dtype.is_floating_point or parameter_dtype == compute_dtype:
         return
     module.register_forward_pre_hook(lambda _, args: cast_floating(args, parameter_dtype))
     module.register_forward_hook(lambda _, args, output: cast_floating(output, compute_dtype))
@@ -121,15 +125,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         parts = [cast_floating(part, dtype) for part in value]
         if all(map(operator.is_, parts, value)):
             return value
+        # The first is a named tuple.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
 def _tensor_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the tensors that were converted, each with its copy and the version of the copy."""
+    """Yield the tensors that were converted, each with its copy and how often the copy was changed."""
     if uncast is cast:
         return
     if isinstance(uncast, Tensor):
+        # Tensors of inference mode count no changes.
         yield uncast, cast, 0 if cast.is_inference() else cast._version
     else:
         for original, copied in zip(_values_of(uncast), _values_of(cast), strict=True):

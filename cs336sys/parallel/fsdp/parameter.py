@@ -32,6 +32,9 @@ _WITHOUT_VALUES = frozenset(
 )
 _FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 
+# Within it, operations on a stand-in, even on its attributes, do not gather the parameter.
+_on_stand_in_itself = torch._C.DisableTorchFunctionSubclass
+
 
 class StandIn(nn.Parameter):
     """A parameter without memory that is replaced by the whole one in every operation.
@@ -56,14 +59,15 @@ class StandIn(nn.Parameter):
             return stand_in
 
         def hand_on(accumulated: Tensor) -> None:
-            # An autograd.Function gets the stand-in itself, and operates on it within. Torch holds this function where
-            # Python's collector does not look: it must not refer to the stand-in.
-            with torch._C.DisableTorchFunctionSubclass():
+            # An autograd.Function that was given the stand-in accumulates there: not every use of it is an operation
+            # that __torch_function__ sees. Torch holds this hook where Python's collector does not look: it must not
+            # refer to the stand-in.
+            with _on_stand_in_itself():
                 gradient, accumulated.grad = accumulated.grad, None
             if gradient is not None:
                 whole.grad = gradient if whole.grad is None else whole.grad + gradient
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with _on_stand_in_itself():
             stand_in.register_post_accumulate_grad_hook(hand_on)
             stand_in.requires_grad_(whole.requires_grad)
         return stand_in
@@ -72,7 +76,7 @@ class StandIn(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``function`` with whole parameters in place of stand-ins."""
         if function in _WITHOUT_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _on_stand_in_itself():
                 return function(*args, **(kwargs or {}))
         if function in _FREEZING:
             raise UsageError(f"{args[0].stands_for} is frozen or unfrozen in the forward pass: do it between two steps")
@@ -124,12 +128,14 @@ class ShardedParameter:
         self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
         vars(self.shard).update(vars(whole))
         self._attributes = dict(vars(whole))
+        # Rows of what is itself a part are no simple slice of the whole parameter.
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
         # The gradient of the shard and its version when the last one was kept, and whether it is a view of those kept.
         self._seen_gradient: tuple[Tensor, int] | None = None
         self._shows_kept = False
+        # Whether refuse_outside_gradients() has put its hook on the shard.
         self._is_guarded = False
 
     def gather_into(self, memory: Tensor, gather: Callable[[], object]) -> Tensor:
@@ -139,6 +145,7 @@ class ShardedParameter:
             gather: called when an operation needs the rows, and nobody has gathered them.
         """
         row_count = rows_per_rank(self.shape[0], self.group.size())
+        # With room for equally many rows of every rank.
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
         self._all_rows = padded.data[: self.shape[0]]
@@ -151,6 +158,7 @@ class ShardedParameter:
             return full
 
         self.stand_in = StandIn.of(full, self.names[0], gathered_parameter)
+        # The last ranks may have fewer rows than there is room for.
         return padded[self.group.rank() * row_count :][: len(self.rows)]
 
     @property
@@ -178,6 +186,7 @@ class ShardedParameter:
     def require_no_hooks(self) -> None:
         """Refuse hooks of others on the shard."""
         shard = self.shard
+        # One backward hook is ours, if it is guarded.
         if shard._post_accumulate_grad_hooks or len(shard._backward_hooks or ()) != self._is_guarded:
             raise hook_refusal(self.names[0])
 
@@ -186,7 +195,7 @@ class ShardedParameter:
         is_trained = self.shard.requires_grad
         if self.full.requires_grad != is_trained:
             self.full.requires_grad_(is_trained)
-            with torch._C.DisableTorchFunctionSubclass():
+            with _on_stand_in_itself():
                 self.stand_in.requires_grad_(is_trained)
 
     def require_unchanged(self) -> None:
@@ -221,6 +230,7 @@ class ShardedParameter:
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
+        # Those kept before do not count if the user has dropped the gradient that showed them.
         self._drop_zeroed()
         if gradient is None:
             return
@@ -256,12 +266,14 @@ class ShardedParameter:
         gradient, version = self._seen_gradient
         if self.shard.grad is gradient and gradient._version == version:
             return
+        # It was changed. Zeros and None drop what was kept; other values cannot be carried over to it.
         if self.shard.grad is not None and (self.shard.grad is not gradient or gradient.any()):
             raise UsageError(
                 f"the gradient of {self.names[0]} was changed between backward passes under no_sync() and their "
                 "average: scale and clip gradients after finish_gradient_synchronization()"
             )
         if self._shows_kept and self.shard.grad is not None:
+            # Zeros of its own, so that the memory of those kept is freed.
             self.shard.grad = torch.zeros_like(self.shard)
         self.kept, self._seen_gradient, self._shows_kept = None, None, False
 

@@ -87,6 +87,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
             is_block = child in unit_modules
         if is_block or (home is None and _owns_matrix(child)):
             home = roots.setdefault(child, PlannedUnit(name, [child]))
+        # A module may be a child of several; its own children are visited once for each unit that it is called in.
         if home in homes.setdefault(child, set()):
             return
         homes[child].add(home)
@@ -97,9 +98,8 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     visit(module, "", None, in_list=False, in_block=False)
     units = list(roots.values())
     order = {unit: position for position, unit in enumerate(units)}
-    parameters = _module_parameters(module)
     sharded, replicated = [], []
-    for entry in parameters:
+    for entry in _module_parameters(module):
         # A module outside of all units may hold it, too, and gets it whole when it uses it.
         used_in = {unit for owner, _ in entry.owners for unit in homes[owner] if unit is not None}
         can_be_cut = entry.held.dim() > 0 and entry.held.numel() > 0
@@ -107,12 +107,14 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
             replicated.append(entry)
         else:
             sharded.append(entry)
+            # Units that share a weight become one, in the place of the first.
             first, *others = sorted(used_in, key=order.__getitem__)
             for other in others:
                 first.modules += other.modules
                 units.remove(other)
                 homes = {part: {first if home is other else home for home in used} for part, used in homes.items()}
 
+    # After all units that share something were united, each weight is in one.
     for entry in sharded:
         unit = next(unit for owner, _ in entry.owners for unit in homes[owner] if unit is not None)
         unit.sharded.append(entry)
@@ -120,6 +122,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     for unit in units:
         inside = (part for module in unit.modules for part in module.modules())
         unit.contains_units = any(unit_of.get(part, unit) is not unit for part in inside)
+    # A unit of a user's choice, or of norms alone, may have nothing to gather.
     return ShardingPlan([unit for unit in units if unit.sharded], replicated)
 
 
@@ -128,6 +131,7 @@ def _owns_matrix(module: nn.Module) -> bool:
 
 
 def _module_parameters(module: nn.Module) -> list[PlannedParameter]:
+    """List the parameters of a module, each once, with all names and owners."""
     planned: dict[nn.Parameter, PlannedParameter] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():

@@ -133,6 +133,7 @@ class FSDP(StateDictOfSlices):
             if count < 0:
                 raise UsageError(f"{name} {count}: must be at least 0")
         self.module = module
+        # Of the default process group, to notice in later passes that it is another one.
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
         self.group = process_group(group)
         self._gradient_dtype = gradient_dtype
@@ -140,6 +141,7 @@ class FSDP(StateDictOfSlices):
         self._settings = f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}"
         self._unit_modules = unit_modules
         self._initialize, self._device = initialize, device
+        # On a GPU, from _shard() on: see ShardedUnit.
         self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         self._runner = UnitRunner(prefetch, keep_gathered, self.group)
         self.units: tuple[ShardedUnit, ...] = ()
@@ -158,6 +160,7 @@ class FSDP(StateDictOfSlices):
                 than those that were wrapped, or one has a hook, and :meth:`refresh` was not called; the module was
                 compiled as a whole; a weight was changed, or is returned.
         """
+        # The call of the module itself is one of ours.
         for part in self._around_units:
             if part._compiled_call_impl not in (None, self._root_call):
                 raise UsageError(
@@ -169,6 +172,7 @@ class FSDP(StateDictOfSlices):
                 "FSDP cannot see the backward pass of a function that torch.func transforms (vmap, jvp, grad): call it "
                 "under torch.no_grad(), or transform a module of DDP or a ShardedOptimizer"
             )
+        # Blocks may have been compiled since.
         for call in self._calls:
             call.install()
         return self.module(*args, **kwargs)
@@ -318,6 +322,7 @@ class FSDP(StateDictOfSlices):
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are useless in this one")
         self._require_as_wrapped()
+        # torch's cache, by the id of the module and the name of the weight.
         if parametrize._cache:
             known_ids = set(map(id, self._known_modules))
             if any(owner in known_ids for owner, _ in parametrize._cache):
@@ -328,6 +333,7 @@ class FSDP(StateDictOfSlices):
 
     def _shard(self) -> None:
         """Plan what is in which unit, cut the parameters that are not cut yet, and begin to run these units."""
+        # With them the module would be refused as wrapped already.
         for call in self._calls:
             call.remove()
         try:
@@ -342,17 +348,12 @@ class FSDP(StateDictOfSlices):
         shards = [parameter.shard for parameter in sharded.values()]
         if shards and shards[0].is_cuda and self._streams[0] is None:
             gpu = shards[0].device
+            # Of high priority, so that the layers that are being computed do not hold up what others wait for.
             self._streams = torch.cuda.Stream(gpu, priority=-1), torch.cuda.Stream(gpu, priority=-1)
         self._plan = plan
+        settings = self._gradient_dtype, self._runner.access, self._streams
         self.units = tuple(
-            ShardedUnit(
-                unit,
-                [sharded[entry] for entry in unit.sharded],
-                self._gradient_dtype,
-                self._runner.access,
-                self._streams,
-            )
-            for unit in plan.units
+            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], *settings) for unit in plan.units
         )
         self._runner.run(self.units)
         trained = [(entry.names[0], entry.held) for entry in plan.replicated if entry.held.requires_grad]
@@ -362,6 +363,7 @@ class FSDP(StateDictOfSlices):
             for parameters in divide_into_buckets(trained[::-1], cap_bytes=None)
         ]
         unit_of: dict[nn.Module, ShardedUnit] = {part: unit for unit in self.units for part in unit.modules}
+        # The whole module first, which may be of a unit, too.
         self._calls = [
             UnitCall(self._runner, unit, part, self._compute_dtype, self._begin_forward if part is module else None)
             for part, unit in {module: None, **unit_of}.items()
@@ -371,6 +373,7 @@ class FSDP(StateDictOfSlices):
             part for part in module.modules() if part not in unit_of and not unit_of.keys().isdisjoint(part.modules())
         ]
         if self._compute_dtype is not None:
+            # Each once, of those that a former plan has not seen.
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 if owner not in self._known_modules:
                     compute_in_own_dtype(owner, self._compute_dtype)
@@ -409,6 +412,7 @@ class FSDP(StateDictOfSlices):
                 if held_id in cut or held_id in replicated_ids:
                     distributed[entry] = cut.get(held_id, entry.held)
                 elif entry in to_cut:
+                    # A new one.
                     self._require_whole(entry)
         return plan, distributed
 
@@ -426,6 +430,7 @@ class FSDP(StateDictOfSlices):
             all parameters that are cut.
         """
         to_shard = set(plan.all_sharded)
+        # By the module that holds it and its attribute there.
         entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
         for entry, parameter in distributed.items():
             if isinstance(parameter, ShardedParameter):
@@ -478,6 +483,7 @@ class FSDP(StateDictOfSlices):
         parameter, name = entry.held, entry.names[0]
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise hook_refusal(name)
+        # Parameters that were cut and were in its place before.
         replaced = [cut for cut in self.sharded_parameters.values() if not set(cut.owners).isdisjoint(entry.owners)]
         if any(parameter.shape == cut.shard.shape != cut.shape for cut in replaced):
             raise UsageError(
