@@ -79,10 +79,10 @@ def save_checkpoint(
         lines += [f"{key} {tuple(value.shape) if isinstance(value, DTensor) else ''}" for key, value in state.items()]
     on_first_rank(lambda: _begin(path, partial, sharded.group), sharded.group)
     if sharded.group.rank() > 0:
-        # Of what ranks hold whole, torch would save some of each rank's.
+        # torch would take what ranks hold whole from any of them, and it may differ: buffers, for example.
         state = {key: value for key, value in state.items() if isinstance(value, DTensor)}
     try:
-        # Otherwise dictionaries and lists would be split into further keys, or have theirs turned into strings.
+        # Not flattened: dictionaries and lists would be split into further keys, and keys be turned into strings.
         whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(state, checkpoint_id=str(partial), planner=whole, process_group=sharded.group)
     except dcp.api.CheckpointException as error:
@@ -160,6 +160,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
     """Return the module's state dict by keys of the checkpoint, with slices as DTensors over this rank's memory."""
     pairs = sharded.held_parameters().values()
     slices = {_memory_of(shard): parameter for shard, parameter in pairs if parameter is not None}
+    # Then its rows are no simple slice of a whole parameter, as DTensors are.
     if any(parameter.is_part_of_more for parameter in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
@@ -178,6 +179,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             continue
         memory = _memory_of(value)
         if memory not in slices:
+            # A hook has made it: of slices it could not be saved.
             if memory not in module_memory:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
@@ -223,6 +225,7 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
         if f"data/{key}" in loaded:
             (state[key],) = loaded[f"data/{key}"]
         else:
+            # A tied weight was saved under its first name alone.
             first = first_keys.setdefault(_memory_of(value), key)
             tensor = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
             state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -278,6 +281,7 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
                 new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
                 room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
             else:
+                # On the CPU: the optimizer's load_state_dict() moves it.
                 room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
 
@@ -340,6 +344,7 @@ def _check_whole(path: Path) -> None:
         saved = PlainReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"checkpoint {path} is not whole: its .metadata cannot be read ({error}){instead}") from error
+    # For each file, the byte up to which entries are in it.
     ends: dict[str, int] = {}
     for entry in saved.storage_data.values():
         ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)

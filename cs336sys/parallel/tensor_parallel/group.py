@@ -46,14 +46,18 @@ class TensorGroup:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.sequence_parallel:
-            return _SequenceSlices.apply(x, self.name, self.size, self.rank, True)
-        return _Sum.apply(x, self.name, False)
+            gathers = True
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, gathers)
+        sums_output = False
+        return _Sum.apply(x, self.name, sums_output)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' partial outputs of a layer: (..., S, d), or this rank's (..., S / size, d)."""
         if self.sequence_parallel:
-            return _SequenceSlices.apply(x, self.name, self.size, self.rank, False)
-        return _Sum.apply(x, self.name, True)
+            gathers = False
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, gathers)
+        sums_output = True
+        return _Sum.apply(x, self.name, sums_output)
 
 
 class _Sum(torch.autograd.Function):
@@ -82,7 +86,8 @@ class _SequenceSlices(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad)
         group, size, rank = ctx.group, ctx.size, ctx.rank
-        return _scattered(grad, group, size, rank) if ctx.gathers else _gathered(grad, group, size), *[None] * 4
+        grad_x = _scattered(grad, group, size, rank) if ctx.gathers else _gathered(grad, group, size)
+        return grad_x, None, None, None, None
 
 
 def refuse_graph(grad: Tensor) -> None:
@@ -109,11 +114,12 @@ def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:
 
 def _gathered(x: Tensor, group: str, size: int) -> Tensor:
     """Join every rank's slice of the sequence, in rank order: (..., S / size, d) -> (..., S, d)."""
+    # Without communication, this rank's own data as often.
     if not group:
         return torch.cat([x] * size, -2)
     functional = torch.ops._c10d_functional
     stacked = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
-    # (size * first, ..., S / size, d): ranks one after another.
+    # Ranks one after another along the first dimension, of size B: (size * B, ..., S / size, d).
     return stacked.unflatten(0, (size, -1)).movedim(0, -3).flatten(-3, -2)
 
 

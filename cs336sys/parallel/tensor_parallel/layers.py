@@ -22,11 +22,12 @@ from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced, re
 
 
 class _Shared:
-    """Attributes of a layer that ranks share.
+    """Attributes of a layer that ranks share, which :func:`share_layers` sets.
 
     Attributes:
-        first_calls: what compares the first tokens and targets between ranks.
-        caller: the method of the model that is computing the head, as the outermost.
+        first_row, vocabulary: of the embedding: the token of its first row, and how many tokens all ranks have.
+        first_calls: of the embedding: compares the first tokens and targets between ranks.
+        caller: of the head: the outermost method of the model that is running, if any.
     """
 
     tensor_group: TensorGroup
@@ -45,7 +46,9 @@ class FirstCalls:
 
     def __init__(self, group: str):
         self._group: Any = group
+        # Kinds of token ids, each with whether in training.
         self._compared: set[tuple[str, bool]] = set()
+        # The state of the random number generators, as a digest, at the last comparison.
         self._generators: str | None = None
 
     def compare(self, kind: str, token_ids: Tensor, is_training: bool) -> None:
@@ -68,6 +71,7 @@ class FirstCalls:
 
 
 def _digest(tensor: Tensor) -> str:
+    # Twelve digits: short enough for an error message.
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
 
 
@@ -143,6 +147,7 @@ def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
 
         return call
 
+    # Those that the model adds to nn.Module's.
     methods = {
         name: telling_head(name, method)
         for name, method in inspect.getmembers_static(original, inspect.isfunction)
@@ -166,7 +171,7 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
         shapes: of the whole parameters, by their names.
     """
     kinds: dict[str, Any] = {"token_embeddings": _embedding, "lm_head": _head}
-    # A module may be a part of several blocks.
+    # Each layer once, although a module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
         layer.__class__ = kinds.get(name, _block_part)(type(layer))
         layer.tensor_group = group
@@ -217,11 +222,15 @@ def vocabulary_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, column, group.name, compiles)
 
 
+# A column that no rank has, by which gather() fails.
 _NO_TOKEN = 2**62
 
 
 class _CrossEntropy(torch.autograd.Function):
-    # The derivative is exp(x - m) / s, less 1 at the target, as where one rank has all logits.
+    """The loss of :func:`vocabulary_parallel_cross_entropy`, with its ``m`` and ``s``, of this rank's columns.
+
+    The derivative is exp(x - m) / s, less 1 at the target, as where one rank has all logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, column: Tensor, group: str, compiles: bool) -> Tensor:
@@ -243,15 +252,18 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
     """Return the sum of ``exp(logits - m)``, and the target's logit less ``m``, 0 on other ranks: (2, ..., 1)."""
-    is_own = (column >= 0) & (column < logits.size(-1))
-    target = logits.gather(-1, torch.where(is_own | (column == _NO_TOKEN), column, 0)) - m
-    return torch.stack(((logits - m).exp().sum(-1, keepdim=True), torch.where(is_own, target, 0)))
+    is_local = (column >= 0) & (column < logits.size(-1))
+    # Other ranks' columns are read as 0, and the result is dropped; _NO_TOKEN is left, so that it raises.
+    target = logits.gather(-1, torch.where(is_local | (column == _NO_TOKEN), column, 0)) - m
+    return torch.stack(((logits - m).exp().sum(-1, keepdim=True), torch.where(is_local, target, 0)))
 
 
 def _input_gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
+    """Return the gradient of the logits, in their dtype."""
+    # The loss is the mean over positions.
     grad_each = grad_loss / column.numel()
     columns = torch.arange(logits.size(-1), device=logits.device)
-    # A mask with a name would be alive at the peak of memory.
+    # The mask has no name, because it would be alive at the peak of memory.
     return ((logits - m).exp() * (grad_each / s) - torch.where(columns == column, grad_each, 0)).to(logits.dtype)
 
 

@@ -48,6 +48,7 @@ def require_same_results(
     Raises:
         UsageError: on every rank, naming the layer.
     """
+    # Nothing to compare where ranks send nothing, and no values where nobody gives any to a model on the meta device.
     if not tensor_group.name or (initialize is None and any(tensor.is_meta for tensor in model.parameters())):
         return
     device = device or next(model.parameters()).device
@@ -89,6 +90,7 @@ def _trial_refusal(
     try:
         share_layers(trial, tensor_group, cut_weights(trial, group, initialize=None, device=None))
         results = _run_trial(trial, tokens, grad_logits, tensor_group, group)
+        # Not "greater than": NaN is a difference, too. The last term is for gradients that are zero.
         different = [
             name
             for (name, whole), (_, part) in zip(expected, results, strict=True)
@@ -122,11 +124,13 @@ def _trial_of(
     model: Any, initialize: Callable[[nn.Module], None] | None, device: torch.device
 ) -> tuple[nn.Module, list[int]]:
     """Return a copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
+    # The number of the first block of each kind.
     kinds: dict[Any, int] = {}
     for number, block in enumerate(model.layers):
         kinds.setdefault(_block_kind(block), number)
     layers = copy.copy(model.layers)
     layers._modules = {str(number): model.layers[original] for number, original in enumerate(kinds.values())}
+    # What deepcopy() takes for its copies: parameters, those of left-out blocks aside, without values, and the blocks.
     memo: dict[int, Any] = {}
     for parameter in {*model.parameters()} - ({*model.layers.parameters()} - {*layers.parameters()}):
         empty = torch.empty_like(parameter, device=device)
@@ -137,6 +141,7 @@ def _trial_of(
         if initialize is not None and any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             part.to_empty(device=device, recurse=False)
             initialize(part)
+    # Half precision rounds as much as a fault changes.
     if any(parameter.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
     for parameter in trial.parameters():
@@ -174,6 +179,7 @@ def _run_trial(
     results: _Results = []
 
     def record(name: str, tensor: Tensor, *, is_logits: bool = False) -> None:
+        # Of whole layers, the part that this rank would have.
         if group is None and is_logits:
             tensor = tensor[..., columns.start : columns.stop]
         elif group is None and tensor_group.sequence_parallel:
@@ -203,11 +209,14 @@ def _run_trial(
     record_gradients(trial.named_parameters())
     trial.zero_grad()
     embedding = trial.token_embeddings
-    rows = own_part(len(embedding.weight), rank, size)
-    vocabulary = len(embedding.weight)
-    if group is not None:
+    if group is None:
+        vocabulary = len(embedding.weight)
+        rows = own_part(vocabulary, rank, size)
+    else:
+        # Without communication: this rank's rows alone are compared.
         embedding.tensor_group = dataclasses.replace(tensor_group, name="", sequence_parallel=False)
-        vocabulary, rows = embedding.vocabulary, range(embedding.first_row, embedding.first_row + vocabulary)
+        vocabulary = embedding.vocabulary
+        rows = range(embedding.first_row, embedding.first_row + len(embedding.weight))
     vectors = embedding(torch.arange(vocabulary, device=tokens.device))
     vectors.sum().backward()
     results.append(("token_embeddings", vectors.detach()[rows.start : rows.stop]))

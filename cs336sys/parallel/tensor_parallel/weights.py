@@ -22,6 +22,7 @@ def require_shareable(model: nn.Module, world_size: int) -> None:
             ranks outnumber heads, tokens or inner features, or do not divide the heads.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # It refuses names that it does not know.
         cut_dimension(name)
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(
@@ -53,6 +54,7 @@ def require_shareable(model: nn.Module, world_size: int) -> None:
 
 
 def _require(module: nn.Module, name: str, where: str) -> None:
+    """Refuse a module (``where`` in the model) without the layer of this name, or whose layer has no weight."""
     try:
         layer = module.get_submodule(name)
     except AttributeError as error:
@@ -115,6 +117,7 @@ def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, 
         if dimension is not None:
             shape = tuple(shapes[name])
             length = shape[dimension]
+            # Where the last rank's part is that of torch.chunk, all are.
             is_chunked = own_part(length, size - 1, size) == own_rows(length, size - 1, size)
             mark_slice(parameter, dist.get_process_group_ranks(group), (shape, dimension) if is_chunked else None)
 

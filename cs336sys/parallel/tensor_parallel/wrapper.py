@@ -61,6 +61,7 @@ class PartialGradients:
         Args:
             parameters: on every rank the same, before anything else has hooks on them that read their gradients.
         """
+        # Marked, so that passes that return gradients, as torch.autograd.grad, refuse them: nobody would sum those.
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._gradients:
                 gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
@@ -70,7 +71,6 @@ class PartialGradients:
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
-        # A layer that was frozen and is trained now is watched from its first sum on.
         states = self._gradients.items()
         summed = {parameter for parameter, state in states if state.is_summed and not state.is_captured}
         partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
@@ -81,6 +81,7 @@ class PartialGradients:
         dist.all_reduce(flat, group=self._group)
         sums = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+        # A layer that was frozen and is trained now is watched from its first sum on.
         self.watch(partial)
         for parameter in partial:
             if parameter in self._gradients:
@@ -88,7 +89,7 @@ class PartialGradients:
 
 
 class _PartialGradient:
-    """A test by hooks on one parameter whether its gradient is summed.
+    """The state of one parameter's gradient, known from its hooks: whether it is summed over ranks.
 
     Attributes:
         is_summed: whether no pass has added to it since it was summed.
@@ -100,11 +101,13 @@ class _PartialGradient:
         self._before: Tensor | None = None
         self.is_summed = self.is_captured = False
 
-    def before_pass(self, parameter: Tensor, added: Tensor) -> None:
-        # Passes that leave it alone, as torch.autograd.grad does, are not followed by after_pass().
+    def before_pass(self, parameter: Tensor, _: Tensor) -> None:
+        """Keep a copy of a gradient that is summed, before autograd adds to it; hooks also get what will be added."""
+        # Of every such pass anew: one that leaves grad alone, as torch.autograd.grad does, calls no after_pass().
         self._before = parameter.grad.clone() if self.is_summed and parameter.grad is not None else None
 
     def after_pass(self, parameter: Tensor) -> None:
+        """Leave this rank's share of what was summed before, now that more has been added."""
         before, self._before, self.is_summed = self._before, None, False
         if before is not None and parameter.grad is not None:
             parameter.grad.sub_(before, alpha=self._share_of_others)
@@ -185,6 +188,7 @@ class TensorParallel(StateDictOfSlices):
                 f"TensorParallel with {sequence_parallel=}, {communicates=}",
                 *describe_module(module, moves=True),
             ]
+        # An empty name sends nothing.
         name = self.group.group_name if communicates and size > 1 else ""
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         require_same_results(module, self.group, self._tensor_group, initialize, device)
@@ -252,7 +256,7 @@ class TensorParallel(StateDictOfSlices):
         """
         self._require_unchanged()
         if self.completes_gradients:
-            self._partial_gradients.sum(self._whole_parameters().values())
+            self._partial_gradients.sum(self._whole_parameters())
 
     def refresh(self) -> None:
         """Take up parameters that were replaced by others of this rank's, or unfrozen, between two steps.
@@ -268,7 +272,7 @@ class TensorParallel(StateDictOfSlices):
                 raise UsageError("FSDP holds slices of the parts: call refresh() of the FSDP module instead")
             require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
             lines += [f"{name} trained={value.requires_grad}" for name, value in self.module.named_parameters()]
-        broadcast_from_first(list(self._whole_parameters().values()), self.group)
+        broadcast_from_first(self._whole_parameters(), self.group)
         self._take_up()
 
     @property
@@ -339,11 +343,12 @@ class TensorParallel(StateDictOfSlices):
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = type(self).__new__(type(self))
+        # Made anew below, for the copied parameters.
         left_out = ("_partial_gradients", "_held")
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in left_out}, memo))
-        attributes = [vars(parameter) for parameter in self.module.parameters()]
-        for parameter, values in zip(copied.module.parameters(), attributes, strict=True):
-            vars(parameter).update(copy.deepcopy(values, memo))
+        members = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        copied.__dict__.update(copy.deepcopy(members, memo))
+        for parameter, original in zip(copied.module.parameters(), self.module.parameters(), strict=True):
+            vars(parameter).update(copy.deepcopy(vars(original), memo))
         copied._partial_gradients = PartialGradients(self.group)
         copied._take_up()
         return copied
@@ -355,7 +360,8 @@ class TensorParallel(StateDictOfSlices):
         """Mark what the module holds now as parts, and watch what is summed."""
         mark_parts(self.module, self.group, self.shapes)
         if self.completes_gradients:
-            self._partial_gradients.watch(self._whole_parameters().values())
+            self._partial_gradients.watch(self._whole_parameters())
+        # Whether FSDP around the module was seen to have replaced the parts by slices of them.
         self._is_sharded = False
         self._held = HeldParameters(self, "module.")
 
@@ -365,10 +371,11 @@ class TensorParallel(StateDictOfSlices):
         try:
             self._held.require_unchanged()
         except UsageError:
-            # FSDP around the module replaces the parts by slices of them, and looks after those.
+            # FSDP looks after its slices itself.
             self._is_sharded = any(map(is_unit, self.module.modules()))
             if not self._is_sharded:
                 raise
 
-    def _whole_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}
+    def _whole_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that every rank has whole: those of norms."""
+        return [parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None]
