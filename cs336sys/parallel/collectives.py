@@ -13,16 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-    _coalescing_manager,
-    _get_default_group,
-)
 
 from cs336sys.errors import CapabilityError, UsageError
 
@@ -45,7 +37,7 @@ def require_process_group(user: str) -> None:
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group itself, the group of a mesh of one dimension, or the default group for None."""
     if group is None:
-        return _get_default_group()
+        return c10d._get_default_group()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"a mesh of {group.ndim} dimensions {group.mesh_dim_names}: give one of them, mesh[name]")
@@ -157,7 +149,7 @@ class MeanReduction(_Mean):
         """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
         # Gloo coalesces on the CPU only. What averages inside on a GPU is NCCL.
         is_coalesced = len(tensors) > 1 and (self._device_type != "cuda" or self._averages_inside)
-        options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
+        options = c10d.AllreduceCoalescedOptions() if is_coalesced else c10d.AllreduceOptions()
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = tensors
@@ -179,7 +171,7 @@ class MeanScatter(_Mean):
 
         All must be contiguous. The tensors, of W * n elements, may be overwritten.
         """
-        options = ReduceScatterOptions()
+        options = c10d.ReduceScatterOptions()
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = [*slices, *tensors]
@@ -249,7 +241,7 @@ class SliceExchange(_Launched):
             received.copy_(on_host)
             return
         self._tensors = [received, tensor]
-        options = AllToAllOptions()
+        options = c10d.AllToAllOptions()
         options.asyncOp = True
         self._works = [self._group.alltoall_base(received, tensor, received_sizes, sizes, options)]
 
@@ -279,12 +271,14 @@ class Broadcasts(_Launched):
         dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
         self._tensors = [_sendable(tensor) for tensor in dense]
         is_nccl, group = dist.get_backend() == "nccl", self._group
-        coalescing = _coalescing_manager(group, device=group_device(), async_ops=True) if is_nccl else nullcontext()
+        coalescing = (
+            c10d._coalescing_manager(group, device=group_device(), async_ops=True) if is_nccl else nullcontext()
+        )
         with coalescing as coalesced:
             works = []
             for tensor, source in zip(self._tensors, self._sources, strict=True):
                 # Not by dist.broadcast, for the reason in _Launched.
-                options = BroadcastOptions()
+                options = c10d.BroadcastOptions()
                 options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
                 works.append(group.broadcast([tensor], options))
         self._works = works if coalesced is None else [coalesced]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.buckets import BucketRule, FlatBucket, GradientBucket, bucket_rule, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped
 from cs336sys.parallel.collectives import process_group, require_process_group
@@ -35,12 +36,6 @@ from cs336sys.parallel.gradient_slices import require_whole
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.rank_consistency import (
-    broadcast_from_first,
-    describe_module,
-    require_same_lines,
-    same_on_every_rank,
-)
 
 # The beginning of names of parameters in the wrapper, which the module's names lack.
 _PREFIX = "module."
@@ -180,7 +175,7 @@ class _Replicated(StateDictOfWrapped):
         buffers = {name: tensor for name, tensor in self.module.named_buffers() if name not in self._buffer_names}
         # Its hooks go with it: _take_up() makes another.
         self._synchronizer.drop()
-        require_same_lines([f"new: {', '.join((*parameters, *buffers)) or 'nothing'}"], self._group)
+        rank_consistency.require_same_lines([f"new: {', '.join((*parameters, *buffers)) or 'nothing'}"], self._group)
         self._take_up(parameters, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -214,7 +209,7 @@ class _Replicated(StateDictOfWrapped):
 
     def _take_up(self, new_parameters: dict[str, nn.Parameter], new_buffers: dict[str, Tensor]) -> None:
         """Give new tensors rank 0's values, and average the gradients of all parameters that the module has now."""
-        with same_on_every_rank(self._group) as lines:
+        with rank_consistency.same_on_every_rank(self._group) as lines:
             require_unwrapped(self.module)
             require_unsynchronized(new_parameters.items())
             require_whole(new_parameters.items(), self._group)
@@ -226,11 +221,11 @@ class _Replicated(StateDictOfWrapped):
                 # Nobody would average its gradients.
                 if not name.startswith(_PREFIX):
                     raise UsageError(f"{name} was added to the wrapper: add it to the module in it")
-            lines += [self._settings(), *describe_module(self.module)]
+            lines += [self._settings(), *rank_consistency.describe_module(self.module)]
             for name, parameter in self.module.named_parameters():
                 if (dtype := gradient_dtype_of(parameter)) != parameter.dtype:
                     lines.append(f"{name}: gradients in {dtype}")
-        broadcast_from_first([*new_parameters.values(), *new_buffers.values()], group=self._group)
+        rank_consistency.broadcast_from_first([*new_parameters.values(), *new_buffers.values()], group=self._group)
         self._watch_gradients()
 
     def _settings(self) -> str:

@@ -1,5 +1,6 @@
 """The ranks that share a sequence, and how tensors travel between them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,7 +157,7 @@ class ContextGroup:
         """
         row_bytes = tensor[:1].nbytes
         received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
-        received_sizes, sizes = ([count * row_bytes for count in counts] for counts in (received_rows, rows))
+        sizes, received_sizes = [count * row_bytes for count in rows], [count * row_bytes for count in received_rows]
         return self._exchange(received, tensor, received_sizes, sizes, contents)
 
     def _exchange(
@@ -164,13 +165,12 @@ class ContextGroup:
     ) -> Arriving:
         """Start an all-to-all of bytes, which NCCL runs as one group of sends and receives; sizes are in bytes."""
         if not self._communicates:
-            # This rank's own numbers, without a copy where as many are received.
+            # This rank's own numbers, repeated or cut, and without a copy where as many are received.
             numbers = tensor.view(-1)
             if numbers.numel() != received.numel():
-                numbers = numbers.repeat(-(-received.numel() // numbers.numel()))[: received.numel()]
+                numbers = numbers.repeat(math.ceil(received.numel() / numbers.numel()))[: received.numel()]
             return Arriving(numbers.view(received.shape))
         exchange = SliceExchange(contents, self._group)
         # Gloo has no all-to-all of every dtype.
-        received_bytes, sent_bytes = (each.view(-1).view(torch.uint8) for each in (received, tensor))
-        exchange.start(received_bytes, sent_bytes, sizes, received_sizes)
+        exchange.start(received.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8), sizes, received_sizes)
         return Arriving(received, exchange)

@@ -125,7 +125,10 @@ class _Ring:
         return (self._rank - step) % self.world_size
 
     def seen(self, step: int) -> tuple[slice, slice]:
-        """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see."""
+        """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see.
+
+        The module's docstring says why.
+        """
         owner = self.owner(step)
         if owner < self._rank:
             return slice(None), slice(0, len(self._chunks[owner][0]))
@@ -149,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: RingAttention) -> Tensor:
         ring, attention = _Ring(settings.context), settings.attention
-        # Launched before the computation, which it needs no result of: the two run side by side.
+        # Launched before the computation, whose result it does not need: the two run side by side.
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
         out, logsumexp = attention.forward(query, key, value, _IS_CAUSAL)
         if arriving is not None:
@@ -160,6 +163,7 @@ class _RingAttention(torch.autograd.Function):
                     arriving = ring.pass_on(block, step, _BLOCKS)
                 queries, keys = ring.seen(step)
                 seeing_query = query[..., queries, :]
+                # A sequence of fewer tokens than chunks leaves some empty.
                 if seeing_query.shape[-2]:
                     block_key, block_value = block[..., keys, :]
                     partial = attention.forward(seeing_query, block_key, block_value, _IS_FULL)
@@ -172,7 +176,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the part of a block while the next travels, and gradients of keys and values on their way home."""
-        # once_differentiable of torch lets a gradient pass that is in no graph, as that of a sum is.
+        # Not by once_differentiable of torch, which accepts create_graph=True if the gradient is in no graph, as that
+        # of a sum.
         if torch.is_grad_enabled():
             raise UsageError(
                 "ring attention is differentiable once, so create_graph=True is refused: all-to-all attention is as "
@@ -185,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
         if ring.world_size == 1:
             return *attention.backward(query, key, value, grad_out, logsumexp, delta, _IS_CAUSAL), None
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
-        # Of its own block, all queries and the keys of the first chunk now, and the rest alongside the last hop.
+        # Of this rank's block, all queries with the keys of the first chunk now, and the rest alongside the last hop.
         first, second = ring.own_chunks
         keys_and_values = key[..., first, :], value[..., first, :]
         computed = attention.backward(query, *keys_and_values, grad_out, logsumexp, delta, _IS_CAUSAL)
@@ -215,6 +220,7 @@ class _RingAttention(torch.autograd.Function):
                 gradients[0][..., keys, :] += seen_gradients[1]
                 gradients[1][..., keys, :] += seen_gradients[2]
             following = ring.pass_on(gradients, step, _GRADIENTS)
+        # Queries of the second chunk see its keys as well; those of the first do not.
         if query[..., second, :].shape[-2]:
             late = (tensor[..., second, :] for tensor in (query, key, value, grad_out))
             computed = attention.backward(*late, logsumexp[..., second], delta[..., second], _IS_CAUSAL)

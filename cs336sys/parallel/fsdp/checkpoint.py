@@ -28,15 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import (
-    as_dtensor,
-    by_first_name,
-    differences,
-    is_elementwise,
-    load_named_state,
-    named_groups,
-    require_same_groups,
-)
+from cs336sys.parallel import checkpoint_state
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -118,7 +110,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     with same_on_every_rank(sharded.group):
         if optimizer is not None:
             groups = objects.get("optimizer_groups", [])
-            require_same_groups(groups, functools.partial(_named_groups, sharded, optimizer), path)
+            checkpoint_state.require_same_groups(groups, functools.partial(_named_groups, sharded, optimizer), path)
         room = _room_for(sharded, current, saved, with_optimizer=optimizer is not None)
     dcp.load(room, storage_reader=reader, planner=PlainLoadPlanner(), process_group=sharded.group)
     with same_on_every_rank(sharded.group):
@@ -129,7 +121,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
                 if saved_key.startswith("optimizer/"):
                     _, key, name = saved_key.split("/", 2)
                     state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
-            load_named_state(optimizer, state, groups)
+            checkpoint_state.load_named_state(optimizer, state, groups)
     return objects["extra"]
 
 
@@ -186,7 +178,9 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
         elif (parameter := slices[memory]) not in seen:
             # A tied weight is saved under its first name.
             seen.add(parameter)
-            state[f"model/{key}"] = as_dtensor(parameter.shard.detach(), parameter.shape, 0, sharded.group)
+            state[f"model/{key}"] = checkpoint_state.as_dtensor(
+                parameter.shard.detach(), parameter.shape, 0, sharded.group
+            )
     return state
 
 
@@ -245,8 +239,10 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
 
 
 def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    entries = by_first_name(sharded.held_parameters())
-    return named_groups(optimizer, entries, {name for name, (_, cut) in entries.items() if cut is not None})
+    entries = checkpoint_state.by_first_name(sharded.held_parameters())
+    return checkpoint_state.named_groups(
+        optimizer, entries, {name for name, (_, cut) in entries.items() if cut is not None}
+    )
 
 
 def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -254,10 +250,10 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    for name, (shard, parameter) in by_first_name(sharded.held_parameters()).items():
+    for name, (shard, parameter) in checkpoint_state.by_first_name(sharded.held_parameters()).items():
         for key, value in optimizer.state.get(shard, {}).items():
-            if parameter is not None and is_elementwise(key, value):
-                value = as_dtensor(value, parameter.shape, 0, sharded.group)
+            if parameter is not None and checkpoint_state.is_elementwise(key, value):
+                value = checkpoint_state.as_dtensor(value, parameter.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -277,9 +273,9 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
         elif with_optimizer and saved_key.startswith("optimizer/"):
             _, key, name = saved_key.split("/", 2)
             shard, parameter = parameters[name]
-            if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
+            if parameter is not None and checkpoint_state.is_elementwise(key, torch.empty(entry.size, device="meta")):
                 new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
-                room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
+                room[saved_key] = checkpoint_state.as_dtensor(new, parameter.shape, 0, sharded.group)
             else:
                 # On the CPU: the optimizer's load_state_dict() moves it.
                 room[saved_key] = torch.empty(entry.size, dtype=dtype)
@@ -298,7 +294,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
         for key, entry in saved.state_dict_metadata.items()
         if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
-    if different := differences(saved_shapes, shapes):
+    if different := checkpoint_state.differences(saved_shapes, shapes):
         raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 

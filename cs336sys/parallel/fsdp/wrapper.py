@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
 from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, by_first_name, mark_share
 from cs336sys.parallel.collectives import group_device, process_group, require_process_group
@@ -31,12 +32,6 @@ from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.rank_consistency import (
-    broadcast_from_first,
-    describe_module,
-    require_sendable,
-    same_on_every_rank,
-)
 
 
 class FSDP(StateDictOfSlices):
@@ -385,7 +380,7 @@ class FSDP(StateDictOfSlices):
         module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
         replicated_ids = {id(parameter) for parameter in self.replicated_parameters.values()}
         distributed: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
-        with same_on_every_rank(self.group) as lines:
+        with rank_consistency.same_on_every_rank(self.group) as lines:
             require_unwrapped(module)
             if any(parameter.has_kept for unit in self.units for parameter in unit.parameters):
                 raise UsageError(
@@ -393,13 +388,13 @@ class FSDP(StateDictOfSlices):
                     "finish_gradient_synchronization() before refresh()"
                 )
             parameters = list(module.named_parameters())
-            require_sendable(parameters, moves=True)
+            rank_consistency.require_sendable(parameters, moves=True)
             require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in cut)
             require_own_gradient_dtype(parameters)
             with _shown_whole(module, cut):
                 plan = plan_sharding(module, self._unit_modules)
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
-                lines += describe_module(module, moves=True)
+                lines += rank_consistency.describe_module(module, moves=True)
             to_cut = set(plan.all_sharded)
             for entry in (*plan.all_sharded, *plan.replicated):
                 held_id = id(entry.held)
@@ -438,13 +433,13 @@ class FSDP(StateDictOfSlices):
         for name, part in self.module.named_modules():
             if part not in self._known_modules:
                 self._initialize_part(part, name)
-                broadcast_from_first(list(part.buffers(recurse=False)), group=self.group)
+                rank_consistency.broadcast_from_first(list(part.buffers(recurse=False)), group=self.group)
             for attribute, whole in part._parameters.items():
                 if whole is None:
                     continue
                 entry = entries[part, attribute]
                 if entry not in distributed:
-                    broadcast_from_first([whole], group=self.group)
+                    rank_consistency.broadcast_from_first([whole], group=self.group)
                     is_cut = entry in to_shard
                     distributed[entry] = (
                         ShardedParameter(entry, whole, self._compute_dtype, self.group) if is_cut else whole

@@ -79,6 +79,7 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
     return SpawnedRanks(world_size, backend, timeout_s)
 
 
+# The ranks of the last call of kept(), if any, by its arguments.
 _kept: dict[tuple, "Ranks"] = {}
 
 
@@ -155,6 +156,7 @@ class JoinedRanks(AbstractContextManager["JoinedRanks"]):
         try:
             return gather_objects(function(*args))
         except BaseException as error:
+            # After a CaptureError, which is a CapabilityError, a process should compute nothing more.
             refuses = isinstance(error, UsageError | CapabilityError)
             self.alive = refuses and not isinstance(error, CaptureError)
             error.add_note(f"on rank {self._identity.rank} of {self._identity.world_size}")

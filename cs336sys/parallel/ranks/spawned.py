@@ -147,7 +147,7 @@ def serve(
 
 def _failure(rank: int, error: BaseException) -> Failure:
     """Describe what a rank has raised, with the collective that it was in, for the parent."""
-    # The first frame is serve().
+    # Without the first frame, which is serve().
     frames = error.__traceback__ and error.__traceback__.tb_next
     lines = str(error).strip().splitlines()
     reason = ": ".join([type(error).__name__, *lines[:1]])
@@ -166,7 +166,7 @@ def _pickled_chain(error: BaseException | None) -> list[bytes]:
     """Pickle an exception and its causes, those aside that cannot be pickled."""
     chain = []
     while error is not None:
-        # An exception with its own constructor may be pickled and fail to be unpickled.
+        # Tried here: an exception with its own constructor may be pickled and fail to be unpickled.
         with contextlib.suppress(Exception):
             data = pickle.dumps(error)
             pickle.loads(data)
@@ -201,6 +201,12 @@ class LostRankError(RankError, LostProcessError):
 
 @dataclass
 class _Rank:
+    """A rank's process, seen by its parent.
+
+    Attributes:
+        out_of_memory_kills: how often the system had killed for lack of memory before the rank was started.
+    """
+
     number: int
     process: multiprocessing.process.BaseProcess
     connection: multiprocessing.connection.Connection
@@ -262,11 +268,13 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
                 for number in range(world_size):
                     ours, theirs = _CONTEXT.Pipe()
                     identity = RankIdentity(number, world_size, local_rank=number)
+                    # serve() by name, with its arguments; the process dies with this one.
                     args = (theirs, identity, backend, timeout_s, self._directory)
                     process = _CONTEXT.Process(
                         target=run_spawned, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
                     )
                     start_for_good(process)
+                    # Otherwise the pipe would not break when the rank dies.
                     theirs.close()
                     self._ranks.append(_Rank(number, process, ours, kills_before))
         except BaseException:
@@ -314,6 +322,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
     def _results(self) -> list[Any]:
         """Return all ranks' results; after the first, the others have the timeout to follow."""
         results: dict[int, Any] = {}
+        # The first may take as long as it wants.
         deadline = math.inf
         while missing := [rank for rank in self._ranks if rank.number not in results]:
             ready = _wait(missing, deadline)
@@ -326,6 +335,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
             for rank in ready:
                 result = rank.receive()
                 if isinstance(result, Failure):
+                    # Of the others, one may explain it.
                     raise self._error(result, [other for other in missing if other is not rank])
                 results[rank.number] = result
             deadline = min(deadline, time.monotonic() + self._timeout_s)
@@ -339,6 +349,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
             answers = [rank.receive() for rank in ready]
             failures += [answer for answer in answers if isinstance(answer, Failure)]
             others = [rank for rank in others if rank not in ready]
+        # The others are running still.
         cause, *consequences = sorted(failures, key=_cause_before_consequence)
 
         raised = _exception_chain(cause)

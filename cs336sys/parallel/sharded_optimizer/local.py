@@ -14,14 +14,8 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.checkpoint_state import is_elementwise
 from cs336sys.parallel.collectives import Broadcasts, is_dense
-from cs336sys.parallel.sharded_optimizer.checkpoint import (
-    MASTER,
-    State,
-    check_saved_shapes,
-    copy_state,
-    cut_state,
-    with_strides,
-)
+from cs336sys.parallel.sharded_optimizer import checkpoint
+from cs336sys.parallel.sharded_optimizer.checkpoint import State
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, names_of, options_of, parameters_of
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
@@ -168,7 +162,9 @@ class LocalOptimizer:
                 state = self.optimizer.state.pop(parameter)
                 if tensor is not None:
                     elements = self._partition.owned(parameter)
-                    self.optimizer.state[tensor] = cut_state(state, parameter, elements, scalars, tensor.dtype)
+                    self.optimizer.state[tensor] = checkpoint.cut_state(
+                        state, parameter, elements, scalars, tensor.dtype
+                    )
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
         """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew.
@@ -211,7 +207,7 @@ class LocalOptimizer:
             tensor = self._partition.local(parameter)
             if tensor is not None:
                 # A tensor of another dtype is a master copy.
-                master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
+                master = {} if tensor.dtype == parameter.dtype else {checkpoint.MASTER: tensor.detach()}
                 states[index] = self._partition.owned(parameter), {**self.optimizer.state.get(tensor, {}), **master}
         return states
 
@@ -236,18 +232,18 @@ class LocalOptimizer:
                     f"flat={saved['flat']}, this is rank {share['rank']} of {share['world_size']} with "
                     f"flat={share['flat']}, or buckets differ: choose a consolidated_state_dict()"
                 )
-            return {index: copy_state(state) for index, state in states.items()}
+            return {index: checkpoint.copy_state(state) for index, state in states.items()}
         names, parameters = names_of(groups), parameters_of(groups)
         own_states = {}
         for index, state in states.items():
             parameter = parameters[index]
-            check_saved_shapes(state, names[index], parameter.shape, sliced=share["flat"])
+            checkpoint.check_saved_shapes(state, names[index], parameter.shape, sliced=share["flat"])
             elements = self._partition.owned(parameter)
             if elements and self._partition.local(parameter) is parameter:
-                own_states[index] = copy_state(with_strides(state, parameter))
+                own_states[index] = checkpoint.copy_state(checkpoint.with_strides(state, parameter))
             elif elements:
                 # A slice.
-                own_states[index] = cut_state(state, parameter, elements, scalars)
+                own_states[index] = checkpoint.cut_state(state, parameter, elements, scalars)
         return own_states
 
     def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
@@ -263,7 +259,7 @@ class LocalOptimizer:
         state_of_number = {}
         for index, state in states.items():
             tensor = self._partition.local(parameters[index])
-            without_master = {key: value for key, value in state.items() if key != MASTER}
+            without_master = {key: value for key, value in state.items() if key != checkpoint.MASTER}
             if tensor is not None and without_master:
                 state_of_number[numbers[tensor]] = without_master
         local_groups = [

@@ -22,21 +22,9 @@ from cs336sys.parallel.elementwise import options_kind, require_elementwise
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank
+from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states
-from cs336sys.parallel.sharded_optimizer.groups import (
-    Group,
-    StepAgreement,
-    check_parameters,
-    describe_groups,
-    describe_options,
-    given_names,
-    in_model_order,
-    names_of,
-    options_now,
-    options_of,
-    parameters_of,
-    refuse_slice,
-)
+from cs336sys.parallel.sharded_optimizer.groups import Group
 from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer, ParameterPartition, Partition, require_optimizer
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 
@@ -74,6 +62,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
       others are refused.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
     - Between two steps, gradients must be dropped by :meth:`zero_grad`, or by that of the model.
+
+    Attributes:
+        updates_slices: ``flat``: it updates slices of parameters, and ranks have different gradients.
     """
 
     def __init__(
@@ -118,21 +109,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
-            check_parameters(self.param_groups, flat=flat)
-            self._optimizer_cls, self._options, self._is_flat = optimizer_cls, options, flat
+            parameter_groups.check_parameters(self.param_groups, flat=flat)
+            self._optimizer_cls, self._options, self.updates_slices = optimizer_cls, options, flat
             # By the kind of options that were checked before, the names of state with one value for a parameter.
             self._scalars_of_kind: dict[Hashable, frozenset[str]] = {}
             self._check_options(self.param_groups)
-            settings = f"{flat=}, {bucket_size_mb=}, {master_dtype=}, {describe_options(options)}"
+            settings = f"{flat=}, {bucket_size_mb=}, {master_dtype=}, {parameter_groups.describe_options(options)}"
             lines.append(f"{optimizer_cls.__name__} with {settings}")
             if module is not None:
                 for name, parameter in module.named_parameters():
-                    refuse_slice(name, parameter)
+                    parameter_groups.refuse_slice(name, parameter)
             lines += self._describe()
         # With flat=True the partition is of slices, which has gradients and master copies besides.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
-        self._agreement = StepAgreement()
+        self._agreement = parameter_groups.StepAgreement()
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
@@ -168,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with same_on_every_rank() as lines:
                 self._require_between_steps()
                 super().add_param_group(param_group)
-                check_parameters(self.param_groups, flat=self._is_flat)
+                parameter_groups.check_parameters(self.param_groups, flat=self.updates_slices)
                 self._local.check_options(self.param_groups[-1])
                 self._check_options(self.param_groups[-1:])
                 lines += self._describe()
@@ -192,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with same_on_every_rank() as lines:
             self._require_between_steps()
-            check_parameters(self.param_groups, flat=self._is_flat)
+            parameter_groups.check_parameters(self.param_groups, flat=self.updates_slices)
             self._refuse_moved()
             self._refuse_removed()
             lines += self._describe()
@@ -259,11 +250,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         frozen = set(self._frozen)
         return [tensor for tensor in self._local.tensors if tensor not in frozen]
-
-    @property
-    def updates_slices(self) -> bool:
-        """Return whether it updates slices of parameters, as with ``flat=True``, and ranks have different gradients."""
-        return self._is_flat
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that the norm of all of them together is at most ``max_norm``.
@@ -363,10 +349,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for index, (elements, state) in self._local.own_states(parameters).items()
             if parameters[index] in self._addresses or (state and dist.get_rank() == 0)
         }
-        states = gather_states(states_of_rank, parameters, sliced=self._is_flat)
+        states = gather_states(states_of_rank, parameters, sliced=self.updates_slices)
         if states is None:
             return None
-        named = zip(given_names(self.param_groups), parameters, strict=True)
+        named = zip(parameter_groups.given_names(self.param_groups), parameters, strict=True)
         return {
             "state": states,
             "param_groups": super().state_dict()["param_groups"],
@@ -390,7 +376,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_same_model(state_dict, self.param_groups)
             scalars = self._check_options(state_dict["param_groups"])
             states = self._local.own_states_in(state_dict, self._share(), self.param_groups, scalars)
-            lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
+            lines += [
+                parameter_groups.describe_options(parameter_groups.options_of(group))
+                for group in state_dict["param_groups"]
+            ]
         with torch.no_grad():
             self._local.load(states, state_dict["param_groups"], self.param_groups)
             if self._slices is not None:
@@ -407,12 +396,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        return parameters_of(self.param_groups)
+        return parameter_groups.parameters_of(self.param_groups)
 
     def _shard(self, groups: list[Group]) -> None:
         """Shard the parameters of these groups that are trained and have not been sharded before."""
-        added = set(parameters_of(groups)) - self._addresses.keys()
-        in_order = in_model_order(self.param_groups, self._module).items()
+        added = set(parameter_groups.parameters_of(groups)) - self._addresses.keys()
+        in_order = parameter_groups.in_model_order(self.param_groups, self._module).items()
         new = {name: parameter for name, parameter in in_order if parameter in added}
         broadcast_from_first(list(new.values()))
         trained = {name: parameter for name, parameter in new.items() if parameter.requires_grad}
@@ -440,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _describe(self) -> list[str]:
         """Return lines that are equal on two ranks if their groups and modules are."""
-        lines = describe_groups(self.param_groups)
+        lines = parameter_groups.describe_groups(self.param_groups)
         return lines if self._module is None else lines + describe_module(self._module)
 
     def _check_parameters(self) -> None:
@@ -504,12 +493,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Check options of groups that were changed since the last step; return a line for each such group."""
         lines = []
         for number, (group, noted) in enumerate(zip(self.param_groups, self._noted_options, strict=True)):
-            now = options_now(group)
+            now = parameter_groups.options_now(group)
             changed = {key: now.get(key, "gone") for key in {*now, *noted} if now.get(key) != noted.get(key)}
             if changed:
                 # They may make the class update otherwise than element by element.
                 self._check_options([group])
-                lines.append(f"group {number} with {describe_options(changed)}")
+                lines.append(f"group {number} with {parameter_groups.describe_options(changed)}")
         return lines
 
     def _check_options(self, groups: list[Group]) -> frozenset[str]:
@@ -519,7 +508,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with ``flat``, the names of state that has one value for a whole parameter.
         """
         scalars: frozenset[str] = frozenset()
-        for options in map(options_of, groups):
+        for options in map(parameter_groups.options_of, groups):
             max_norm = {**self._options, **options}.get("max_grad_norm")
             if max_norm is not None:
                 raise UsageError(
@@ -527,7 +516,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "clip_grad_norm_() of the sharded optimizer before step()"
                 )
             kind = options_kind(options)
-            if self._is_flat and kind not in self._scalars_of_kind:
+            if self.updates_slices and kind not in self._scalars_of_kind:
                 self._scalars_of_kind[kind] = require_elementwise(
                     self._optimizer_cls, self._options, group_device(), options
                 )
@@ -550,11 +539,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Note what users may change: options, members and tensors outside of groups; link state that was added."""
         if len(self._local.optimizer.state) != len(self.state):
             self._link_state()
-        self._noted_options = list(map(options_now, self.param_groups))
+        self._noted_options = list(map(parameter_groups.options_now, self.param_groups))
         self._versions = {name: parameter._version for name, parameter in self._outside_groups}
         if self._member_ids() != self._noted_members:
             self._noted_members = self._member_ids()
-            self._noted_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
+            self._noted_names = dict(zip(self._parameters, parameter_groups.names_of(self.param_groups), strict=True))
 
     def _adopt_changed_state(self) -> None:
         """Let the local optimizer keep what users have made of ``state``."""
@@ -577,7 +566,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
-            "flat": self._is_flat,
+            "flat": self.updates_slices,
             "owned": [(elements.start, elements.stop) for elements in ranges],
         }
 

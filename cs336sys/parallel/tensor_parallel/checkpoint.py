@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import cut_dimension
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import (
-    Entries,
-    by_first_name,
-    differences,
-    is_elementwise,
-    load_named_state,
-    named_groups,
-    require_same_groups,
-)
+from cs336sys.parallel import checkpoint_state
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank, ties_of
@@ -77,9 +69,10 @@ def save_checkpoint(
     for name, (tensor, slices) in updated.items():
         whole = _whole_tensor(tensor.detach(), name, slices, shared)
         state = {
-            key: _whole_tensor(value, name, slices, shared) if is_elementwise(key, value) else value
+            key: _whole_tensor(value, name, slices, shared) if checkpoint_state.is_elementwise(key, value) else value
             for key, value in states.get(name, {}).items()
         }
+        # Other ranks take part in gathering, and keep nothing.
         if is_first:
             saved["model"][name] = whole.cpu()
             state = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -118,10 +111,12 @@ def load_checkpoint(
         extra_states = _with_extra_state(shared.module)
         saved_shapes |= {f"extra state of {name}": "data" for name in saved["extra_states"]}
         shapes |= {f"extra state of {name}": "data" for name in extra_states}
-        if different := differences(saved_shapes, shapes):
+        if different := checkpoint_state.differences(saved_shapes, shapes):
             raise UsageError(f"checkpoint {path} belongs to another model: {different}")
         if optimizer is not None:
-            require_same_groups(saved["groups"], functools.partial(_groups_by_name, optimizer, updated), Path(path))
+            checkpoint_state.require_same_groups(
+                saved["groups"], functools.partial(_groups_by_name, optimizer, updated), Path(path)
+            )
     with torch.no_grad():
         for name, (target, slices) in updated.items():
             target.copy_(_part(saved["model"][name], name, slices, shared))
@@ -132,21 +127,23 @@ def load_checkpoint(
     if optimizer is not None:
         state = {
             name: {
-                key: _part(value, name, updated[name][1], shared) if is_elementwise(key, value) else value
+                key: _part(value, name, updated[name][1], shared)
+                if checkpoint_state.is_elementwise(key, value)
+                else value
                 for key, value in values.items()
             }
             for name, values in saved["optimizer"].items()
         }
-        load_named_state(optimizer, state, saved["groups"])
+        checkpoint_state.load_named_state(optimizer, state, saved["groups"])
     return saved["extra"]
 
 
-def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> Entries:
-    """Return what this rank's optimizer updates, by first names, and of which parts it is slices."""
+def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> checkpoint_state.Entries:
+    """Return what this rank's optimizer updates, by first names, each with the record of how FSDP cuts it."""
     if sharded is None:
-        updated: Entries = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
+        updated: checkpoint_state.Entries = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
     else:
-        updated = by_first_name(sharded.held_parameters())
+        updated = checkpoint_state.by_first_name(sharded.held_parameters())
     rank, size = shared.group.rank(), shared.group.size()
     for name, (tensor, slices) in updated.items():
         expected = shape_of_part(shared.shapes[name], name, rank, size) if name in shared.shapes else []
@@ -159,9 +156,9 @@ def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> Entries:
     return updated
 
 
-def _groups_by_name(optimizer: torch.optim.Optimizer, updated: Entries) -> list[dict[str, Any]]:
+def _groups_by_name(optimizer: torch.optim.Optimizer, updated: checkpoint_state.Entries) -> list[dict[str, Any]]:
     slices = {name for name, (_, sharded) in updated.items() if sharded is not None or cut_dimension(name) is not None}
-    return named_groups(optimizer, updated, slices)
+    return checkpoint_state.named_groups(optimizer, updated, slices)
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -175,11 +172,13 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules, by name, whose classes define get_extra_state()."""
     default = nn.Module.get_extra_state
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not default}
 
 
 def _whole_tensor(tensor: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
+    """Gather a parameter or its state: over FSDP's ranks this rank's part, and over tensor parallel ranks the whole."""
     part = tensor if slices is None else slices.gather_whole(tensor)
     return whole_tensor(part, name, shared.shapes[name], shared.group)
 
@@ -196,7 +195,7 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         torch.save(saved, partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:
-        # torch raises the latter, on a full disk too.
+        # torch raises RuntimeError, on a full disk too.
         partial.unlink(missing_ok=True)
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
 
@@ -211,4 +210,5 @@ def _read_parts(path: Path) -> dict[str, Any]:
         raise UsageError(f"checkpoint {path} is damaged, or more than plain data: {reason}") from error
     if not isinstance(saved, dict) or not {"model", "optimizer", "groups", "extra"} <= saved.keys():
         raise UsageError(f"{path} is no checkpoint of tensor parallel training: choose one that save_checkpoint wrote")
+    # Checkpoints of earlier versions have no extra_states.
     return {"extra_states": {}} | saved

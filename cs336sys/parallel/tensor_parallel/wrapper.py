@@ -27,17 +27,10 @@ from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, req
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank, ties_of
+from cs336sys.parallel.tensor_parallel import weights
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers, vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
-from cs336sys.parallel.tensor_parallel.weights import (
-    cut_weights,
-    mark_parts,
-    part_of,
-    require_parts,
-    require_shareable,
-    whole_tensor,
-)
 
 
 class PartialGradients:
@@ -183,7 +176,7 @@ class TensorParallel(StateDictOfSlices):
             if isinstance(module, TensorParallel) or hasattr(module, "finish_gradient_synchronization"):
                 raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
             require_whole(module.named_parameters(), self.group)
-            require_shareable(module, size)
+            weights.require_shareable(module, size)
             lines += [
                 f"TensorParallel with {sequence_parallel=}, {communicates=}",
                 *describe_module(module, moves=True),
@@ -192,7 +185,7 @@ class TensorParallel(StateDictOfSlices):
         name = self.group.group_name if communicates and size > 1 else ""
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         require_same_results(module, self.group, self._tensor_group, initialize, device)
-        self.shapes = cut_weights(module, self.group, initialize, device)
+        self.shapes = weights.cut_weights(module, self.group, initialize, device)
         share_layers(module, self._tensor_group, self.shapes)
         self.module = module
         self._vocabulary = self.shapes["lm_head.weight"][0]
@@ -238,7 +231,8 @@ class TensorParallel(StateDictOfSlices):
 
         Every rank of the group must call it. No gradient goes through it.
         """
-        whole = whole_tensor(logits.movedim(-1, 0), "lm_head.weight", torch.Size([self._vocabulary]), self.group)
+        shape = torch.Size([self._vocabulary])
+        whole = weights.whole_tensor(logits.movedim(-1, 0), "lm_head.weight", shape, self.group)
         return whole.movedim(0, -1)
 
     def finish_gradient_synchronization(self) -> None:
@@ -270,7 +264,7 @@ class TensorParallel(StateDictOfSlices):
         with same_on_every_rank(self.group) as lines:
             if any(map(is_unit, self.module.modules())):
                 raise UsageError("FSDP holds slices of the parts: call refresh() of the FSDP module instead")
-            require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
+            weights.require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
             lines += [f"{name} trained={value.requires_grad}" for name, value in self.module.named_parameters()]
         broadcast_from_first(self._whole_parameters(), self.group)
         self._take_up()
@@ -319,7 +313,7 @@ class TensorParallel(StateDictOfSlices):
         """
         parts = dict(self.module.named_parameters()) if parts is None else parts
         whole = {
-            name: whole_tensor(parts[name].detach(), name, self.shapes[name], self.group)
+            name: weights.whole_tensor(parts[name].detach(), name, self.shapes[name], self.group)
             for name, _ in self.module.named_parameters()
             if name in parts
         }
@@ -337,7 +331,7 @@ class TensorParallel(StateDictOfSlices):
         if different := differences(saved_shapes, {name: tuple(shape) for name, shape in self.shapes.items()}):
             raise UsageError(f"the state dict belongs to another model: {different}")
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            parameter.copy_(part_of(state_dict[name], name, self.group.rank(), self.group.size()))
+            parameter.copy_(weights.part_of(state_dict[name], name, self.group.rank(), self.group.size()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
@@ -358,7 +352,7 @@ class TensorParallel(StateDictOfSlices):
 
     def _take_up(self) -> None:
         """Mark what the module holds now as parts, and watch what is summed."""
-        mark_parts(self.module, self.group, self.shapes)
+        weights.mark_parts(self.module, self.group, self.shapes)
         if self.completes_gradients:
             self._partial_gradients.watch(self._whole_parameters())
         # Whether FSDP around the module was seen to have replaced the parts by slices of them.
