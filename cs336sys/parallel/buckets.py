@@ -290,7 +290,6 @@ class FlatBucket(GradientBucket):
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         for (name, parameter), is_present in zip(self.parameters.items(), self.present, strict=True):
             if not is_present:
-                # This rank may have no gradient at all.
                 self._buffer = self._new_buffer(parameter) if self._buffer is None else self._buffer
                 self._substitutes[name] = self._view(self._buffer, name).zero_()
         assert self._buffer is not None, "every parameter has a gradient or a substitute"

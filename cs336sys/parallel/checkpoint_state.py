@@ -69,15 +69,11 @@ def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Con
 
 
 def require_same_groups(saved: Groups, current: Callable[[], Groups], path: Path) -> None:
-    """Refuse groups of a checkpoint with other names than those of ``current``, which calls :func:`named_groups`.
-
-    It is called only after a checkpoint without an optimizer was refused, because it may refuse the optimizer.
-    """
+    """Refuse groups of a checkpoint with other names than those of ``current``, which calls :func:`named_groups`."""
     if not saved:
         raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
     saved_names, names = [group["params"] for group in saved], [group["params"] for group in current()]
     if saved_names != names:
-        # Names that one of the two has, and the other has not.
         different = sorted(set().union(*saved_names) ^ set().union(*names))
         raise UsageError(
             f"checkpoint {path} has an optimizer with groups of {list(map(len, saved_names))} parameters, this one has "
@@ -139,8 +135,7 @@ class StateDictOfWrapped(nn.Module):
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         metadata = getattr(state, "_metadata", None)
         if prefix and metadata is not None:
-            # The module around this one looks for the metadata of "wrapper.part", unlike for its values, under
-            # "wrapper.module.part".
+            # Unlike values, the module around this one looks for metadata under "wrapper.module.part".
             wrapper = prefix.removesuffix(".")
             inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
             metadata |= {f"{wrapper}.module{name.removeprefix(wrapper)}": value for name, value in inner.items()}
@@ -292,16 +287,13 @@ def _refuse_gathering() -> NoReturn:
     )
 
 
+_mesh_of = functools.lru_cache(maxsize=1)(DeviceMesh.from_group)
+
+
 def as_dtensor(local: Tensor, shape: Sequence[int], dimension: int, group: dist.ProcessGroup) -> Any:
     """Return a DTensor over the memory of this rank's slice of a tensor that ``group`` has cut like ``torch.chunk``."""
     from torch.distributed.tensor import DTensor, Shard
 
-    # Those of the whole tensor.
     strides = torch.empty(shape, device="meta").stride()
-    mesh, placements = _mesh(group, local.device.type), [Shard(dimension)]
+    mesh, placements = _mesh_of(group, local.device.type), [Shard(dimension)]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
-
-
-@functools.lru_cache(maxsize=1)
-def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type)

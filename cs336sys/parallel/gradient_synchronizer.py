@@ -139,13 +139,11 @@ class GradientSynchronizer(SynchronizationSwitch):
             _launching[:] = [reference for reference in _launching if reference() is not self]
 
     def _begin(self) -> None:
-        """Take a place among those that launch, and have the rest launched when this backward pass ends.
-
-        Within a nested pass the end is that of the pass around it, which a later hook outside of the nested one sees.
-        """
+        """Take a place among those that launch, and have the rest launched when this backward pass ends."""
         require_eager_backward()
         if not self._is_launching:
             _launching.append(weakref.ref(self))
+        # Else the first hook outside of the nested pass comes here again.
         if not _is_in_nested_pass():
             self._ends_with_pass = True
             torch.autograd.Variable._execution_engine.queue_callback(self._launch_remaining)
@@ -157,7 +155,6 @@ class GradientSynchronizer(SynchronizationSwitch):
     def _launch_remaining(self) -> None:
         """Launch all that is left, after what is left of synchronizers that have begun before."""
         with _lock:
-            # The last one taken out of the list is this.
             while self._is_launching:
                 earlier = _launching.pop(0)()
                 if earlier is not None:

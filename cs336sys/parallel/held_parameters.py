@@ -43,7 +43,7 @@ class HeldParameters:
 
     def __init__(self, module: nn.Module, prefix: str = ""):
         # The wrapper owns this object: a strong reference back would keep GPU memory until Python's collector runs.
-        self._module = weakref.ref(module)
+        self._module = weakref.proxy(module)
         self._prefix = prefix
         self._entries = self._read_entries()
         self._note_contents()
@@ -67,8 +67,7 @@ class HeldParameters:
                 raise UsageError(
                     f"{name.removeprefix(self._prefix)} was {change} after it was wrapped: call refresh() on every rank"
                 )
-        # Only modules without parameters have come or gone: later calls compare with those that are there now. But
-        # tensors from outside are exchanged for this call alone.
+        # Only modules without parameters have come or gone. Tensors from outside are there for this call alone.
         if not exchanged_names:
             self._note_contents()
 
@@ -83,16 +82,10 @@ class HeldParameters:
             and id(entry.parameter) not in ids_before
         )
 
-    def _held_module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None  # It owns this object.
-        return module
-
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""
-        owners = list(self._held_module().modules())
-        # The modules' dictionaries themselves, and copies of what is in them. Scripted modules have none: theirs are
-        # made at each access.
+        owners = list(self._module.modules())
+        # The modules' dictionaries, and copies of them. Those of scripted modules are none, and made at each access.
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
@@ -130,7 +123,7 @@ class HeldParameters:
             f"{prefix}.{attribute}" if prefix else attribute: _Held(
                 owner, weakref.ref(parameter), *_layout(parameter), parameter.requires_grad
             )
-            for prefix, owner in self._held_module().named_modules(remove_duplicate=False)
+            for prefix, owner in self._module.named_modules(remove_duplicate=False)
             for attribute, parameter in owner._parameters.items()
             if parameter is not None
         }

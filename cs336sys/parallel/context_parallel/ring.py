@@ -125,10 +125,7 @@ class _Ring:
         return (self._rank - step) % self.world_size
 
     def seen(self, step: int) -> tuple[slice, slice]:
-        """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see.
-
-        The module's docstring says why.
-        """
+        """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see."""
         owner = self.owner(step)
         if owner < self._rank:
             return slice(None), slice(0, len(self._chunks[owner][0]))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.parallel.fsdp.runner import UnitRunner
+from cs336sys.parallel.fsdp.runner import UnitRunner, version_of
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.marks import GATHERS_PARAMETERS
 
@@ -56,7 +56,6 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._begin is None:
             return self._call(args, kwargs)
-        # This is the whole module.
         with self._runner.forward_pass(self._begin) as hook_output:
             output = self._call(args, kwargs)
             hook_output(output)
@@ -71,8 +70,7 @@ class UnitCall:
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        # Each with its copy, and with pairs of the copy's parts and its own. These keep the parts alive: the call may
-        # remove some, and another object could then have the same id.
+        # With pairs of their parts, which stay alive by this: another object could have the id of one that was removed.
         containers = [
             (original, copied, list(zip(_values_of(copied), _values_of(original), strict=True)))
             for original, copied in zip(originals, cast, strict=True)
@@ -82,7 +80,7 @@ class UnitCall:
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
         # The call may have changed copies in place: the caller expects that of its own tensors and containers.
         for original, copied, version in copies:
-            if not copied.is_inference() and copied._version != version:
+            if version_of(copied) != version:
                 original.copy_(copied)
         for container, changed, parts in containers:
             # Parts that the call has left there, as the caller knows them, and those that it has added.
@@ -135,8 +133,7 @@ def _tensor_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int
     if uncast is cast:
         return
     if isinstance(uncast, Tensor):
-        # Tensors of inference mode count no changes.
-        yield uncast, cast, 0 if cast.is_inference() else cast._version
+        yield uncast, cast, version_of(cast)
     else:
         for original, copied in zip(_values_of(uncast), _values_of(cast), strict=True):
             yield from _tensor_copies(original, copied)

@@ -284,25 +284,20 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
     """Refuse a checkpoint whose state dict has other names or shapes than ``state``."""
-    shapes = {
-        key.partition("/")[2]: _saved_shape(value)
-        for key, value in state.items()
-        if key.startswith(("model/", "data/"))
-    }
-    saved_shapes = {
-        key.partition("/")[2]: _saved_shape(entry)
-        for key, entry in saved.state_dict_metadata.items()
-        if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
-    }
-    if different := checkpoint_state.differences(saved_shapes, shapes):
+    if different := checkpoint_state.differences(_shapes_of(saved.state_dict_metadata), _shapes_of(state)):
         raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 
-def _saved_shape(value: Any) -> Any:
-    """Return the shape of a tensor or of its entry in the metadata; what is no tensor has none."""
-    if isinstance(value, TensorStorageMetadata):
-        return tuple(value.size)
-    return tuple(value.shape) if isinstance(value, Tensor) else "data"
+def _shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes of a model's tensors, or of their entries in the metadata, by name; other data has none."""
+    shapes: dict[str, Any] = {}
+    for key, entry in entries.items():
+        kind, _, name = key.partition("/")
+        if kind == "data":
+            shapes[name] = kind
+        elif kind == "model" and isinstance(entry, Tensor | TensorStorageMetadata):
+            shapes[name] = tuple(entry.shape if isinstance(entry, Tensor) else entry.size)
+    return shapes
 
 
 def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:

@@ -32,9 +32,6 @@ _WITHOUT_VALUES = frozenset(
 )
 _FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 
-# Within it, operations on a stand-in, even on its attributes, do not gather the parameter.
-_on_stand_in_itself = torch._C.DisableTorchFunctionSubclass
-
 
 class StandIn(nn.Parameter):
     """A parameter without memory that is replaced by the whole one in every operation.
@@ -59,15 +56,14 @@ class StandIn(nn.Parameter):
             return stand_in
 
         def hand_on(accumulated: Tensor) -> None:
-            # An autograd.Function that was given the stand-in accumulates there: not every use of it is an operation
-            # that __torch_function__ sees. Torch holds this hook where Python's collector does not look: it must not
-            # refer to the stand-in.
-            with _on_stand_in_itself():
+            # An autograd.Function that was given the stand-in leaves its gradient there. Torch holds this hook where
+            # Python's collector does not look: it must not refer to the stand-in.
+            with torch._C.DisableTorchFunctionSubclass():
                 gradient, accumulated.grad = accumulated.grad, None
             if gradient is not None:
                 whole.grad = gradient if whole.grad is None else whole.grad + gradient
 
-        with _on_stand_in_itself():
+        with torch._C.DisableTorchFunctionSubclass():
             stand_in.register_post_accumulate_grad_hook(hand_on)
             stand_in.requires_grad_(whole.requires_grad)
         return stand_in
@@ -76,7 +72,7 @@ class StandIn(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``function`` with whole parameters in place of stand-ins."""
         if function in _WITHOUT_VALUES:
-            with _on_stand_in_itself():
+            with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         if function in _FREEZING:
             raise UsageError(f"{args[0].stands_for} is frozen or unfrozen in the forward pass: do it between two steps")
@@ -145,7 +141,7 @@ class ShardedParameter:
             gather: called when an operation needs the rows, and nobody has gathered them.
         """
         row_count = rows_per_rank(self.shape[0], self.group.size())
-        # With room for equally many rows of every rank.
+        # With room for equally many rows of every rank, although the last may have fewer.
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
         self._all_rows = padded.data[: self.shape[0]]
@@ -158,7 +154,6 @@ class ShardedParameter:
             return full
 
         self.stand_in = StandIn.of(full, self.names[0], gathered_parameter)
-        # The last ranks may have fewer rows than there is room for.
         return padded[self.group.rank() * row_count :][: len(self.rows)]
 
     @property
@@ -195,7 +190,7 @@ class ShardedParameter:
         is_trained = self.shard.requires_grad
         if self.full.requires_grad != is_trained:
             self.full.requires_grad_(is_trained)
-            with _on_stand_in_itself():
+            with torch._C.DisableTorchFunctionSubclass():
                 self.stand_in.requires_grad_(is_trained)
 
     def require_unchanged(self) -> None:

@@ -183,7 +183,7 @@ class UnitRunner(SynchronizationSwitch):
         arguments = (*args, *kwargs.values())
         inputs = tensors_in(arguments)
         # By which tensors that the call changes in place are known: their gradients come back to it, too.
-        versions = [_version(tensor) for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         unit.depth += 1
         try:
             with _uncached_casts(unit.device):
@@ -202,7 +202,7 @@ class UnitRunner(SynchronizationSwitch):
             # would gather the unit again.)
             output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.stores(tensor) else tensor, output)
             outputs = self._outputs(unit, output)
-        changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
+        changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if version_of(tensor) != before]
         if torch.is_grad_enabled() and not _returns_new(outputs, inputs, changed) and _may_have_gradient(parts, inputs):
             # The call has computed nothing with a gradient on this rank, for lack of tokens, say, but may have on
             # another: the backward pass must arrive here on both.
@@ -317,10 +317,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.begin_pass()
 
     def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
-        """Gather a unit and those expected after it, and put it into the modules.
-
-        ``meanwhile``: a unit whose gradients to start to reduce before waiting for the weights.
-        """
+        """Gather a unit and those expected after it, and use it; before waiting, start to reduce ``meanwhile``."""
         upcoming: list[ShardedUnit] = []
         if self._order is not None:
             self._order.use(unit)
@@ -560,7 +557,7 @@ def _may_have_gradient(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> 
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Count the changes of a tensor; one made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
 

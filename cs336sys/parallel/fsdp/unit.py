@@ -242,7 +242,6 @@ class ShardedUnit:
             return
         self.is_under_way = True
         self._storage.resize_(self.gathered_bytes)
-        # Copying and gathering need not wait for what the current stream is given after this.
         with on_side_stream(self._stream), torch.no_grad():
             torch._foreach_copy_(self._rows_in_block, self._shards)
             self._gather.start()

@@ -368,7 +368,6 @@ class FSDP(StateDictOfSlices):
             part for part in module.modules() if part not in unit_of and not unit_of.keys().isdisjoint(part.modules())
         ]
         if self._compute_dtype is not None:
-            # Each once, of those that a former plan has not seen.
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 if owner not in self._known_modules:
                     compute_in_own_dtype(owner, self._compute_dtype)
@@ -407,7 +406,6 @@ class FSDP(StateDictOfSlices):
                 if held_id in cut or held_id in replicated_ids:
                     distributed[entry] = cut.get(held_id, entry.held)
                 elif entry in to_cut:
-                    # A new one.
                     self._require_whole(entry)
         return plan, distributed
 

@@ -74,12 +74,7 @@ def join_process_group(identity: RankIdentity, backend: str, store: dist.Store, 
     else:
         _require_interface()
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        timeout=timeout,
-        device_id=device,
+        backend, store=store, rank=identity.rank, world_size=identity.world_size, timeout=timeout, device_id=device
     )
 
 
@@ -201,11 +196,7 @@ class LostRankError(RankError, LostProcessError):
 
 @dataclass
 class _Rank:
-    """A rank's process, seen by its parent.
-
-    Attributes:
-        out_of_memory_kills: how often the system had killed for lack of memory before the rank was started.
-    """
+    """A rank's process, seen by its parent; ``out_of_memory_kills`` is the system's count before it was started."""
 
     number: int
     process: multiprocessing.process.BaseProcess
@@ -335,7 +326,6 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
             for rank in ready:
                 result = rank.receive()
                 if isinstance(result, Failure):
-                    # Of the others, one may explain it.
                     raise self._error(result, [other for other in missing if other is not rank])
                 results[rank.number] = result
             deadline = min(deadline, time.monotonic() + self._timeout_s)

@@ -51,13 +51,10 @@ def gather_states(
                 received = [None]
                 dist.recv_object_list(received, src=rank, use_batch=True)
             parts.setdefault(index, []).extend(received)
-    whole = {}
-    for index in sorted(parts):
-        # Without slices, a parameter is one rank's.
-        _, state = parts[index][0]
-        join = _join_states(parts[index], parameters[index]) if sliced else with_strides(state, parameters[index])
-        whole[index] = join
-    return whole
+    if sliced:
+        return {index: _join_states(parts[index], parameters[index]) for index in sorted(parts)}
+    # Each parameter is one rank's.
+    return {index: with_strides(parts[index][0][1], parameters[index]) for index in sorted(parts)}
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:

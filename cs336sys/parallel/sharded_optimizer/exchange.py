@@ -45,9 +45,8 @@ class ExchangeBucket:
                 )
 
 
-# Which exchanges bring parameters to a module. The hooks on modules of users are the functions at the end of this file,
-# which look here, and are copied and pickled with the module by their names: a copy has no entry, so its hooks do
-# nothing.
+# Which exchanges bring parameters to a module. The hooks on users' modules (_wait_...) look here. They are copied and
+# pickled with the module by their names: a copy has no entry, so its hooks do nothing.
 _exchanges: "weakref.WeakKeyDictionary[nn.Module, list[ParameterExchange]]" = weakref.WeakKeyDictionary()
 
 
@@ -177,10 +176,8 @@ def _wait_unless_traced(module: nn.Module, *_: object) -> None:
 
 
 def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters in a part, except those within compiled modules.
-
-    ``module.compile()`` and ``torch.compile(module)`` leave the two attributes.
-    """
+    """Yield the modules with parameters in a part, except those within compiled modules."""
+    # module.compile() sets the first attribute, torch.compile(module) the second.
     if part._compiled_call_impl is None and not hasattr(part, "_orig_mod"):
         for child in part.children():
             if next(child.parameters(), None) is not None:

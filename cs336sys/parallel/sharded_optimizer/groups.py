@@ -72,10 +72,7 @@ def describe_options(options: Group) -> str:
 
 
 def options_now(group: Group) -> Group:
-    """Return options as texts, to see in each step which have changed.
-
-    Only those that read the same in every process, and no tensors on a GPU, for which the CPU would have to wait.
-    """
+    """Return plain options as texts, to see which change; without tensors on a GPU, for which the CPU would wait."""
     return {
         key: repr(value.tolist() if isinstance(value, Tensor) else value)
         for key, value in options_of(group).items()

@@ -167,10 +167,8 @@ class LocalOptimizer:
                     )
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
-        """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew.
-
-        State that the class keeps under other keys than tensors stays.
-        """
+        """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew."""
+        # A class may keep state under other keys than parameters.
         new_state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
@@ -242,7 +240,6 @@ class LocalOptimizer:
             if elements and self._partition.local(parameter) is parameter:
                 own_states[index] = checkpoint.copy_state(checkpoint.with_strides(state, parameter))
             elif elements:
-                # A slice.
                 own_states[index] = checkpoint.cut_state(state, parameter, elements, scalars)
         return own_states
 

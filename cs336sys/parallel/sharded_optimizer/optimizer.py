@@ -191,8 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._adopt_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups, self._check_options(self.param_groups))
-        # take_members() has put others in place of the states of unfrozen parameters, as many as before, which
-        # _remember_groups() would not see.
+        # take_members() cuts the states of unfrozen parameters: others, as many, which _remember_groups() overlooks.
         self._link_state()
         self._remember_groups()
 

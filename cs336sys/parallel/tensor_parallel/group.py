@@ -46,18 +46,14 @@ class TensorGroup:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.sequence_parallel:
-            gathers = True
-            return _SequenceSlices.apply(x, self.name, self.size, self.rank, gathers)
-        sums_output = False
-        return _Sum.apply(x, self.name, sums_output)
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, True)  # gathers=True
+        return _Sum.apply(x, self.name, False)  # sums_output=False
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' partial outputs of a layer: (..., S, d), or this rank's (..., S / size, d)."""
         if self.sequence_parallel:
-            gathers = False
-            return _SequenceSlices.apply(x, self.name, self.size, self.rank, gathers)
-        sums_output = True
-        return _Sum.apply(x, self.name, sums_output)
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, False)  # gathers=False
+        return _Sum.apply(x, self.name, True)  # sums_output=True
 
 
 class _Sum(torch.autograd.Function):

@@ -71,7 +71,6 @@ class FirstCalls:
 
 
 def _digest(tensor: Tensor) -> str:
-    # Twelve digits: short enough for an error message.
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
 
 
@@ -227,10 +226,7 @@ _NO_TOKEN = 2**62
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of :func:`vocabulary_parallel_cross_entropy`, with its ``m`` and ``s``, of this rank's columns.
-
-    The derivative is exp(x - m) / s, less 1 at the target, as where one rank has all logits.
-    """
+    """The mean of ``log(s) - target``; its derivative is ``exp(x - m) / s``, less 1 at the target."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, column: Tensor, group: str, compiles: bool) -> Tensor:
