@@ -158,8 +158,7 @@ class GradientBucket:
         self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)
         # For parameters without a gradient here: zeros, which the mean of all ranks' gradients replaces.
         self._substitutes: dict[str, Tensor] = {}
-        # Between launch() and wait(): the tensors whose mean is computed, and where they are sent in another dtype, the
-        # one tensor in which they are sent.
+        # Between launch() and wait(): the tensors to average, and if they are sent in another dtype, all in one tensor.
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 

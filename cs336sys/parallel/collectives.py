@@ -270,11 +270,9 @@ class Broadcasts(_Launched):
         """Launch. A target with gaps in memory is sent or received as a copy."""
         dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
         self._tensors = [_sendable(tensor) for tensor in dense]
-        is_nccl, group = dist.get_backend() == "nccl", self._group
-        coalescing = (
-            c10d._coalescing_manager(group, device=group_device(), async_ops=True) if is_nccl else nullcontext()
-        )
-        with coalescing as coalesced:
+        group = self._group
+        coalescing = c10d._coalescing_manager(group, device=group_device(), async_ops=True)
+        with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:
             works = []
             for tensor, source in zip(self._tensors, self._sources, strict=True):
                 # Not by dist.broadcast, for the reason in _Launched.
@@ -337,10 +335,7 @@ def through_host(tensor: Tensor) -> bool:
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:
-    """Return the elements that an expanded tensor stores, or the tensor itself if it is not expanded.
-
-    A dimension of stride 0 repeats its first entry, and nothing may be received into the same memory twice.
-    """
+    """Return the elements that an expanded tensor stores, or the tensor itself if it is not expanded."""
     sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(sizes, tensor.stride()) if 0 in tensor.stride() else tensor
 

@@ -111,7 +111,6 @@ class CopyEngines:
         Args:
             number: how many calls came before in this step: the first of a step waits until both ranks are in it.
         """
-        # Here, because it imports triton.
         from cs336sys.parallel.mean_kernel import average_
 
         flat = [tensor.view(-1) for tensor in tensors]

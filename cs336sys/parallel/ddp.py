@@ -235,8 +235,7 @@ class _Replicated(StateDictOfWrapped):
         """Note what the module holds, and average the gradients of its trained parameters from now on."""
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         self._held = HeldParameters(self, _PREFIX)
-        # For refresh(): parameters by id, kept alive so that no other gets the id; buffers by name, because modules may
-        # put another tensor in a buffer's place in every pass.
+        # For refresh(): parameters by id, kept alive for that; buffers by name, as a pass may replace their tensors.
         self._taken_up = {id(parameter): parameter for _, parameter in parameters}
         self._buffer_names = {name for name, _ in self.module.named_buffers()}
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -327,8 +326,8 @@ class BucketedDDP(_Replicated):
         box_bytes = max(size for _, size in (places_in_box(bucket.sent_sizes) for bucket in self.buckets))
         self.copy_engines = CopyEngines(self._group, box_bytes, device)
         for number, bucket in enumerate(self.buckets):
-            contents = f"gradients of {', '.join(bucket.parameters)}"
-            bucket.reduction = CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, contents, self._group)
+            mean_arguments = bucket.sent_dtype, device, bucket.reduction.contents, self._group
+            bucket.reduction = CopiedMean(self.copy_engines, number, *mean_arguments)
 
     def _copied_state(self) -> dict[str, Any]:
         return super()._copied_state() | {"copy_engines": None}

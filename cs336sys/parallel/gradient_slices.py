@@ -17,8 +17,7 @@ from cs336sys.parallel.collectives import gather_numbers, group_device, is_strea
 from cs336sys.parallel.elementwise import require_elementwise_step
 from cs336sys.parallel.marks import hands_gradient_on
 
-# Attributes of parameters; for their values see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not
-# import this.
+# Attributes of parameters, see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"

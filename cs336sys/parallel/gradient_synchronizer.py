@@ -65,9 +65,8 @@ class GradientSynchronizer(SynchronizationSwitch):
         self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
-        removal = weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self._handles)
-        # When the process ends, parameters and their hooks end, too.
-        removal.atexit = False
+        # Not at exit, when the parameters end as well.
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
@@ -174,6 +173,11 @@ class GradientSynchronizer(SynchronizationSwitch):
         while self._launched < end:
             self.buckets[self._launched].launch()
             self._launched += 1
+
+
+def _remove_all(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _launch_ready_in_order() -> None:

@@ -173,8 +173,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the part of a block while the next travels, and gradients of keys and values on their way home."""
-        # Not by once_differentiable of torch, which accepts create_graph=True if the gradient is in no graph, as that
-        # of a sum.
+        # torch's once_differentiable accepts create_graph=True where the gradient is in no graph, as that of a sum.
         if torch.is_grad_enabled():
             raise UsageError(
                 "ring attention is differentiable once, so create_graph=True is refused: all-to-all attention is as "

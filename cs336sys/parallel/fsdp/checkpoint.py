@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import checkpoint_state
+from cs336sys.parallel.checkpoint_state import as_dtensor, is_elementwise
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -178,9 +179,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
         elif (parameter := slices[memory]) not in seen:
             # A tied weight is saved under its first name.
             seen.add(parameter)
-            state[f"model/{key}"] = checkpoint_state.as_dtensor(
-                parameter.shard.detach(), parameter.shape, 0, sharded.group
-            )
+            state[f"model/{key}"] = as_dtensor(parameter.shard.detach(), parameter.shape, 0, sharded.group)
     return state
 
 
@@ -240,9 +239,8 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
 
 def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     entries = checkpoint_state.by_first_name(sharded.held_parameters())
-    return checkpoint_state.named_groups(
-        optimizer, entries, {name for name, (_, cut) in entries.items() if cut is not None}
-    )
+    slices = {name for name, (_, cut) in entries.items() if cut is not None}
+    return checkpoint_state.named_groups(optimizer, entries, slices)
 
 
 def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -252,8 +250,8 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     state: dict[str, Any] = {"optimizer_groups": groups}
     for name, (shard, parameter) in checkpoint_state.by_first_name(sharded.held_parameters()).items():
         for key, value in optimizer.state.get(shard, {}).items():
-            if parameter is not None and checkpoint_state.is_elementwise(key, value):
-                value = checkpoint_state.as_dtensor(value, parameter.shape, 0, sharded.group)
+            if parameter is not None and is_elementwise(key, value):
+                value = as_dtensor(value, parameter.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -273,9 +271,9 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
         elif with_optimizer and saved_key.startswith("optimizer/"):
             _, key, name = saved_key.split("/", 2)
             shard, parameter = parameters[name]
-            if parameter is not None and checkpoint_state.is_elementwise(key, torch.empty(entry.size, device="meta")):
+            if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
                 new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
-                room[saved_key] = checkpoint_state.as_dtensor(new, parameter.shape, 0, sharded.group)
+                room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
             else:
                 # On the CPU: the optimizer's load_state_dict() moves it.
                 room[saved_key] = torch.empty(entry.size, dtype=dtype)

@@ -438,10 +438,9 @@ class FSDP(StateDictOfSlices):
                 entry = entries[part, attribute]
                 if entry not in distributed:
                     rank_consistency.broadcast_from_first([whole], group=self.group)
-                    is_cut = entry in to_shard
-                    distributed[entry] = (
-                        ShardedParameter(entry, whole, self._compute_dtype, self.group) if is_cut else whole
-                    )
+                    distributed[entry] = whole
+                    if entry in to_shard:
+                        distributed[entry] = ShardedParameter(entry, whole, self._compute_dtype, self.group)
                 # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
                 new = distributed[entry]
                 part._parameters[attribute] = new.shard if isinstance(new, ShardedParameter) else new

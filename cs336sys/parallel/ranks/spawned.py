@@ -253,17 +253,15 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
         # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
         self._end = weakref.finalize(self, _kill_all, self._ranks, folder)
         remove_abandoned()
-        kills_before = out_of_memory_kills()
+        kills_before, service = out_of_memory_kills(), f"{serve.__module__}:{serve.__name__}"
         try:
             with ctrl_c_ignored():
                 for number in range(world_size):
                     ours, theirs = _CONTEXT.Pipe()
                     identity = RankIdentity(number, world_size, local_rank=number)
-                    # serve() by name, with its arguments; the process dies with this one.
-                    args = (theirs, identity, backend, timeout_s, self._directory)
-                    process = _CONTEXT.Process(
-                        target=run_spawned, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
-                    )
+                    # The process dies with this one, and calls serve() with the other arguments.
+                    args = (os.getpid(), service, theirs, identity, backend, timeout_s, self._directory)
+                    process = _CONTEXT.Process(target=run_spawned, args=args)
                     start_for_good(process)
                     # Otherwise the pipe would not break when the rank dies.
                     theirs.close()
@@ -355,9 +353,8 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
         also = "\n".join(f"rank {failure.rank}: {failure.reason}" for failure in consequences)
         parts = (heading, cause.details, stacks, also)
         is_lost = cause.exit_code is not None or cause.is_timeout
-        error = (LostRankError if is_lost else RankError)(
-            "\n\n".join(part.strip() for part in parts if part), cause.rank
-        )
+        text = "\n\n".join(part.strip() for part in parts if part)
+        error = (LostRankError if is_lost else RankError)(text, cause.rank)
         error.__cause__ = raised
         return error
 

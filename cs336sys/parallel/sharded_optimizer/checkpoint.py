@@ -38,7 +38,7 @@ def gather_states(
     # In a batch, or NCCL would make a communicator for each two ranks.
     if dist.get_rank() > 0:
         for elements, state in states_of_rank.values():
-            dist.send_object_list([(elements, _on_cpu(state))], dst=0, use_batch=True)
+            dist.send_object_list([(elements, copy_state(state, "cpu"))], dst=0, use_batch=True)
         return None
     # By index of the parameter, from each rank that has elements of it, in rank order.
     parts: dict[int, list[tuple[range, State]]] = {}
@@ -46,7 +46,7 @@ def gather_states(
         for index in indices:
             if rank == 0:
                 elements, state = states_of_rank[index]
-                received: list[Any] = [(elements, _on_cpu(state))]
+                received: list[Any] = [(elements, copy_state(state, "cpu"))]
             else:
                 received = [None]
                 dist.recv_object_list(received, src=rank, use_batch=True)
@@ -87,12 +87,13 @@ def cut_state(
     }
 
 
-def copy_state(state: State) -> State:
-    return {key: _copy(value) for key, value in state.items()}
+def copy_state(state: State, device: str | None = None) -> State:
+    """Return a state with tensors of its own, on another device if it is given."""
+    return {key: _copy(value, device) for key, value in state.items()}
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _copy(value: Any, device: str | None = None) -> Any:
+    return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
@@ -113,12 +114,6 @@ def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *
                 f"the state belongs to another model: {key} of {name} is {tuple(value.shape)} there, "
                 f"the parameter is {tuple(shape)} here"
             )
-
-
-def _on_cpu(state: State) -> State:
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
-    }
 
 
 def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:

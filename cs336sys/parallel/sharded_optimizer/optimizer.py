@@ -127,8 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
-        # Of the module: a comparison with what it holds now, the tensors that have rank 0's values, by id, and the
-        # parameters that are in no group.
+        # Of the module: what it was, the tensors that have rank 0's values, by id, and parameters that are in no group.
         self._module_guard: HeldParameters | None = None
         self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
@@ -375,10 +374,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_same_model(state_dict, self.param_groups)
             scalars = self._check_options(state_dict["param_groups"])
             states = self._local.own_states_in(state_dict, self._share(), self.param_groups, scalars)
-            lines += [
-                parameter_groups.describe_options(parameter_groups.options_of(group))
-                for group in state_dict["param_groups"]
-            ]
+            options = map(parameter_groups.options_of, state_dict["param_groups"])
+            lines += map(parameter_groups.describe_options, options)
         with torch.no_grad():
             self._local.load(states, state_dict["param_groups"], self.param_groups)
             if self._slices is not None:
@@ -558,10 +555,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _share(self) -> dict[str, Any]:
         """Describe what this rank updates: a state dict of the same share can be loaded without communication."""
         # Every rank has the whole state of frozen parameters, which makes no difference to the share.
-        ranges = [
-            self._partition.owned(parameter) if parameter in self._addresses else range(0)
-            for parameter in self._parameters
-        ]
+        owned = self._partition.owned
+        ranges = [owned(parameter) if parameter in self._addresses else range(0) for parameter in self._parameters]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),

@@ -257,8 +257,7 @@ class SlicePartition:
         for bucket in adopted:
             self._segments |= bucket.segments
             self._versions |= {parameter: parameter._version for parameter in bucket.segments}
-        # A launch waits for the last but one: one bucket fills while two are being reduced. With more, slow
-        # communication would keep all gradients alive.
+        # A launch waits for the last but one: with more under way, slow communication would keep all gradients alive.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
         self.synchronizer.extend(adopted)

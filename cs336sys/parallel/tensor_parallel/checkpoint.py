@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension
 from cs336sys.errors import UsageError
 from cs336sys.parallel import checkpoint_state
+from cs336sys.parallel.checkpoint_state import is_elementwise
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank, ties_of
@@ -69,7 +70,7 @@ def save_checkpoint(
     for name, (tensor, slices) in updated.items():
         whole = _whole_tensor(tensor.detach(), name, slices, shared)
         state = {
-            key: _whole_tensor(value, name, slices, shared) if checkpoint_state.is_elementwise(key, value) else value
+            key: _whole_tensor(value, name, slices, shared) if is_elementwise(key, value) else value
             for key, value in states.get(name, {}).items()
         }
         # Other ranks take part in gathering, and keep nothing.
@@ -114,9 +115,8 @@ def load_checkpoint(
         if different := checkpoint_state.differences(saved_shapes, shapes):
             raise UsageError(f"checkpoint {path} belongs to another model: {different}")
         if optimizer is not None:
-            checkpoint_state.require_same_groups(
-                saved["groups"], functools.partial(_groups_by_name, optimizer, updated), Path(path)
-            )
+            current = functools.partial(_groups_by_name, optimizer, updated)
+            checkpoint_state.require_same_groups(saved["groups"], current, Path(path))
     with torch.no_grad():
         for name, (target, slices) in updated.items():
             target.copy_(_part(saved["model"][name], name, slices, shared))
@@ -125,15 +125,13 @@ def load_checkpoint(
     for name, part in extra_states.items():
         part.set_extra_state(saved["extra_states"][name])
     if optimizer is not None:
-        state = {
-            name: {
-                key: _part(value, name, updated[name][1], shared)
-                if checkpoint_state.is_elementwise(key, value)
-                else value
+        state = {}
+        for name, values in saved["optimizer"].items():
+            _, slices = updated[name]
+            state[name] = {
+                key: _part(value, name, slices, shared) if is_elementwise(key, value) else value
                 for key, value in values.items()
             }
-            for name, values in saved["optimizer"].items()
-        }
         checkpoint_state.load_named_state(optimizer, state, saved["groups"])
     return saved["extra"]
 

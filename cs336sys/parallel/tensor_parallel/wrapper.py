@@ -173,7 +173,7 @@ class TensorParallel(StateDictOfSlices):
         self.group = process_group(group)
         rank, size = self.group.rank(), self.group.size()
         with same_on_every_rank(self.group) as lines:
-            if isinstance(module, TensorParallel) or hasattr(module, "finish_gradient_synchronization"):
+            if hasattr(module, "finish_gradient_synchronization"):
                 raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
             require_whole(module.named_parameters(), self.group)
             weights.require_shareable(module, size)
