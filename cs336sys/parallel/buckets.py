@@ -38,7 +38,6 @@ _LEAST_BLOCK_BYTES = 25e6
 def block_of(name: str) -> str:
     """Return the numbered part of a model in which a parameter of this name is: ``layers.3``; or the model's child."""
     parts = name.split(".")
-    # Up to the first number, or else to the child's name.
     last = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), 0)
     return ".".join(parts[: last + 1])
 
@@ -200,11 +199,7 @@ class GradientBucket:
         self._averaged, self._wire = [], None
 
     def finish(self, present_anywhere: list[bool]) -> None:
-        """Give parameters without a gradient here the mean if some rank had one, and begin a new step.
-
-        Args:
-            present_anywhere: for each parameter, in order, whether any rank had a gradient.
-        """
+        """Give parameters without a gradient here the mean if any rank had one, as the list says; begin a new step."""
         if not all(self.present):
             for (name, parameter), is_anywhere in zip(self.parameters.items(), present_anywhere, strict=True):
                 if is_anywhere and name in self._substitutes:

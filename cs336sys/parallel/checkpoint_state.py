@@ -51,7 +51,6 @@ def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Con
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module lacks (by "
                     f"now): build it over parameters() of the wrapped module"
                 )
-    # Any object can be a key of the state.
     for member, values in optimizer.state.items():
         if member not in names:
             described = f"a tensor of shape {tuple(member.shape)}" if isinstance(member, Tensor) else repr(member)

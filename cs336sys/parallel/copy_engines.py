@@ -21,8 +21,7 @@ from torch import Tensor
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.collectives import MeanReduction, gather_objects, process_group
 
-# Boxes of each GPU: bucket n goes into box n modulo so many, and may while the averages of the three before it are
-# still being computed from the others.
+# Bucket n goes into box n modulo this, while the means of the three before it may still be computed from the others.
 _BOXES = 4
 
 # Where tensors begin in a box, in bytes: what a program of the kernel reads at once is a multiple of 16.

@@ -71,8 +71,7 @@ _accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDic
 def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Options, device: torch.device) -> None:
     """Refuse an optimizer that somebody else has made, as :func:`require_elementwise`.
 
-    A class with the attribute ``updates_elementwise = True`` is not tried: it may need more than its options to be
-    made. The trial of any other makes a new optimizer of the class, with those options that its constructor takes.
+    A class with the attribute ``updates_elementwise = True`` is believed: it may need more than its options to be made.
 
     Args:
         group_options: all options of one of its groups.

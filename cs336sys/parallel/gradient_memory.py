@@ -60,6 +60,9 @@ def graph_refusal(name: str) -> UsageError:
     )
 
 
+# Compiled autograd would trace it, and torch's compiler refuse what comes after it.
+@importing_no_compiler
+@torch._disable_dynamo
 def require_eager_backward() -> None:
     """Refuse a backward pass that compiled autograd runs, which has no end at which to launch what is left."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -68,10 +71,6 @@ def require_eager_backward() -> None:
             "compiled autograd runs this backward pass, in which gradients cannot be averaged as they become ready: "
             "leave torch._dynamo.config.compiled_autograd off and compile blocks, or choose FlatDDP"
         )
-
-
-# Compiled autograd would trace it, and torch's compiler refuse what comes after it.
-require_eager_backward = importing_no_compiler(torch._disable_dynamo(require_eager_backward))
 
 
 def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: torch.Size | None = None) -> None:

@@ -85,7 +85,6 @@ def require_whole(named_parameters: Iterable[tuple[str, nn.Parameter]], group: d
     members = set(dist.get_process_group_ranks(group))
     for name, parameter in named_parameters:
         if is_slice(parameter):
-            # Each of the holders has another slice.
             holders = getattr(parameter, _MARK)
             if holders is None or len(members & holders) > 1:
                 raise UsageError(
@@ -143,7 +142,6 @@ def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
             gradients_of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
     norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
     for dtype, gradients in gradients_of_dtype.items():
-        # None is the dtype of the gradients.
         sum_dtype = torch.float32 if dtype.itemsize < 4 else None
         tensor_norms = torch._foreach_norm(gradients, norm_type, sum_dtype)
         norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in tensor_norms]))

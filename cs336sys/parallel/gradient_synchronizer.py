@@ -1,5 +1,6 @@
 """Launches the all-reduces of a backward pass, in the same order on all ranks, and waits for them."""
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -9,7 +10,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket
@@ -64,9 +64,9 @@ class GradientSynchronizer(SynchronizationSwitch):
         # Whether the end of this step's backward pass will launch what is left.
         self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
-        self._handles: list[RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()
         # Not at exit, when the parameters end as well.
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        weakref.finalize(self, self._hooks.close).atexit = False
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
@@ -74,9 +74,8 @@ class GradientSynchronizer(SynchronizationSwitch):
         self.buckets.extend(buckets)
         for bucket in buckets:
             hook = _hook(weakref.ref(self), bucket)
-            self._handles += [
-                parameter.register_post_accumulate_grad_hook(hook) for parameter in bucket.parameters.values()
-            ]
+            for parameter in bucket.parameters.values():
+                self._hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         """Launch what is ready now that ``parameter.grad`` is complete for this backward pass, as autograd tells."""
@@ -173,11 +172,6 @@ class GradientSynchronizer(SynchronizationSwitch):
         while self._launched < end:
             self.buckets[self._launched].launch()
             self._launched += 1
-
-
-def _remove_all(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _launch_ready_in_order() -> None:

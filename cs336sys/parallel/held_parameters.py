@@ -90,7 +90,6 @@ class HeldParameters:
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
         self._attributes_then, self._ids_then = self._attributes(), self._parameter_ids()
-        # Tied parameters once.
         entries = {id(entry.parameter): entry for entry in self._entries.values()}.values()
         # Parameters that exist no longer: a new one may have the id of one of them.
         self._gone: list[weakref.ref[Tensor]] = []

@@ -200,16 +200,11 @@ class _RingAttention(torch.autograd.Function):
             if step + 1 < ring.world_size:
                 arriving = ring.pass_on(block, step, _BLOCKS)
             queries, keys = ring.seen(step)
+            seeing_query, seeing_grad = query[..., queries, :], grad_out[..., queries, :]
             seen_gradients = None
-            if query[..., queries, :].shape[-2]:
-                seen_gradients = attention.backward(
-                    query[..., queries, :],
-                    *block[..., keys, :],
-                    grad_out[..., queries, :],
-                    logsumexp[..., queries],
-                    delta[..., queries],
-                    _IS_FULL,
-                )
+            if seeing_query.shape[-2]:
+                rows = logsumexp[..., queries], delta[..., queries]
+                seen_gradients = attention.backward(seeing_query, *block[..., keys, :], seeing_grad, *rows, _IS_FULL)
             gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
             if seen_gradients is not None:
                 grad_query[..., queries, :] += seen_gradients[0]

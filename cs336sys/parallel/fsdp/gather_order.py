@@ -1,6 +1,7 @@
 """The order in which a step uses its units, learned from the step before, and whether weights arrive in time."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,8 @@ class GatherWatch:
     """Records when weights are needed and when they arrive: two events per gather, for which nothing waits."""
 
     def __init__(self) -> None:
-        # Unit, whether backward, and the delay: in ms, or on a GPU from the first event to the second.
-        self._delays: list[tuple[ShardedUnit, bool, float | tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        # As in GatherTiming, with functions that return the delay: a GPU comes to its events later.
+        self._delays: list[tuple[str, bool, Callable[[], float]]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def use(self, unit: ShardedUnit, is_backward: bool) -> None:
@@ -75,18 +76,16 @@ class GatherWatch:
             # Before the unit is used, which forgets the collective.
             unit.record_arrival(arrived, self._stream)
             unit.use()
-            self._delays.append((unit, is_backward, (needed, arrived)))
+            self._delays.append((unit.name, is_backward, lambda: _elapsed_ms(needed, arrived)))
         else:
             start = time.perf_counter()
             unit.use()
-            self._delays.append((unit, is_backward, (time.perf_counter() - start) * 1e3))
+            late_ms = (time.perf_counter() - start) * 1e3
+            self._delays.append((unit.name, is_backward, lambda: late_ms))
 
     def timings(self) -> list[GatherTiming]:
         """Return the timings of all gathers so far, in the order of use, once a GPU has finished them."""
-        return [
-            GatherTiming(unit.name, is_backward, delay if isinstance(delay, float) else _elapsed_ms(*delay))
-            for unit, is_backward, delay in self._delays
-        ]
+        return [GatherTiming(name, is_backward, late_ms()) for name, is_backward, late_ms in self._delays]
 
 
 def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:

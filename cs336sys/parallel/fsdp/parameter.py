@@ -124,7 +124,6 @@ class ShardedParameter:
         self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
         vars(self.shard).update(vars(whole))
         self._attributes = dict(vars(whole))
-        # Rows of what is itself a part are no simple slice of the whole parameter.
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
@@ -225,7 +224,6 @@ class ShardedParameter:
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
-        # Those kept before do not count if the user has dropped the gradient that showed them.
         self._drop_zeroed()
         if gradient is None:
             return

@@ -190,7 +190,6 @@ class UnitRunner(SynchronizationSwitch):
                 output = function(*args, **kwargs)
         except BaseException:
             if not is_in_use:
-                # What the call has raised says more than a refusal.
                 with contextlib.suppress(UsageError):
                     unit.hide()
             raise
@@ -204,8 +203,7 @@ class UnitRunner(SynchronizationSwitch):
             outputs = self._outputs(unit, output)
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if version_of(tensor) != before]
         if torch.is_grad_enabled() and not _returns_new(outputs, inputs, changed) and _may_have_gradient(parts, inputs):
-            # The call has computed nothing with a gradient on this rank, for lack of tokens, say, but may have on
-            # another: the backward pass must arrive here on both.
+            # On another rank the call may have computed something, and the backward pass must arrive here on all.
             output = tree_map_only(Tensor, _as_new_node, output)
             outputs = self._outputs(unit, output)
         # Modules and containers among the arguments may hold more tensors now.
@@ -403,10 +401,7 @@ class UnitRunner(SynchronizationSwitch):
             self._reducing = None
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
-        """Note which gradients this rank had, in this reduction or before; gradients dropped since do not count.
-
-        Called before the mean is added to ``grad``, which is of earlier reductions or steps.
-        """
+        """Note which gradients this rank had, before means are added to ``grad``; those dropped since do not count."""
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)

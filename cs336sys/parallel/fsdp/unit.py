@@ -191,7 +191,7 @@ class ShardedUnit:
         self.has_kept = False
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
-        self._stream = streams[0]
+        self._stream, mean_stream = streams
         group = parameters[0].group
         world_size = group.size()
         shapes_and_itemsizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
@@ -229,7 +229,7 @@ class ShardedUnit:
             parameter.follow_freezing()
             parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]
-        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}", streams[1])
+        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}", mean_stream)
 
     @property
     def is_gathered(self) -> bool:

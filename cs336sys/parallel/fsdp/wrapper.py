@@ -167,7 +167,6 @@ class FSDP(StateDictOfSlices):
                 "FSDP cannot see the backward pass of a function that torch.func transforms (vmap, jvp, grad): call it "
                 "under torch.no_grad(), or transform a module of DDP or a ShardedOptimizer"
             )
-        # Blocks may have been compiled since.
         for call in self._calls:
             call.install()
         return self.module(*args, **kwargs)

@@ -157,8 +157,7 @@ class JoinedRanks(AbstractContextManager["JoinedRanks"]):
             return gather_objects(function(*args))
         except BaseException as error:
             # After a CaptureError, which is a CapabilityError, a process should compute nothing more.
-            refuses = isinstance(error, UsageError | CapabilityError)
-            self.alive = refuses and not isinstance(error, CaptureError)
+            self.alive = isinstance(error, UsageError | CapabilityError) and not isinstance(error, CaptureError)
             error.add_note(f"on rank {self._identity.rank} of {self._identity.world_size}")
             raise
 

@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,7 @@ def stacks_path(directory: Path, rank: int) -> Path:
     return directory / f"stacks-of-rank-{rank}"
 
 
-def serve(
-    connection: multiprocessing.connection.Connection,
-    identity: RankIdentity,
-    backend: str,
-    timeout_s: float,
-    directory: Path,
-) -> None:
+def serve(connection: Connection, identity: RankIdentity, backend: str, timeout_s: float, directory: Path) -> None:
     """Run pickled ``(function, args)`` jobs until an empty one; answer each with its pickled result or a Failure."""
     # Neither Gloo nor NCCL's bootstrap asks who connects, and by default both listen on an address of the network.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -200,7 +195,7 @@ class _Rank:
 
     number: int
     process: multiprocessing.process.BaseProcess
-    connection: multiprocessing.connection.Connection
+    connection: Connection
     out_of_memory_kills: int | None = None
 
     @property

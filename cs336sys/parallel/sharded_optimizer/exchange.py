@@ -26,7 +26,6 @@ class ExchangeBucket:
     _versions: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        """Launch the operation."""
         self.operation.start()
         self._versions[:] = [parameter._version for parameter in self.parameters.values()]
 
@@ -160,13 +159,12 @@ def _wait_for_all(module: nn.Module, *_: object) -> None:
         exchange.wait()
 
 
+# If the module is compiled, the hook runs before the compiled code.
+@importing_no_compiler
+@torch._disable_dynamo
 def _wait_before_part(module: nn.Module, *_: object) -> None:
     for exchange in _exchanges.get(module, ()):
         _wait_for(exchange._awaited.get(module, ()))
-
-
-# If the module is compiled, the hook runs before the compiled code.
-_wait_before_part = importing_no_compiler(torch._disable_dynamo(_wait_before_part))
 
 
 def _wait_unless_traced(module: nn.Module, *_: object) -> None:

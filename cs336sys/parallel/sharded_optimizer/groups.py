@@ -142,7 +142,6 @@ class StepAgreement:
         if is_stream_captured():
             yield []
             return
-        # The CPU has the answer at once.
         if group_device().type != "cuda":
             try:
                 with same_on_every_rank() as lines:

@@ -14,6 +14,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.checkpoint_state import is_elementwise
 from cs336sys.parallel.collectives import Broadcasts, is_dense
+from cs336sys.parallel.elementwise import OptimizerClass, Options
 from cs336sys.parallel.sharded_optimizer import checkpoint
 from cs336sys.parallel.sharded_optimizer.checkpoint import State
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
@@ -34,7 +35,6 @@ class ParameterPartition:
     def __init__(self, cap_bytes: float | None):
         self.exchange = ParameterExchange()
         self._cap_bytes = cap_bytes
-        # Of the parameters that each rank updates.
         self._bytes_of_rank = [0] * dist.get_world_size()
         self._rank = dist.get_rank()
         self._owners: dict[nn.Parameter, int] = {}
@@ -43,9 +43,7 @@ class ParameterPartition:
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give each parameter to a rank. They are in the order in which the forward pass needs them."""
         names, adopted = list(parameters), list(parameters.values())
-        specs = [
-            TensorSpec(id(parameter), parameter.numel() * parameter.itemsize, parameter.device) for parameter in adopted
-        ]
+        specs = [TensorSpec(id(parameter), parameter.nbytes, parameter.device) for parameter in adopted]
         owners = greedy_partition([spec.size_bytes for spec in specs], self._bytes_of_rank)
         for spec, owner in zip(specs, owners, strict=True):
             self._bytes_of_rank[owner] += spec.size_bytes
@@ -121,13 +119,7 @@ class LocalOptimizer:
         optimizer: the optimizer of the local tensors, (n,) each.
     """
 
-    def __init__(
-        self,
-        optimizer_cls: type[torch.optim.Optimizer],
-        options: Mapping[str, Any],
-        groups: Sequence[Group],
-        partition: Partition,
-    ):
+    def __init__(self, optimizer_cls: OptimizerClass, options: Options, groups: Sequence[Group], partition: Partition):
         self._partition = partition
         self.optimizer = optimizer_cls([self._local_group(group) for group in groups], **options)
         copy_options(self.optimizer.param_groups, groups)

@@ -156,7 +156,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             with same_on_every_rank() as lines:
-                self._require_between_steps()
+                if self._slices is not None:
+                    self._slices.require_between_steps()
                 super().add_param_group(param_group)
                 parameter_groups.check_parameters(self.param_groups, flat=self.updates_slices)
                 self._local.check_options(self.param_groups[-1])
@@ -181,7 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 taken out of its group, or one of the module was replaced by one that is in no group.
         """
         with same_on_every_rank() as lines:
-            self._require_between_steps()
+            if self._slices is not None:
+                self._slices.require_between_steps()
             parameter_groups.check_parameters(self.param_groups, flat=self.updates_slices)
             self._refuse_moved()
             self._refuse_removed()
@@ -432,7 +434,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refuse parameters that were moved, unfrozen, added, removed or replaced, or that nothing averages."""
         if self._member_ids() != self._noted_members:
             self._refuse_removed()
-            # None was removed: the difference is one more.
             raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
         self._refuse_moved()
         if self._module_guard is not None:
@@ -518,10 +519,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             scalars |= self._scalars_of_kind.get(kind, frozenset())
         return scalars
-
-    def _require_between_steps(self) -> None:
-        if self._slices is not None:
-            self._slices.require_between_steps()
 
     def _require_slices(self, method: str) -> SlicePartition:
         if self._slices is None:

@@ -108,7 +108,6 @@ class ScatteredBucket(GradientBucket):
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    # From the piece's beginning to that of this rank's slice in it.
                     in_slice = start + elements.start - rank * piece.slice_size
                     gradient_range = slice(slice_start + in_slice, slice_start + in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)

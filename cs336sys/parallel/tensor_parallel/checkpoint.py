@@ -73,7 +73,6 @@ def save_checkpoint(
             key: _whole_tensor(value, name, slices, shared) if is_elementwise(key, value) else value
             for key, value in states.get(name, {}).items()
         }
-        # Other ranks take part in gathering, and keep nothing.
         if is_first:
             saved["model"][name] = whole.cpu()
             state = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}

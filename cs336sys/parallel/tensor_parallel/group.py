@@ -82,8 +82,7 @@ class _SequenceSlices(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad)
         group, size, rank = ctx.group, ctx.size, ctx.rank
-        grad_x = _scattered(grad, group, size, rank) if ctx.gathers else _gathered(grad, group, size)
-        return grad_x, None, None, None, None
+        return _scattered(grad, group, size, rank) if ctx.gathers else _gathered(grad, group, size), *[None] * 4
 
 
 def refuse_graph(grad: Tensor) -> None:

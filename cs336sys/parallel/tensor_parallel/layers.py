@@ -40,13 +40,11 @@ class _Shared:
 class FirstCalls:
     """Compares between ranks, in the first training and the first evaluating pass, what must be the same on each.
 
-    Args:
-        group: name of the process group; an empty one compares nothing.
+    ``group`` is the name of the process group; an empty one compares nothing.
     """
 
     def __init__(self, group: str):
         self._group: Any = group
-        # Kinds of token ids, each with whether in training.
         self._compared: set[tuple[str, bool]] = set()
         # The state of the random number generators, as a digest, at the last comparison.
         self._generators: str | None = None

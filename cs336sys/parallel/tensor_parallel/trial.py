@@ -6,7 +6,7 @@ and all gradients, must be the same but for rounding.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FunctionType, NoneType
 from typing import Any
 
@@ -19,7 +19,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers, shared_layers
-from cs336sys.parallel.tensor_parallel.weights import cut_weights, part_of
+from cs336sys.parallel.tensor_parallel.weights import Initialize, cut_weights, part_of
 
 # Faults change a result by a percent and more (a root mean square over half of 2560 numbers: 2 %), rounding in fp32 by
 # 0.001 %, in TF32 by 0.01 %.
@@ -36,7 +36,7 @@ def require_same_results(
     model: nn.Module,
     group: dist.ProcessGroup,
     tensor_group: TensorGroup,
-    initialize: Callable[[nn.Module], None] | None,
+    initialize: Initialize,
     device: torch.device | None,
 ) -> None:
     """Refuse a model that computes something else once its layers are shared. Every rank of the group calls it.
@@ -66,11 +66,7 @@ def require_same_results(
 
 
 def _trial_refusal(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    tensor_group: TensorGroup,
-    initialize: Callable[[nn.Module], None] | None,
-    device: torch.device,
+    model: nn.Module, group: dist.ProcessGroup, tensor_group: TensorGroup, initialize: Initialize, device: torch.device
 ) -> str | None:
     """Run the trial, and return why the model is refused; None if it computes the same."""
     try:
@@ -120,9 +116,7 @@ def _trial_tokens(vocabulary: int, ranks: int) -> Tensor:
     return choices[torch.randint(len(choices), (2, ranks if ranks > 3 else 2 * ranks))]
 
 
-def _trial_of(
-    model: Any, initialize: Callable[[nn.Module], None] | None, device: torch.device
-) -> tuple[nn.Module, list[int]]:
+def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple[nn.Module, list[int]]:
     """Return a copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
     # The number of the first block of each kind.
     kinds: dict[Any, int] = {}

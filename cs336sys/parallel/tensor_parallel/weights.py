@@ -13,6 +13,9 @@ from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_slices import mark_slice
 from cs336sys.parallel.rank_consistency import broadcast_from_first
 
+# Fills the parameters and buffers of one module on the meta device; None where there is none.
+Initialize = Callable[[nn.Module], None] | None
+
 
 def require_shareable(model: nn.Module, world_size: int) -> None:
     """Refuse a model that tensor parallel ranks cannot share.
@@ -71,10 +74,7 @@ def _require_enough(length: int, contents: str, world_size: int) -> None:
 
 
 def cut_weights(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    initialize: Callable[[nn.Module], None] | None,
-    device: torch.device | None,
+    model: nn.Module, group: dist.ProcessGroup, initialize: Initialize, device: torch.device | None
 ) -> dict[str, torch.Size]:
     """Replace every parameter by this rank's part of the first rank's, layer by layer; tied weights stay tied.
 

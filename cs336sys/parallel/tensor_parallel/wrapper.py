@@ -34,14 +34,11 @@ from cs336sys.parallel.tensor_parallel.trial import require_same_results
 
 
 class PartialGradients:
-    """Sums the gradients of some parameters over ranks.
+    """Sums the gradients of some parameters over the ranks of ``group``.
 
     What backward passes have added since the last sum is known from hooks. A gradient that was summed and not dropped
     is the same on every rank: where a pass adds to it, each rank keeps its share of it alone, so that the next sum has
     it once. Nothing is known of passes that a CUDA graph replays: of what was captured, every call makes a sum.
-
-    Args:
-        group: the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -51,8 +48,7 @@ class PartialGradients:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note what backward passes add to the gradients of those parameters that are trained.
 
-        Args:
-            parameters: on every rank the same, before anything else has hooks on them that read their gradients.
+        Every rank gives the same, before anything else has hooks on them that read their gradients.
         """
         # Marked, so that passes that return gradients, as torch.autograd.grad, refuse them: nobody would sum those.
         for parameter in parameters:
@@ -95,8 +91,8 @@ class _PartialGradient:
         self.is_summed = self.is_captured = False
 
     def before_pass(self, parameter: Tensor, _: Tensor) -> None:
-        """Keep a copy of a gradient that is summed, before autograd adds to it; hooks also get what will be added."""
-        # Of every such pass anew: one that leaves grad alone, as torch.autograd.grad does, calls no after_pass().
+        """Keep a copy of a gradient that is summed, before autograd adds to it."""
+        # At every pass anew: one that leaves grad alone, as torch.autograd.grad does, calls no after_pass().
         self._before = parameter.grad.clone() if self.is_summed and parameter.grad is not None else None
 
     def after_pass(self, parameter: Tensor) -> None:
