@@ -321,12 +321,12 @@ class AnyRank:
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 
-def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return every rank's value of a scalar, (W,), in rank order, on the scalar's device; all ranks call it."""
-    sent = number.detach().view(1).to(group_device())
-    gathered = sent.new_empty(dist.get_world_size(group))
+def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return every rank's n numbers (a scalar is one), (W, n), in rank order, on their device; all ranks call it."""
+    sent = numbers.detach().view(-1).to(group_device())
+    gathered = sent.new_empty(dist.get_world_size(group) * len(sent))
     all_gather_single(gathered, sent, group=group)
-    return gathered.to(number.device)
+    return gathered.view(-1, len(sent)).to(numbers.device)
 
 
 def through_host(tensor: Tensor) -> bool:

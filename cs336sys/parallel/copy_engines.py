@@ -119,8 +119,7 @@ class CopyEngines:
         with torch.cuda.stream(self._copy_stream):
             if number == 0:
                 self._averaged_events = []
-                # The current stream has waited for the last step's means, and this one for it: after the barrier the
-                # other rank's boxes are empty, too.
+                # Both ranks' streams have waited for the last step's means: after the barrier, all boxes are empty.
                 handle.barrier(channel=1)
             for tensor, offset in zip(flat, offsets, strict=True):
                 _in_box(other_box, offset, tensor).copy_(tensor)

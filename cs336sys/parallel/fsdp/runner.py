@@ -505,16 +505,14 @@ class _Arrival:
 
 def _computed_now(kept: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that this call computed: no inputs, and none that an earlier call of the unit has kept."""
+
+    def has_arrival(tensor: Tensor) -> bool:
+        hooks = (tensor._backward_hooks or {}).values()
+        return any(isinstance(hook, _Arrival) and hook.unit is unit for hook in hooks)
+
+    computed = [tensor for tensor in kept if tensor.grad_fn is not None and not has_arrival(tensor)]
     input_ids = {id(tensor) for tensor in inputs}
-    return [
-        tensor
-        for tensor in kept
-        if tensor.grad_fn is not None
-        and id(tensor) not in input_ids
-        and not any(
-            isinstance(hook, _Arrival) and hook.unit is unit for hook in (tensor._backward_hooks or {}).values()
-        )
-    ]
+    return [tensor for tensor in computed if id(tensor) not in input_ids]
 
 
 class _InGraph(torch.autograd.Function):

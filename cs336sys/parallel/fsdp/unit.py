@@ -210,8 +210,7 @@ class ShardedUnit:
         self._storage.resize_(0)
         self.is_under_way = self._ready = False
         self.device = memory.device
-        # Where modules hold the parameters: the module's dictionary, the attribute, and the module if it must be told
-        # of every change, because its class has a __setattr__ (as nn.RNN's, which keeps a list of its weights).
+        # Where modules hold the parameters: dictionary, attribute, and the module if its __setattr__ is one of its own.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Module | None]] = []
         uses = [(parameter, *use) for parameter in parameters for use in parameter.owners]
         for parameter, owner, attribute in uses:

@@ -316,14 +316,13 @@ class FSDP(StateDictOfSlices):
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are useless in this one")
         self._require_as_wrapped()
-        # torch's cache, by the id of the module and the name of the weight.
-        if parametrize._cache:
-            known_ids = set(map(id, self._known_modules))
-            if any(owner in known_ids for owner, _ in parametrize._cache):
-                raise UsageError(
-                    "parametrize.cached() has kept a weight of another forward pass, whose source is freed: enter "
-                    "cached() anew for each forward pass"
-                )
+        # The keys of torch's cache are ids of modules and names of weights.
+        cached_ids = {module_id for module_id, _ in parametrize._cache}
+        if cached_ids and not cached_ids.isdisjoint(map(id, self._known_modules)):
+            raise UsageError(
+                "parametrize.cached() has kept a weight of another forward pass, whose source is freed: enter cached() "
+                "anew for each forward pass"
+            )
 
     def _shard(self) -> None:
         """Plan what is in which unit, cut the parameters that are not cut yet, and begin to run these units."""
