@@ -221,8 +221,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             # The hook of another wrapper, or a user's, has made something else of it.
             if _is_dtensor(value) or value.shape != parameter.shape:
                 continue
-            whole = whole_of(parameter)
-            if whole is None:
+            if (whole := whole_of(parameter)) is None:
                 raise UsageError(
                     f"{prefix}{name} is cut as no DTensor can be, by two wrappers or into very few rows: use "
                     "save_checkpoint() of cs336sys.parallel.tensor_parallel.checkpoint, or full_state_dict()"

@@ -63,11 +63,12 @@ class AllToAllAttention:
         # (..., W h, S_r, D) -> (W, S_r, ..., h, D), side by side in h: one message for each rank.
         parts = [tensor.unflatten(-3, (world_size, -1)).movedim((-4, -2), (0, 1)) for tensor in (query, key, value)]
         packed = torch.cat(parts, dim=-2).flatten(0, 1)
-        own_rows = [context.length] * world_size
-        received = _TradeRows.apply(packed, own_rows, lengths, "queries, keys and values", context)
+        # All tokens of this rank go to every rank, and those of each rank come here, of different heads.
+        rows = [context.length] * world_size
+        received = _TradeRows.apply(packed, rows, lengths, "queries, keys and values", context)
         out = self.attention(*received.movedim(0, -2).split(heads, dim=-3))
         # (..., h, S, D) -> (S, ..., h, D)
-        received = _TradeRows.apply(out.movedim(-2, 0), lengths, own_rows, "attention's output", context)
+        received = _TradeRows.apply(out.movedim(-2, 0), lengths, rows, "attention's output", context)
         return received.unflatten(0, (world_size, -1)).movedim((0, 1), (-4, -2)).flatten(-4, -3)
 
 

@@ -154,9 +154,8 @@ class LocalOptimizer:
                 state = self.optimizer.state.pop(parameter)
                 if tensor is not None:
                     elements = self._partition.owned(parameter)
-                    self.optimizer.state[tensor] = checkpoint.cut_state(
-                        state, parameter, elements, scalars, tensor.dtype
-                    )
+                    cut = checkpoint.cut_state(state, parameter, elements, scalars, tensor.dtype)
+                    self.optimizer.state[tensor] = cut
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
         """Replace the state by that of each parameter in ``state``; a parameter that has none there begins anew."""
