@@ -74,13 +74,8 @@ class HeldParameters:
     def _exchanged_names(self, now: dict[str, _Held]) -> frozenset[str]:
         """Return the names that stand for tensors from outside of the module, in the modules that had them before."""
         ids_before = {id(entry.parameter) for entry in self._entries.values()}
-        return frozenset(
-            name
-            for name, entry in now.items()
-            if name in self._entries
-            and entry.owner is self._entries[name].owner
-            and id(entry.parameter) not in ids_before
-        )
+        unmoved = [name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner]
+        return frozenset(name for name in unmoved if id(now[name].parameter) not in ids_before)
 
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""
@@ -118,14 +113,14 @@ class HeldParameters:
 
     def _read_entries(self) -> dict[str, _Held]:
         """Return what the module holds now, by full name; tied parameters once for each name."""
-        return {
-            f"{prefix}.{attribute}" if prefix else attribute: _Held(
-                owner, weakref.ref(parameter), *_layout(parameter), parameter.requires_grad
-            )
-            for prefix, owner in self._module.named_modules(remove_duplicate=False)
-            for attribute, parameter in owner._parameters.items()
-            if parameter is not None
-        }
+        entries = {}
+        for prefix, owner in self._module.named_modules(remove_duplicate=False):
+            for attribute, parameter in owner._parameters.items():
+                if parameter is not None:
+                    layout = _layout(parameter)
+                    entry = _Held(owner, weakref.ref(parameter), *layout, is_trained=parameter.requires_grad)
+                    entries[f"{prefix}.{attribute}" if prefix else attribute] = entry
+        return entries
 
     def _change(self, name: str, now: dict[str, _Held]) -> str | None:
         """Name the change of a parameter, as a participle; None if nothing happened."""

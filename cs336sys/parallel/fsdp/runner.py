@@ -111,7 +111,7 @@ class UnitRunner(SynchronizationSwitch):
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
         # Since the last finish(), also over a refresh(): of parameters whose gradients were reduced, as the optimizer
-        # updates them, whether this rank had a gradient, and those of which there was no mean from before.
+        # updates them, whether this rank had a gradient, and those that had none before.
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
         self.units: Sequence[ShardedUnit] = ()
@@ -122,7 +122,7 @@ class UnitRunner(SynchronizationSwitch):
         self._recover()
         self._free_all()
         self.units = units
-        # The last is there anyway when the backward pass begins with it.
+        # Besides the last, which is there anyway when the backward pass begins with it.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
         # By whether gradients are enabled, because only then does a backward pass follow.
         self._orders = {True: GatherOrder(), False: GatherOrder()}
@@ -182,7 +182,7 @@ class UnitRunner(SynchronizationSwitch):
             self._use(unit)
         arguments = (*args, *kwargs.values())
         inputs = tensors_in(arguments)
-        # By which tensors that the call changes in place are known: their gradients come back to it, too.
+        # To see which inputs the call changes in place: their gradients come back to it, too.
         versions = [version_of(tensor) for tensor in inputs]
         unit.depth += 1
         try:

@@ -197,14 +197,11 @@ class ShardedUnit:
         shapes_and_itemsizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
         starts, self.gathered_bytes = gathered_layout(shapes_and_itemsizes, world_size)
         memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
-        regions = [
-            memory[start : start + padded_bytes(shape, itemsize, world_size)]
-            for start, (shape, itemsize) in zip(starts, shapes_and_itemsizes, strict=True)
-        ]
-        self._rows_in_block = [
-            parameter.gather_into(region, lambda: access(self))
-            for parameter, region in zip(parameters, regions, strict=True)
-        ]
+        regions: list[Tensor] = []
+        self._rows_in_block: list[Tensor] = []
+        for parameter, start, (shape, itemsize) in zip(parameters, starts, shapes_and_itemsizes, strict=True):
+            regions.append(memory[start : start + padded_bytes(shape, itemsize, world_size)])
+            self._rows_in_block.append(parameter.gather_into(regions[-1], lambda: access(self)))
         self._gather = SliceGather(regions, f"weights of {self.name}", group)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)

@@ -148,15 +148,12 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
 
 def _block_kind(block: nn.Module) -> Any:
     """Return a key that is equal for blocks that compute the same with different weights."""
-    return tuple(
-        (
-            name,
-            type(part),
-            tuple((key, value) for key, value in sorted(vars(part).items()) if isinstance(value, _SETTINGS)),
-            tuple((key, value.shape) for key, value in part._parameters.items() if value is not None),
-        )
-        for name, part in block.named_modules()
-    )
+    parts = []
+    for name, part in block.named_modules():
+        settings = tuple((key, value) for key, value in sorted(vars(part).items()) if isinstance(value, _SETTINGS))
+        shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
+        parts.append((name, type(part), settings, shapes))
+    return tuple(parts)
 
 
 def _run_trial(
