@@ -87,6 +87,7 @@ class ContextGroup:
             loss_sum: the sum over those of this rank's tokens that have a target, a scalar; 0 if none has.
             targets: how many these are.
         """
+        # A copy, which the sum over ranks replaces.
         count = torch.as_tensor(targets, dtype=torch.int64, device=loss_sum.device).clone()
         if self._communicates:
             dist.all_reduce(count, group=self._group)

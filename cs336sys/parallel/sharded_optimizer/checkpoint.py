@@ -79,12 +79,14 @@ def cut_state(
     state: State, parameter: nn.Parameter, elements: range, scalars: Container[str], dtype: torch.dtype | None = None
 ) -> State:
     """Copy the state of some elements, (n,) each, in memory order and ``dtype``; values of ``scalars`` as they are."""
-    return {
-        key: _in_memory_order(value, parameter)[elements.start : elements.stop].to(dtype or value.dtype, copy=True)
-        if key not in scalars and _is_elementwise(key, value, parameter.shape)
-        else _copy(value)
-        for key, value in state.items()
-    }
+    cut: State = {}
+    for key, value in state.items():
+        if key not in scalars and _is_elementwise(key, value, parameter.shape):
+            part = _in_memory_order(value, parameter)[elements.start : elements.stop]
+            cut[key] = part.to(dtype or value.dtype, copy=True)
+        else:
+            cut[key] = _copy(value)
+    return cut
 
 
 def copy_state(state: State, device: str | None = None) -> State:

@@ -151,7 +151,7 @@ class StepAgreement:
                 raise
             return
         lines = []
-        # Answers are read once a step, by its first comparison. They are those of the last step, and there by then.
+        # A step does not wait for the answer to a comparison before it, which has read those of the last step.
         if not (is_step and self._has_asked_in_step):
             self._read_answers()
         self._has_asked_in_step = not is_step
