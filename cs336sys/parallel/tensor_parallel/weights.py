@@ -13,7 +13,7 @@ from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_slices import mark_slice
 from cs336sys.parallel.rank_consistency import broadcast_from_first
 
-# Fills the parameters and buffers of one module on the meta device; None where there is none.
+# A function of the user that fills the tensors of one module on the meta device; None if there is none.
 Initialize = Callable[[nn.Module], None] | None
 
 
