@@ -46,15 +46,16 @@ def compare_speed(before: Samples, after: Samples) -> str:
         return f"undecided; about {speedup.to_decide} steps would decide"
     if speedup.is_noise:
         return f"the {same_within(speedup.low, speedup.high)}"
+    # Samples that drift too much for a test give a bound alone: the end of the interval that is nearer to 1.
     end_near_1 = speedup.low if speedup.low > 1 else speedup.high
     factor = end_near_1 if speedup.is_bound else speedup.estimate
-    # Also differences beyond the noise may be too small for the three digits of a factor.
+    # A difference beyond the noise may still be too small for the three digits of a factor: 1.00x.
     exact = f"{times(factor)} as fast" if factor > 1 else f"{times(1 / factor)} slower"
     return "at least " * speedup.is_bound + (exact if abs(factor - 1) > 0.005 else "as fast within 0.5 %")
 
 
 def trend(values: Sequence[float | Samples]) -> str:
-    """Say whether each value ``grows`` or ``falls`` from the one before; samples do beyond the noise alone."""
+    """Say whether every value ``grows`` or ``falls`` from the one before; for samples noise is no change."""
 
     def sign_of_change(before: Any, after: Any) -> int:
         if isinstance(before, Samples):
@@ -68,8 +69,8 @@ def trend(values: Sequence[float | Samples]) -> str:
 
 
 def _spread(values: Sequence[float], unit: str = "times") -> str:
-    """Write the range ``between 1.2x and 1.9x``, or one value if its ends are written alike."""
-    low, high = _VALUE_FILTERS[unit](min(values)), _VALUE_FILTERS[unit](max(values))
+    """Write the range ``between 1.2x and 1.9x``, its ends by a filter, or one value if both are written alike."""
+    low, high = map(_VALUE_FILTERS[unit], (min(values), max(values)))
     return low if low == high else f"between {low} and {high}"
 
 
@@ -113,6 +114,7 @@ def templates() -> "Environment":
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {name: _of_each(write) for name, write in _VALUE_FILTERS.items()}
     environment.filters |= {"spread": _spread, "trend": trend, "listed": join_text, "where": where, "longest": longest}
+    # These name sizes as the handout does, which is a fact of every block.
     called = pass_context(lambda context, size: _of_each(context["handout"].called)(size))
     shape = pass_context(lambda context, row: f"{context['handout'].called(row['size'])} at context {row['context']}")
     environment.filters |= {"called": called, "shape": shape}
@@ -218,7 +220,8 @@ class Answer:
         for group in [joined_selection(groups)] if join else groups:
             for selected in group.tables(table, *columns):
                 shown = replace(selected, rows=keep(selected.rows))
-                self.tables += [of_medians(shown) if medians else shown] if shown.rows else []
+                if shown.rows:
+                    self.tables.append(of_medians(shown) if medians else shown)
         self.measured_by(groups)
 
     def show_compared(
@@ -231,13 +234,14 @@ class Answer:
             last: the last columns, after three for each phase.
         """
         keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *last]
+        # Without a header of its own, a column is headed by its key.
         columns = named_columns(**{key: "faster" if key.endswith("_speedup") else "" for key in keys})
         self.tables.append(Table(table, title, columns, rows))
         self.measured_by(row["group"] for row in rows)
         self.write("common.compared", rows=rows, by=settings[0], phases=phases)
 
     def draw(self, groups: Iterable[Selection], *names: str) -> None:
-        """Add the groups' pictures (those of these names, if any is given), numbered where several have one name."""
+        """Add the groups' pictures (of these names, if any is given); a second ``flash`` is called ``flash, 2``."""
         for group in groups:
             for name, draw in group.pictures(*names).items():
                 number = 1 + sum(picture.split(",")[0] == name for picture in self.pictures)
@@ -296,18 +300,19 @@ def measured(
             return
         for table, columns in tables.items():
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
-        answer.draw(groups if draws else ())
+        if draws:
+            answer.draw(groups)
         joined = joined_selection(groups)
         tried = list(map(facts_of, joined.cells))
         if block:
-            measured_cells = where(tried, status="ok")
-            answer.write(block, cells=measured_cells, tried=tried, rows=joined.rows, **facts_of_groups)
+            cells = where(tried, status="ok")
+            answer.write(block, cells=cells, tried=tried, rows=joined.rows, **facts_of_groups)
         answer.lack_unmeasured(label, tried, grid(answer.handout))
 
     return answer_with_cells
 
 
-# Settings that a cell shares with the one that it is compared with.
+# Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
 _SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
 
 # A speed-up whose high end is more than so many times its low end rests on few samples, and is not named as an extreme.
@@ -320,9 +325,11 @@ def compared(
     """Compare cells with those of their own invocation that have the base value of a setting.
 
     Returns:
-        rows in this order of settings, each with its ``group`` and, by phase, the columns ``PHASE_before_ms``,
-        ``PHASE_ms`` and ``PHASE_speedup``, an interval, and whether this is narrow, ``PHASE_is_sure``. Of several
-        invocations with the same cells, the first with the fewest undecided phases counts.
+        a row for each compared cell, sorted by the settings ``order``: the cell's facts, its ``group``, the fewest
+        ``samples`` of a phase, the number of ``undecided`` phases, ``peak_before_gib``, and by phase the columns
+        ``PHASE_before_ms`` and ``PHASE_ms`` (medians), the same with ``_std_ms``, and ``PHASE_speedup``, an interval,
+        with ``PHASE_is_sure`` if it is narrow. Of several invocations with the same cells, the first with the fewest
+        undecided phases counts.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:

@@ -78,7 +78,8 @@ def build_document(
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
     """Answer a part from the cells of each machine, and add a sentence to ``faults`` where cells cannot be read."""
     lines = [command.line for command in part.commands(target)]
-    # Sizes that are missing are measured by the handout's own command, whatever size and GPUs the target has.
+    # What is missing is measured by the handout's own command, whatever size the target has; no problem needs more
+    # than 8 GPUs.
     full_target = replace(target, size=None, gpus=max(target.gpus, 8))
     lines_of_missing = [command.line for command in part.commands(full_target)]
     answers: list[Answer] = []
@@ -88,8 +89,9 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             part.answer(answer)
         except FAULTS as error:
             name = f"{problem.name} ({part.letter})" if part.letter else problem.name
-            fault = f"the cells of {evidence.machine} {fault_words(error)}"
-            faults.append("; ".join([f"{name}: {fault}", *(f"measure again: {line}" for line in lines[:1])]))
+            # Of several commands the first is enough to see what measures the part.
+            advice = f"; measure again: {lines[0]}" if lines else ""
+            faults.append(f"{name}: the cells of {evidence.machine} {fault_words(error)}{advice}")
             continue
         if answer.sentences or answer.tables:
             answers.append(_finished(answer, lines, lines_of_missing))
@@ -125,7 +127,7 @@ def _finished(answer: Answer, lines: Sequence[str], lines_of_missing: Sequence[s
     )
 
 
-# Commands whose ranks communicate, and how the names of variables that change this begin.
+# Commands whose ranks communicate, how the names of variables that change this begin, and what turns multicast off.
 _WITH_RANKS = ("allreduce", "ddp", "shard", "verify")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "GLOO_")
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
@@ -136,6 +138,7 @@ def environment_words(runs: Iterable[Run]) -> list[str]:
     of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
     prefixes = _PREFIXES if any(run.machine.get("gpu") for run in of_ranks) else "GLOO_"
     variables = {item for run in of_ranks for item in run.environment.items() if item[0].startswith(prefixes)}
+    # NCCL_VERSION, of NVIDIA's container images, changes nothing.
     names = sorted(f"{name}={value}" for name, value in variables if not name.endswith("_VERSION"))
     multicast = ", which turns NVLink multicast off" if _NO_MULTICAST & {*names} else ""
     return [f"with {', '.join(names)}{multicast}"] if names else []
@@ -156,6 +159,7 @@ def typed_command(run: Run) -> str:
     arguments = iter(run.arguments)
     for argument in arguments:
         if argument in _FILE_OPTIONS:
+            # "--save", "FILE"; below is "--save=FILE".
             next(arguments, None)
         elif argument.partition("=")[0] not in (*_FILE_OPTIONS, *_FILE_FLAGS):
             kept.append(argument)

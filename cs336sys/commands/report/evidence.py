@@ -57,6 +57,7 @@ class Selection:
         if not chosen or not columns:
             return chosen
         keys = [column.key for table in chosen for column in table.columns]
+        # nsys counts launched kernels in a column of the setting's name.
         settings = [key for key in keys if key in self.cells[0].configuration and key != "kernels"]
         return select_columns(chosen, [key for key in dict.fromkeys([*settings, *columns]) if key in keys])
 
@@ -186,6 +187,7 @@ def read_test_outcomes(path: Path) -> dict[str, str]:
     try:
         cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
     except UsageError:
+        # It says already what is wrong, and is a ValueError, too.
         raise
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
         raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error

@@ -18,14 +18,18 @@ _YEARS = (2025, 2026)
 
 
 def _problem(name: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
-    """Return the years that ask a problem, and it; ``answers``: by letter a function, or one with its own commands."""
+    """Return the years that ask a problem, and the problem.
+
+    ``answers`` are the functions that answer its parts, in the order of ``letters``; what they are computed from is
+    measured by ``commands``, or for an answer in a pair by the pair's second element.
+    """
     pairs = [answer if isinstance(answer, tuple) else (answer, commands) for answer in answers]
     parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
     return years, Problem(name, parts)
 
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
-    """As :func:`_problem`, about a parallel strategy; the functions ``first`` answer the first letters."""
+    """As :func:`_problem`, of 2026 and a parallel strategy; ``first`` answer the first letters, formulas the others."""
     answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
@@ -114,12 +118,14 @@ def target_of(
         UsageError: the GPU has no datasheet.
     """
     local_gpus = [] if device == "cpu" or gpu is not None else read_gpus()
+    # Their number is enough: GPUs of one machine are taken to be alike.
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         local_gpus = local_gpus[: len([index for index in visible.split(",") if index])]
     if gpu is not None:
         sheet = datasheet(rates_of(gpu).gpu)
         assert sheet is not None
-        target = Target(handout, size, device, gpus=1, tflops=sheet.tflops[0], memory_gib=sheet.memory_bytes / GIB)
+        fp32_tflops, *_ = sheet.tflops
+        target = Target(handout, size, device, gpus=1, tflops=fp32_tflops, memory_gib=sheet.memory_bytes / GIB)
     elif local_gpus:
         tflops = peak_tflops(local_gpus[0].name, "fp32") or _GPU_TFLOPS
         target = Target(handout, size, device, len(local_gpus), tflops, local_gpus[0].memory_total_gib)
@@ -153,6 +159,7 @@ def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
     note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
     for local in (target_of(target.handout, size, "cpu") for size in _CPU_SIZES):
         commands = [command for command in part.commands(local) if command.is_saved]
+        # Every rank holds in this machine's memory what it would hold in a GPU's; and none of them needs a GPU.
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
             return [replace(command, gpus=1, note=note) for command in commands]
     return []

@@ -136,8 +136,8 @@ def report(
         run_folder = folder or Path(f"report-{year}")
         # Before an hour of measuring, find out which files cannot be read.
         _, _, unread = read_sources(source_files(source_names))
-        for reason in unread.values():
-            raise UsageError(reason)
+        if unread:
+            raise UsageError(next(iter(unread.values())))
         failed_lines = run_commands(plan, target, run_folder)
         source_names = [*([str(run_folder)] if any(run_folder.glob("*.jsonl.gz")) else []), *source_names]
     is_complete = _write_up(source_files(source_names), problems, target, document_format, output)
@@ -182,7 +182,7 @@ def _document_format(format: str | None, output: Path | None) -> str:
     return chosen
 
 
-# Commands that go on with what their --save file holds; the others take seconds.
+# Commands without --resume, which take seconds; the others go on with what their --save file holds.
 _NOT_RESUMABLE = ("precision",)
 
 _POLL_S = 1.0
@@ -221,7 +221,7 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
 def _run_and_save(command: Command, folder: Path) -> int:
     """Run a command with its results and tables in files of the folder, and return its exit code."""
     name = command.arguments[0]
-    # The same files in every run.
+    # The same files in every run, so that a command finds the cells of an earlier one.
     stem = folder / f"{name}-{hashlib.sha256(command.line.encode()).hexdigest()[:8]}"
     arguments = [*command.arguments, "--save", f"{stem}.jsonl.gz", "--output", f"{stem}.md"]
     if name not in _NOT_RESUMABLE:
@@ -230,6 +230,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     prefix = f"CS336SYS_{name.upper()}_"
     environment = {variable: value for variable, value in os.environ.items() if not variable.startswith(prefix)}
     environment["CS336SYS_CONFIG"] = os.devnull
+    # Its tables go to standard error: standard output is the write-up's.
     program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
         while not program.has_ended(_POLL_S):
@@ -243,7 +244,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
 # Patterns of the files that are read of a folder, or of those that match the user's pattern.
 _RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
 
-# Of more files that cannot be read, the error gives the number alone.
+# The error names so many files that cannot be read, and counts the others.
 _MOST_NAMED = 5
 
 
@@ -251,7 +252,7 @@ def source_files(names: Sequence[str]) -> dict[Path, bool]:
     """Find the files of ``--from``: files by name, those that a pattern matches, and the results in a folder.
 
     Returns:
-        each file with whether it was given by its own name.
+        each file with whether it was given by its own name, so that it is an error if it cannot be read.
 
     Raises:
         UsageError: a name finds no file.

@@ -18,6 +18,8 @@ _START_S = 8.0
 _CELL_S = 2.0
 _COMPILE_S = 20.0
 
+_DEFAULT_CONTEXTS = (512,)
+
 # Share of its peak that a GPU reaches in plain fp32 steps, which most of the problems measure.
 _REACHED = 0.4
 
@@ -144,19 +146,23 @@ def training_sweep(
         ranks: number of ranks, each of which holds a model.
         options: lists of values by option, ``compile=("off", "model")``; cells are the product of all lists.
     """
-    contexts = target.contexts(contexts or ((512,) if target.is_small else ()))
+    # Without contexts the command takes its default; a small write-up has an eighth of that, too.
+    contexts = target.contexts(contexts or (_DEFAULT_CONTEXTS if target.is_small else ()))
     lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
-    lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
+    # The commands' defaults stand for the options that are not typed.
+    defaults = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",)}
+    lists = {**defaults, **lists, "context": contexts or _DEFAULT_CONTEXTS}
     cells = math.prod(map(len, lists.values()))
     # FLOPs and memory depend on these settings alone; the other lists repeat their combinations.
     combinations = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
+    repetitions = cells / len(combinations)
     flops, peaks_gib = 0.0, []
     for name, context, mode, precision in combinations:
         size = choose_size(name, context=context)
-        flops += cells / len(combinations) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
+        flops += repetitions * model_flops(size, backward=MODES[mode].has_backward, causal=False)
         peaks_gib.append(plain_peak_gib(name, context, precision, mode))
-    compilations = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
+    compilations = sum(compiled != "off" for compiled in lists["compile"]) * len(lists["size"])
     seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks
     arguments = (command, *typed, *flags, *target.device_options)
     return Command(arguments, seconds + _COMPILE_S * compilations, max(peaks_gib), gpus=ranks)

@@ -32,6 +32,7 @@ _PAGE_ROWS = 40
 
 
 def _latex_markup(text: str) -> str:
+    # LaTeX breaks no line inside a word, and names of options and settings are long.
     return escape_latex(text).replace(r"\_", r"\_\allowbreak{}")
 
 
@@ -48,8 +49,8 @@ def _latex_pages(table: Table) -> str:
         title = table.title if start == 0 else f"{table.title} (continued)"
         notes = table.notes if end >= len(table.rows) else ()
         text = render([replace(table, title=title, rows=table.rows[start:end], notes=notes)], "latex").strip()
+        # H: here, and not where LaTeX finds room. The rest makes a table smaller that is wider than the page.
         text = text.replace(r"\begin{table}", r"\begin{table}[H]")
-        # Made smaller where it is wider than the page.
         tabular = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
         pages.append(text.replace(r"\begin{tabular}", tabular).replace(r"\end{tabular}", r"\end{tabular}}"))
     return "\n\n".join(pages)
@@ -95,6 +96,7 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
 
     markup = _MARKUPS[format]
     loader = PackageLoader("cs336sys.commands.report", "formats")
+    # LaTeX and Typst are full of braces.
     delimiters: dict[str, Any] = {"variable_start_string": "<<", "variable_end_string": ">>"}
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **delimiters)
     environment.filters |= {"text": markup.text, "code": markup.code, "fenced": _fenced, "quoted": typst_string}
@@ -102,9 +104,9 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
 
     def inline(text: str) -> str:
         """Mark up running text, whose code stands between backticks."""
-        # Text and code alternate, so that code has the odd numbers.
+        # Text and code alternate, so that code has the odd indices.
         pieces = enumerate(one_line(text).split("`"))
-        marked = (markup.code(piece) if number % 2 else markup.text(piece) for number, piece in pieces if piece)
+        marked = (markup.code(piece) if index % 2 else markup.text(piece) for index, piece in pieces if piece)
         return (" " if format == "typst" else "").join(marked)
 
     def mark_up(kind: str, facts: dict[str, Any]) -> str:
@@ -114,11 +116,11 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
         block = template.blocks.get(kind)
         return "".join(block(template.new_context(facts))).removesuffix("\n") if block else facts.get("text", "")
 
-    pieces = (
+    marked = (
         markup.table(facts["table"]) if kind == "table" else mark_up(kind, facts)
         for kind, facts in _pieces(document, place_picture)
     )
-    body = "\n\n".join(filter(None, pieces))
+    body = "\n\n".join(filter(None, marked))
     if format == "html":
         return html_page(document.title, [body], (files(__package__) / "formats" / "document.css").read_text().rstrip())
     return mark_up("document", {"title": inline(document.title), "body": body}) + "\n"
@@ -135,8 +137,10 @@ def _pieces(document: Document, place_picture: PlacePicture) -> Iterator[tuple[s
             if section.letter:
                 yield "part", {"name": problem.name, "letter": section.letter}
             for answer in section.answers:
-                yield from [("machine", {"text": answer.machine})] if answer.machine else []
-                yield from [("commands", {"lines": answer.commands})] if answer.commands else []
+                if answer.machine:
+                    yield "machine", {"text": answer.machine}
+                if answer.commands:
+                    yield "commands", {"lines": answer.commands}
                 yield from (("table", {"table": table}) for table in answer.tables)
                 yield from (("paragraph", {"text": sentence}) for sentence in answer.sentences)
                 yield from (("absent", {"text": item}) for item in answer.missing)
@@ -162,7 +166,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
     file_names: list[str] = []
 
     def place_picture(name: str, draw: Callable[[Path], None]) -> str | None:
-        """Draw a picture into the page or to the next file; of the other formats, stdout gets no pictures."""
+        """Draw a picture into a page, or of other formats to the next file; written to stdout, they have none."""
         try:
             if format in _PAGES:
                 return html_picture(draw, name)

@@ -15,27 +15,28 @@ _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128
 
 def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
     """Return the smallest shape that did not fit (or, where all did, the first that cannot) and its memory in bytes."""
-    # The pictures are over the context.
+    # A picture over the context takes several contexts.
     answer.draw(group for group in groups if len({cell.configuration["context"] for cell in group.measured}) > 1)
     cells = sorted(map(facts_of, cells_of(groups)), key=lambda cell: (cell["context"], cell["head_dim"]))
     run = groups[0].invocation.run
     sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
     out = where(cells, status="oom")
     shape = out[0] if out else {**cells[-1], "head_dim": min(cell["head_dim"] for cell in cells)}
-    # Batch x heads, context, head dim, dtype.
-    setting = [shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]]
+    batch = shape["batch_size"] * shape["heads"]
+    context, head_dim, dtype = shape["context"], shape["head_dim"], shape["dtype"]
     eager = {"causal": shape["causal"], "implementation": "eager"}
-    while not out and sheet and attention_memory(*setting, **eager).peak <= sheet.memory_bytes:
-        setting[1] *= 2
+    while not out and sheet and attention_memory(batch, context, head_dim, dtype, **eager).peak <= sheet.memory_bytes:
+        context *= 2
     if out or sheet:
-        answers = attention_answers(*setting, **eager)
-        answer.derive(answers, "accounting", "{} x {} x {} {}, tensor by tensor".format(*setting))
-    facts = {"out": out, "sheet": sheet, "context": setting[1], "head_dim": shape["head_dim"]}
-    return {**facts, "memory": attention_memory(*setting, **eager)}
+        answers = attention_answers(batch, context, head_dim, dtype, **eager)
+        answer.derive(answers, "accounting", f"{batch} x {context} x {head_dim} {dtype}, tensor by tensor")
+    memory = attention_memory(batch, context, head_dim, dtype, **eager)
+    return {"out": out, "sheet": sheet, "context": context, "head_dim": head_dim, "memory": memory}
 
 
 pytorch_attention = measured(
-    *("attn", "attention.pytorch_attention"),
+    "attn",
+    "attention.pytorch_attention",
     {"attn": ("forward_ms", "backward_ms", "held_gib", "predicted_held_gib", "peak_gib", "status")},
     wanted=lambda handout: _GRID,
     required={"implementation": ("eager", "model")},
@@ -76,20 +77,21 @@ def flash_benchmarking(answer: Answer) -> None:
     contexts = tuple(2**power for power in range(7, 17))
     grid = {"context": contexts, "head_dim": (16, 32, 64, 128), "causal": (True,)}
     groups = answer.find_each("flash", grid, batch_size=(1,), heads=(1,), implementation=("auto", "tiled", "eager"))
-    # The handouts compare with eager attention. Of several kernels of ours, the one with the fewest undecided phases.
-    settings = ("dtype", "head_dim", "context")
+    # The handouts compare with eager attention.
     pairs = compared(groups, "implementation", "eager", _PARTS, "undecided")
-    # Pairs come with the fewest undecided phases first: reversed, the first of each shape is the one that stays.
-    rows_by_shape = {tuple(row[name] for name in settings): row for row in reversed(pairs)}
     if not pairs:
         return
+    settings = ("dtype", "head_dim", "context")
+    # Of several kernels of ours, a row shows the one with the fewest undecided phases. It comes first in pairs, so that
+    # in the reverse order it replaces the others.
+    rows_by_shape = {tuple(row[name] for name in settings): row for row in reversed(pairs)}
     rows = [row for _, row in sorted(rows_by_shape.items())]
     title = "FlashAttention, regular PyTorch attention before it, batch 1, causal, medians of so many samples at least"
     for row in rows:
         row["largest_error"] = max(row[name] or 0.0 for name in row if name.endswith("_error"))
     answer.show_compared(rows, "flash", title, settings, _PARTS, "samples", "largest_error")
     groups = list({id(row["group"]): row["group"] for row in pairs}.values())
-    # The first run of each dtype.
+    # Of each dtype the first run, which replaces the later ones here.
     answer.draw({group.measured[0].configuration["dtype"]: group for group in reversed(groups)}.values())
     tried = [cell for group in groups for cell in group.cells]
     answer.write_failures(tried, "{implementation} at context {context}, head dim {head_dim}, {dtype}")
@@ -115,7 +117,7 @@ def board(answer: Answer) -> None:
 
     kernels = [(cell, group) for group in answer.find_each("flash", **shape) for cell in group.measured]
     ours = [(cell, group) for cell, group in kernels if cell.configuration["implementation"] in _OURS]
-    # Those by the protocol first: kernels are measured again when they have become faster.
+    # Kernels are measured again when they have become faster: the fastest counts, of those by the protocol if possible.
     ours.sort(key=lambda pair: (pair[0].configuration["repetition_ms"] < _BOARD_MS, median_ms(pair[0])))
     for cell, group in ours[:1]:
         answer.show([group], "flash", *(f"{part}_ms" for part in _PARTS), "end_to_end_tflops", "status", medians=True)

@@ -16,7 +16,7 @@ from cs336sys.settings.sizes import SIZES
 _TOKENS = 4 * 512
 _DEVICES, _LINK_BYTES_PER_S = 8, 450e9
 
-# For 2D parallelism of two axes, so that both communicate.
+# All devices along one axis; along two axes for 2D parallelism, so that both communicate.
 _MESHES = {
     "dp": Mesh(fsdp=_DEVICES),
     "fsdp": Mesh(fsdp=_DEVICES),
@@ -42,9 +42,10 @@ def _answer_of(
 def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
     """Return the answers, and before them the values that no question asks for and that their formulas name."""
     chosen = list(answers)
+    # Backwards, because a definition's formula may name earlier ones.
     for definition in reversed(derived[: derived.index(answers[0])] if answers else []):
-        named = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
-        is_named = any(named.search(other.expression.formula) for other in chosen)
+        symbol = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
+        is_named = any(symbol.search(other.expression.formula) for other in chosen)
         if definition.symbol and not definition.question and is_named:
             chosen.insert(0, definition)
     return chosen
@@ -52,6 +53,7 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 def xxl(letter: str) -> Callable[[Answer], None]:
     """Return the function that answers this part of ``communication_accounting``."""
+    # The numbers are the handout's.
     mesh = TpuMesh(x=16, y=4, m_x=2, m_y=1, flops_per_s=4.6e14, bytes_per_s=2 * 9e10)
     if letter in "ab":
         derived = memory_answers(XXL, _TOKENS, gpu_bytes=80e9, device_bytes=95e9)
@@ -65,16 +67,17 @@ ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVI
 
 
 def _layer() -> Layer:
-    peak, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
-    assert peak is not None
-    return Layer(131_072, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
+    tflops, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
+    assert tflops is not None
+    flops_per_s = tflops * 1e12
+    return Layer(131_072, size.d_model, size.d_ff, flops_per_s, _LINK_BYTES_PER_S, element_bytes=2)
 
 
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
     """Return the functions that answer these parts, the first with a sentence on the numbers put in."""
     layer, blocks = _layer(), {letters[0]: "layer"}
     derived = parallelism_answers(strategy, layer, _MESHES[strategy])
-    return [_answer_of(f"{problem} ({each})", derived, blocks.get(each, ""), layer=layer) for each in letters]
+    return [_answer_of(f"{problem} ({letter})", derived, blocks.get(letter, ""), layer=layer) for letter in letters]
 
 
 def tp_backward(answer: Answer) -> None:

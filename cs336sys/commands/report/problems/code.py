@@ -16,7 +16,7 @@ class Code:
     Attributes:
         name: of the class, as it is imported.
         tests: of the course, beginnings of their names.
-        command, settings: whose cells were checked with this code.
+        command, settings: whose cells were checked with this code; empty where no command runs it.
     """
 
     name: str
@@ -27,8 +27,8 @@ class Code:
     def __call__(self, answer: Answer) -> None:
         """Answer with the outcomes of the tests, and with the errors that one run of the command measured."""
         tests = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(self.tests)}
-        passed, failed = ([name for name in tests if tests[name] == word] for word in ("passed", "failed"))
-        # One run, whose command stands above the answer: in the model's own precision, if there is any.
+        passed, failed = ([name for name in tests if tests[name] == outcome] for outcome in ("passed", "failed"))
+        # One run, whose command stands above the answer: in the model's own precision, fp32, if there is such a run.
         selections = answer.find(self.command, {"precision": ("fp32",)}, **self.settings)[:1]
         answer.measured_by(selections)
         cells = [facts_of(cell) for selection in selections for cell in selection.measured]
@@ -76,8 +76,9 @@ BUCKETED = Code(f"{_DDP}.BucketedDDP", _BUCKET_TESTS, "ddp", {"strategy": ("buck
 SHARDED_OPTIMIZER = Code(_SHARDED, ("test_sharded_optimizer",), "shard", {"strategy": ("optimizer",)})
 FSDP = Code(_FSDP, ("test_fsdp",), "shard", {"strategy": ("fsdp",)})
 
-# The handout's benchmark warms up and repeats steps for so long: less by no more than a step.
-_DO_BENCH_MS = 10_000, 30_000
+# The handout's benchmark, Triton's do_bench, warms up and repeats steps for so long.
+_WARMUP_MS, _REPETITION_MS = 10_000, 30_000
+# It makes whole steps, which may last less than that by one step.
 _PROTOCOL_MS = 25_000.0
 
 
@@ -95,7 +96,7 @@ def training_step(answer: Answer) -> None:
         best, cell, group = min(by_protocol or measured, key=lambda candidate: candidate[0].median)
         # do_bench divides these times by that of a step, and takes the whole number.
         counts = (cell.configuration["warmup"], len(best.measured))
-        as_asked = counts == tuple(int(duration / best.median) for duration in _DO_BENCH_MS)
+        as_asked = counts == (int(_WARMUP_MS / best.median), int(_REPETITION_MS / best.median))
         for name in ("board", "shard"):
             answer.show([group], name, *keys, "peaks", "status")
         answer.show([group], "shares")

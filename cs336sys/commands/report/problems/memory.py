@@ -34,6 +34,7 @@ def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, prec
 def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
     """Name each cell's picture by its mode and context; return what the sentences call a mode."""
     for group in groups:
+        # memprof has one picture for each measured cell, in their order.
         for cell, draw in zip(group.measured, group.pictures().values(), strict=True):
             settings = cell.configuration
             answer.pictures[f"{_CALLED[settings['mode']]} at context {settings['context']} in fp32"] = draw
@@ -43,6 +44,7 @@ def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
 timelines = _profiled(
     "timelines",
     {"phases": ("mode", "phase", "allocated_gib", *(f"{kind}_gib" for kind in _KINDS))},
+    # 2026 asks for both of its contexts, 2025 for one.
     wanted=lambda handout: {"size": (SIZE,), "context": handout.memory_contexts[: 1 + (handout.year == 2026)]},
     facts=_draw_timelines,
 )
@@ -109,12 +111,14 @@ def memory_commands(target: Target) -> list[Command]:
     return [training_sweep(target, "memprof", (SIZE,), contexts, flags, steps=4, **options)]
 
 
+# The context of gradient_checkpointing, which only 2026 asks.
+_CHECKPOINTED_CONTEXT = 2048
 _COLUMNS = ("precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms", "step_ratio")
 
 
 def _checkpointed_runs(answer: Answer) -> list[Selection]:
     """Find runs that compare ways of checkpointing, those in fp32, which is asked for, first."""
-    wanted = {"size": (SIZE,), "context": (2048,)}
+    wanted = {"size": (SIZE,), "context": (_CHECKPOINTED_CONTEXT,)}
     runs = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
     runs = [group for group in runs if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
     return sorted(runs, key=lambda group: group.setting("precision") != "fp32")
@@ -122,12 +126,12 @@ def _checkpointed_runs(answer: Answer) -> list[Selection]:
 
 def nested(answer: Answer) -> None:
     """Answer with what each strategy holds, and with one run that measured nested halves."""
-    answers = checkpointing_answers(choose_size(SIZE, context=2048), "fp32", "reference")
+    answers = checkpointing_answers(choose_size(SIZE, context=_CHECKPOINTED_CONTEXT), "fp32", "reference")
     answer.derive(answers, "rules", "what strategies hold")
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)
-    cells = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]
-    answer.write("memory.nested", runs=cells)
+    cells_of_runs = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]
+    answer.write("memory.nested", runs=cells_of_runs)
 
 
 def one_recomputation(answer: Answer) -> None:
@@ -137,7 +141,7 @@ def one_recomputation(answer: Answer) -> None:
     for run in runs:
         size = MemoryWorkload.from_configuration(run.cells[0].configuration).training.size
         precision = run.setting("precision")
-        # The blocks of a checkpoint, a half where layers have one each.
+        # The blocks that a checkpoint spans: half a block where attention and feed-forward layer have one each.
         blocks = {"sublayer": 0.5, "block": 1.0, **{f"every={count}": count for count in range(2, size.num_layers)}}
         cells = [facts_of(cell) | {"blocks": blocks.get(cell.configuration["checkpointing"])} for cell in run.measured]
         cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
@@ -150,4 +154,4 @@ def checkpointing_commands(target: Target) -> list[Command]:
     strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
     options: dict[str, Any] = {"precision": ("fp32",), "checkpoint": strategies}
     flags = ("--no-predict", "--steps", "1")
-    return [training_sweep(target, "memprof", (SIZE,), (2048,), flags, steps=5, **options)]
+    return [training_sweep(target, "memprof", (SIZE,), (_CHECKPOINTED_CONTEXT,), flags, steps=5, **options)]

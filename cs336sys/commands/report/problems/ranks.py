@@ -14,6 +14,7 @@ from cs336sys.commands.report.answer import Answer, Rows, facts_of, where
 from cs336sys.commands.report.evidence import Selection, cells_of
 from cs336sys.commands.report.problem import Command, Target, measurement, sized, training_sweep
 from cs336sys.commands.shard.tables import COMPONENTS
+from cs336sys.results.model import Cell
 from cs336sys.settings.sizes import SIZES
 
 _MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
@@ -38,6 +39,7 @@ def all_reduce(answer: Answer) -> None:
     links = {cell.derived.get("link") or "" for cell in cells_of(groups)}
     answer.write("ranks.all_reduce", sweeps=sweeps, links=sorted(links))
     has_gpu = any(run.machine.get("gpu") for group in groups for run in group.invocation.runs)
+    # 2025 asks for both backends.
     backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
     answer.lack_unmeasured("{backend} with {world_size} ranks", sweeps, {"backend": backends, "world_size": (2, 4, 6)})
 
@@ -57,7 +59,7 @@ def _all_reduce_grid(target: Target) -> list[Command]:
     planned: list[Command] = []
     backends = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
     for backend in backends if target.gpus else ("gloo",):
-        # Ranks of Gloo share what there is, NCCL wants a GPU for each.
+        # Ranks of Gloo share what there is, NCCL wants a GPU for each: a machine with one is told that it needs two.
         ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
         gpus = 1 if backend == "gloo" else max(ranks)
         options = f"--backend {backend} --world-size {','.join(map(str, ranks))} --message 1MB,10MB,100MB,1GB"
@@ -126,11 +128,13 @@ buckets = _steps("buckets", "naive", "flat", "overlap", "bucketed", draws="bucke
 
 
 def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
-    """Plan a sweep of so many cells of the handout's xl on two ranks; the first two flags precede ``--world-size``."""
+    """Plan a sweep of so many ``cells`` of the handout's xl on two ranks; the first flag is typed before the others."""
     sizes = target.sizes((target.handout.xl,))
     # The commands' defaults are what the handouts ask for.
     counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
-    flags = (*flags[:2], "--world-size", "2", *counts, *flags[2:])
+    first, value, *others = flags
+    flags = (first, value, "--world-size", "2", *counts, *others)
+    # A sweep's estimate does not see that flags make several cells: each takes 20 steps, and 15 s besides.
     planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
     needed_gib = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
     return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=needed_gib)
@@ -148,14 +152,16 @@ def ddp_commands(target: Target) -> list[Command]:
 def bucket_equation(answer: Answer) -> None:
     """Answer with the equation, by the numbers of the series' link where its costs were fitted."""
     group = _ddp_series(answer)
-    # Gradient bytes, calls, bytes/s and seconds of a call.
-    setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
+    gradient_bytes, buckets, bytes_per_s, call_s = 4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6
     if group is not None and (sweeps := bucket_sweeps(group.measured)):
-        link, derived = link_of(sweeps[0][0]), sweeps[0][0].derived
+        smallest_buckets = sweeps[0][0]
+        link, derived = link_of(smallest_buckets), smallest_buckets.derived
         if link.has_bandwidth and link.latency_s:
-            setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
+            gradient_bytes, buckets = derived["communicated_bytes"], derived["gradient_calls"]
+            bytes_per_s, call_s = link.bytes_per_s, link.latency_s
             answer.measured_by([group])
-    answer.derive(bucket_answers(*setting), "formulas", "bucket sizes by the equation")
+    derived_sizes = bucket_answers(gradient_bytes, buckets, bytes_per_s, call_s)
+    answer.derive(derived_sizes, "formulas", "bucket sizes by the equation")
     answer.write("ranks.bucket_equation", is_measured=bool(answer.runs))
 
 
@@ -179,13 +185,15 @@ def _is_as_asked(group: Selection) -> bool:
 
 def _sharded_steps(answer: Answer) -> list[Selection]:
     """Find runs with and without a sharded optimizer, one precision each, launched ones before those in graphs."""
-    runs = [
-        Selection(group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision])
-        for graph in ("off", "on")
-        for group in _shard_steps(answer, "none", *_SHARDED, cuda_graph=graph)
-        if group.setting("cuda_graph") == graph
-        for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells)
-    ]
+    # Where no steps were launched, those in graphs are found instead.
+    launched = _shard_steps(answer, "none", *_SHARDED)
+    launched = [group for group in launched if group.setting("cuda_graph") == "off"]
+    runs = []
+    for group in [*launched, *_shard_steps(answer, "none", *_SHARDED, cuda_graph="on")]:
+        cells_by_precision: dict[str, list[Cell]] = {}
+        for cell in group.cells:
+            cells_by_precision.setdefault(cell.configuration["precision"], []).append(cell)
+        runs += [Selection(group.invocation, cells) for cells in cells_by_precision.values()]
     return [group for group in runs if "none" in group.by("strategy") and len(group.by("strategy")) > 1]
 
 
@@ -200,6 +208,7 @@ def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
 
 def memory(answer: Answer) -> None:
     runs = sorted(_sharded_steps(answer), key=lambda group: not _is_as_asked(group))
+    # Every precision of the first invocation.
     for group in [run for run in runs if run.invocation is runs[0].invocation]:
         rows = _show_memory(answer, group)
         answer.write("ranks.memory", rows=rows, plain=facts_of(group.by("strategy")["none"]))
@@ -210,7 +219,7 @@ def speeds(answer: Answer) -> None:
     """Answer with the time of a step with and without a sharded optimizer, in each precision."""
     runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
     runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))
-    # The first run of each precision.
+    # The first run of each precision, which replaces the later ones here.
     groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
     for group in groups:
         answer.show([group], "shard", *_FSDP_COLUMNS, medians=True)
@@ -223,8 +232,10 @@ def speeds(answer: Answer) -> None:
 
 
 def against_zero(answer: Answer) -> None:
-    answers = [a for strategy in _SHARDED for a in state_answers(SIZES[answer.handout.xl], 2, strategy)]
-    answer.derive([a for a in answers if a.question.endswith("(c)")], "sent", "what each sends, optimizer-flat second")
+    size = SIZES[answer.handout.xl]
+    derived = [value for strategy in _SHARDED for value in state_answers(size, 2, strategy)]
+    sent = [value for value in derived if value.question.endswith("(c)")]
+    answer.derive(sent, "sent", "what each sends, optimizer-flat second")
     answer.write("ranks.against_zero")
 
 

@@ -15,7 +15,9 @@ def script(answer: Answer) -> None:
 
 _HANDOUTS_STEP = {"context": (512,), "batch_size": (4,)}
 timings = measured(
-    *("bench", "steps.timings", {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")}),
+    "bench",
+    "steps.timings",
+    {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")},
     wanted=lambda handout: {"size": handout.sizes, **_HANDOUTS_STEP, "precision": ("fp32",), "warmup": (5,)},
     grid=lambda handout: {"size": handout.sizes},
 )
@@ -35,14 +37,14 @@ def warmup(answer: Answer) -> None:
     """Compare the first measured step with the median after each number of warm-up steps, none among them."""
     wanted = {"size": answer.handout.sizes, "precision": ("fp32",)}
     groups = answer.find_each("bench", wanted, **PLAIN_OF_ANY_MODE)
-    # The best run that has cells without warm-up, and others.
+    # The run with most cells, of those that have cells both without warm-up and with some.
     group = next((group for group in groups if {0} < group.by("warmup").keys()), None)
     if group is None:
         return
     answer.show([group], "bench", *_COLUMNS, "first_measured_ms")
     # The smallest model first.
     cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["parameters"])
-    # Of the size where that is most.
+    # By the number of warm-up steps, of the size whose first step is slowest compared with its median.
     first_over_median = {
         count: max(cell["step"].measured[0] / cell["step"].median for cell in where(cells, warmup=count))
         for count in sorted({cell["warmup"] for cell in cells})
@@ -56,7 +58,9 @@ _PHASES = ("forward", "backward", "step")
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
     """Answer with the cells of ``precision`` that have a setting, on a GPU if there are such."""
     return measured(
-        *("precision", block, tables),
+        "precision",
+        block,
+        tables,
         wanted=lambda handout: {"device": ("cuda",)},
         required={},
         only=lambda cell: cell.configuration.get(setting) is not None,
@@ -107,7 +111,7 @@ def compiled_model(answer: Answer) -> None:
         title = "compiled model, and vanilla before it, medians of the same run"
         last_columns = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
         answer.show_compared(rows, "compile", title, ("compile", "size", "precision"), phases, *last_columns)
-        # The plan leaves the largest out: a plain step of it may not fit.
+        # Our command compiles all sizes but the largest, of which a plain step may not fit.
         *_, last_compiled, largest = sizes
         if where(rows, size=last_compiled) and not where(rows, size=largest):
             answer.write("steps.compiled_model", size=largest)
