@@ -107,7 +107,7 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
         # Text and code alternate, so that code has the odd indices.
         pieces = enumerate(one_line(text).split("`"))
         marked = (markup.code(piece) if index % 2 else markup.text(piece) for index, piece in pieces if piece)
-        return (" " if format == "typst" else "").join(marked)
+        return "".join(marked)
 
     def mark_up(kind: str, facts: dict[str, Any]) -> str:
         """Write a piece by the block of its kind, or as it is where the format has none for it."""
