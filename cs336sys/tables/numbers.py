@@ -79,11 +79,12 @@ def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[s
 
     Their own, but MiB for GiB where the largest number is below 0.1 GiB. A column of zeros follows the others in GiB.
     """
-    sizes = [max((abs(_number(value)) for value in values), default=0.0) for _, values in columns]
-    largest_gib = max((size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib"), default=0.0)
+    largest = [max((abs(_number(value)) for value in values), default=0.0) for _, values in columns]
+    units = [unit for unit, _ in columns]
+    largest_gib = max((size for unit, size in zip(units, largest, strict=True) if unit == "gib"), default=0.0)
     return [
         "gib as mib" if unit == "gib" and 0 < (size or largest_gib) < _LEAST_GIB else unit
-        for (unit, _), size in zip(columns, sizes, strict=True)
+        for unit, size in zip(units, largest, strict=True)
     ]
 
 
@@ -184,6 +185,7 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
 
 def format_duration(seconds: float) -> str:
     """Write a time to wait: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``1 h 05 min``."""
+    # From here on one decimal would make it 10.0 s.
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -230,7 +232,7 @@ def _decimals(value: float, digits: int, most: int) -> int:
     """Return how many decimals show ``value`` with ``digits`` significant digits, at most ``most``."""
     if value == 0 or not math.isfinite(value):
         return most
-    # The exponent after rounding: 9.9996 with four digits is 10.00.
+    # The exponent after rounding: 9.9996 with four digits is 10.00, which has two decimals and not three.
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return min(max(digits - 1 - exponent, 0), most)
 

@@ -59,7 +59,7 @@ def check_writable(path: Path, option: str) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            # Removes the made file where a link led to nothing, and not the link. Another rank may have been faster.
+            # Where a link led to nothing, the new file goes and the link stays. Another rank may have been faster.
             Path(os.path.realpath(path)).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(_unwritable(f"{option} {path}", error)) from error
@@ -130,6 +130,7 @@ def _show_names_as_typed(figure: "Figure") -> None:
     from matplotlib.text import Text
     from matplotlib.ticker import LogFormatter
 
+    # A logarithmic axis writes its ticks as powers, but its label is a name.
     logarithmic = [axis for axis in figure.findobj(Axis) if isinstance(axis.get_major_formatter(), LogFormatter)]
     powers = {text for axis in logarithmic for text in axis.findobj(Text) if text is not axis.label}
     for text in figure.findobj(Text):

@@ -26,6 +26,7 @@ def escaped(text: str) -> str:
 
 def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
     """Return a page of ``parts`` of HTML with their CSS and JavaScript; browsers run no other script on it."""
+    # Content-Security-Policy names the script that may run by its digest.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     body = "\n".join([*parts, *([f"<script>{script}</script>"] if script else [])])
     facts = {"title": escaped(title), "body": body, "style": style, "digest": digest}
@@ -38,7 +39,7 @@ def html_table(table: Table, heading: str = "h2") -> str:
     classes = [' class="number"' if is_number else "" for is_number in grid.is_number]
     for index, column in enumerate(zip(*grid.rows, strict=True)):
         if not classes[index] and max(map(len, column)) > _LONG_CHARACTERS:
-            longest_word = max(len(word) for cell in column for word in cell.split() or [""])
+            longest_word = max(len(word) for text in column for word in text.split() or [""])
             classes[index] = ' class="long"' if longest_word > _LONG_CHARACTERS else ' class="text"'
     is_wide = len(grid.headers) >= _WIDE_COLUMNS
     facts = {"heading": heading, "title": escaped(table.title), "grid": grid, "classes": classes, "is_wide": is_wide}

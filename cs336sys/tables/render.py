@@ -58,6 +58,7 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
     format = format or outputs.FORMAT_OF_ENDING.get(output.suffix.lower(), "csv" if output.is_dir() else "markdown")
     try:
         if output.is_dir():
+            # Markdown has two: the first, .md, is the usual one.
             ending = next(ending for ending, name in outputs.FORMAT_OF_ENDING.items() if name == format)
             for name in dict.fromkeys(table.name for table in tables):
                 text = render([table for table in tables if table.name == name], format)
@@ -166,9 +167,13 @@ _STATISTICS = ("mean", "std", "median")
 
 
 def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
-    """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics."""
+    """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics.
+
+    A column's ``spread`` says which it has, so that the columns are the same where no value was measured.
+    """
     keys: list[str] = []
     rows: list[dict[str, Value]] = [{} for _ in table.rows]
+    # A list for each row: the values of the columns that one column becomes.
     flat: list[list[Any]]
     for column in table.all_columns:
         values = [row.get(column.key) for row in table.rows]

@@ -46,7 +46,7 @@ def of_run(build: RunTableBuilder) -> TableBuilder:
 def picture_of_measured(
     name: str, draw: Callable[[Sequence[Cell], Path], None]
 ) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
-    """Return what gives a picture of all cells, if any was measured."""
+    """Return a function that offers the picture ``name`` of all cells, if any was measured."""
     return lambda cells, run, options: {name: partial(draw, cells)} if measured_cells(cells) else {}
 
 

@@ -58,6 +58,7 @@ def named_columns(*keys: str, spread: str = "", **headers: str) -> tuple[Column,
     columns = []
     for key, header in (dict.fromkeys(keys, "") | headers).items():
         name, _, ending = key.rpartition("_")
+        # A key that is nothing but a unit, as "bytes", is the header itself.
         unit = key if key in _RATES else _KEY_UNITS.get(ending) if name or header else None
         columns.append(Column(key, header or (name if unit else key).replace("_", " "), unit, spread=spread))
     return tuple(columns)
@@ -212,9 +213,11 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
     selected = []
     for table in tables:
         columns = list(dict.fromkeys(column for name in names for column in _columns_named(table, name)))
-        # A note has parts, each of which begins with the header of the column that it explains.
+        # A note has parts, each of which begins with the header of the column that it explains; one says why there are
+        # no speed-ups.
         hidden = {column.header.split(",")[0] for column in table.columns if column not in columns}
-        hidden |= set() if any(column.key.endswith("speedup") for column in columns) else {"no speed-ups"}
+        if not any(column.key.endswith("speedup") for column in columns):
+            hidden.add("no speed-ups")
         parts = ([part for part in note.split("; ") if part.partition(":")[0] not in hidden] for note in table.notes)
         notes = ["; ".join(kept) for kept in parts if kept]
         selected.append(replace(table, columns=columns, notes=notes, hidden=(), settings=(), origin=()))

@@ -71,21 +71,21 @@ def _stacked_headers(grid: Grid) -> list[str]:
 
 def _chosen_columns(grid: Grid, chosen: Sequence[int]) -> Grid:
     return Grid(
-        [grid.headers[index] for index in chosen],
-        [[row[index] for index in chosen] for row in grid.rows],
-        [grid.is_number[index] for index in chosen],
-        sum(index < grid.key_columns for index in chosen),
+        headers=[grid.headers[index] for index in chosen],
+        rows=[[row[index] for index in chosen] for row in grid.rows],
+        is_number=[grid.is_number[index] for index in chosen],
+        key_columns=sum(index < grid.key_columns for index in chosen),
     )
 
 
 def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
     """Return the table without keys and words (``status ok``) that are the same in all rows, and these as text."""
-    common = [
-        index
-        for index in range(len(grid.headers))
-        if (index < grid.key_columns or (not grid.is_number[index] and len(grid.rows) > 1))
-        and len({row[index] for row in grid.rows}) == 1
-    ]
+    common = []
+    for index, is_number in enumerate(grid.is_number):
+        # In a single row every value is the same: its results stay, in words, too.
+        may_leave = index < grid.key_columns or (not is_number and len(grid.rows) > 1)
+        if may_leave and len({row[index] for row in grid.rows}) == 1:
+            common.append(index)
     chosen = [index for index in range(len(grid.headers)) if index not in common]
     if not chosen:
         return grid, []
@@ -93,9 +93,10 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
 
 
 def _turned(grid: Grid) -> Grid:
-    """Return rows as columns, each headed by its first value."""
-    (first, *others) = zip(grid.headers, *grid.rows, strict=True)
-    return Grid(list(first), [list(row) for row in others], [False] + [True] * len(grid.rows))
+    """Return rows as columns, each headed by its first value; the first column has the old headers."""
+    (headers, *rows) = zip(grid.headers, *grid.rows, strict=True)
+    # As numbers, so that values are aligned to the right and not wrapped.
+    return Grid(list(headers), list(map(list, rows)), is_number=[False] + [True] * len(grid.rows))
 
 
 def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
@@ -125,6 +126,7 @@ def _distinguishing_keys(grid: Grid) -> list[int]:
         return len({tuple(row[index] for index in keys) for row in grid.rows})
 
     keys = list(range(grid.key_columns))
+    # From the last, because a key follows from those before it.
     for index in reversed(range(grid.key_columns)):
         fewer_keys = [key for key in keys if key != index]
         if distinct_rows(fewer_keys) == distinct_rows(keys):

@@ -30,6 +30,7 @@ def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
     columns = {}
     for name in dict.fromkeys((*first, *settings)):
         if name in settings and name not in omitted and settings[name].header is not None:
+            # A title names what is not usual, and of some settings every value.
             usual = () if settings[name].in_titles else (settings[name].default,)
             columns[name] = Column(name, settings[name].header or name.replace("_", " "), usual=usual)
     return columns
@@ -77,6 +78,7 @@ def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
 def package_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
     """Return the note of measured cells if the ``cs336_basics`` that was trained is not ours."""
     theirs = None if run is None else run.environment.get("cs336_basics")
+    # Cells of attention alone have no width of a model, cells of a user's model name it.
     is_trained = any("d_model" in cell.configuration and "model" not in cell.configuration for cell in cells)
     return () if theirs is None or not is_trained else sentences(__name__, "package", package=theirs)
 
@@ -160,6 +162,7 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
         # A run that does not say its GPU may have had one; None says that it had none.
         on_cpu = configuration.get("device") == "cpu" or run.machine.get("gpu", "") is None
         for name, values in _IN_TRITON.items():
+            # Only training steps run an optimizer.
             if configuration.get(name) not in values or (name == "optimizer" and configuration.get("mode") != "train"):
                 continue
             if on_cpu and configuration[name] in _TILED_ON_CPU.get(name, ()):
@@ -252,6 +255,7 @@ def known_values(rounds: Sequence[Cell], name: str) -> list[float]:
 
 def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
     """Join the rounds of one configuration."""
+    # Its status and reason are those of all rounds.
     representative = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
     configuration = {name: value for name, value in representative.configuration.items() if name != "round"}
     samples: dict[str, Samples] = {}
