@@ -88,6 +88,7 @@ def describe_environment() -> dict[str, Any]:
         "git_commit": commit,
         "git_dirty": dirty,
         "source_digest": source_digest(),
+        # A setting of each cell.
         "seed": None,
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -124,7 +125,7 @@ def source_digest() -> str:
     They need no git, and change with edits that are not committed.
     """
     digest = hashlib.sha256()
-    # Found by name: importing the model is for those who build it.
+    # Their folders are found without importing them: only who builds the model needs to import it.
     for package in ("cs336sys", "cs336_basics"):
         spec = importlib.util.find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
@@ -162,6 +163,7 @@ def _gpu_states() -> dict[str, Any]:
             for name in ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_c", "power_w", "power_limit_w"):
                 description[f"gpu{index}_{name}"] = getattr(gpu, name)
             description[f"gpu{index}_clock_limits"] = ", ".join(gpu.clock_limits)
+        # GPUs of one kind share a file; of several kinds, the last one's is recorded.
         settings_file = kept_settings_file(torch.cuda.get_device_name(index))
         if settings_file.exists():
             description["attention_settings"] = hashlib.sha256(settings_file.read_bytes()).hexdigest()[:16]

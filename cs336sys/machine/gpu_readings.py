@@ -119,7 +119,10 @@ class GpuReadings:
         end_s, end_j = readings[-1]
         first_s, first_j = next(reading for reading in readings if reading[0] >= end_s - last_s)
         # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
-        return (end_j - first_j) / (end_s - first_s) * last_s if end_s - first_s >= 1.0 else None
+        if end_s - first_s < 1.0:
+            return None
+        # The first reading comes a little later than that time begins: the same power is assumed before it.
+        return (end_j - first_j) / (end_s - first_s) * last_s
 
     def columns(self) -> dict[str, list[Any]] | None:
         """Return the readings as a list for each field, with ``time_s`` since the start; None without readings."""

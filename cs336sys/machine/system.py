@@ -34,6 +34,7 @@ def run_tool(
         if starts_others:
             done = run_guarded_program(command, timeout_s=timeout_s, variables=variables)
         else:
+            # A guard would be one more process.
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -89,6 +90,7 @@ def memory_gib() -> tuple[float | None, float | None]:
         values[name] = float(value.split()[0]) / 2**20
     total, available = values.get("MemTotal"), values.get("MemAvailable")
     limit, used = container_memory_limit_bytes(), _read_text("/sys/fs/cgroup/memory.current")
+    # What the container may still take can be more than the machine has left.
     if total is not None and limit is not None and limit / 2**30 < total:
         total = limit / 2**30
         if available is not None:
@@ -180,10 +182,11 @@ def read_gpus() -> list[GpuState]:
 def _gpu_state(values: list[str]) -> GpuState:
     """Read a row of :data:`_GPU_FIELDS` and the clock limits."""
     index, uuid, name, driver, *numbers, limits = values
-    *memory_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
-    total, free = (None if mib is None else mib / MIB_PER_GIB for mib in memory_mib)
-    limit_names = clock_limits_of(int(limits, 16) if limits.startswith("0x") else 0)
+    total_mib, free_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
+    total, free = (None if mib is None else mib / MIB_PER_GIB for mib in (total_mib, free_mib))
+    # What the driver does not tell is "[N/A]" or the like.
     version = None if driver.startswith("[") else driver
+    limit_names = clock_limits_of(int(limits, 16) if limits.startswith("0x") else 0)
     sensors = (clock, max_clock, temperature, power, power_limit)
     return GpuState(int(index), uuid, name, version, total, free, *sensors, limit_names)
 

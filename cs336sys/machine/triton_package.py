@@ -62,6 +62,7 @@ def repair_interpreter() -> None:
 
     def patch_with_scalar_bounds(tensor, scope):
         patch(tensor, scope)
+        # range() asks its bounds for this.
         scope.set_attr(tensor, "__index__", lambda bound: int(bound.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_scalar_bounds

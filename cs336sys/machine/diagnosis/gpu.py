@@ -21,7 +21,7 @@ def check_devices(gpus: list[GpuState]) -> list[Check]:
     Args:
         gpus: what nvidia-smi sees; empty without nvidia-smi.
     """
-    # First, so that this process is not among those that use the GPUs.
+    # First, because torch's questions below make this process one of those that use the GPUs.
     processes = check_processes()
     checks = [check_gpu(gpus)]
     if gpus:
@@ -69,6 +69,7 @@ def check_architecture() -> Check:
         names = [f"{major}.{minor}" for major, minor in capabilities]
         has_code = [_runs_on(capability, built) for capability in capabilities]
     state = ", ".join(dict.fromkeys(names))
+    # Without a list nobody knows.
     if built and not all(has_code):
         state += f", this torch is built for {' '.join(built)}"
         return faulty("compute capability", state, "architecture", "missing")
@@ -80,6 +81,7 @@ def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
     Machine code (sm_86) runs on its own and later minor versions, PTX (compute_90) on everything later.
     """
+    # The last digit is the minor version: sm_120 is of 12.0. Code for one architecture alone ends in a letter, sm_90a.
     codes = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
     return any(
         (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
@@ -171,9 +173,11 @@ def check_peer_to_peer() -> Check:
 
 def read_links(topology: str) -> dict[tuple[int, int], str]:
     """Read the link of each pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, SYS ..."""
+    # Without the codes that underline the header.
     lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
-    rows = [line.split() for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
-    return {(a, b): rows[a][1 + b] for a, b in combinations(range(len(rows)), 2)}
+    # A row of the matrix has an X for the GPU itself, and begins with the GPU's name.
+    rows = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
+    return {(a, b): rows[a][b] for a, b in combinations(range(len(rows)), 2)}
 
 
 @functools.cache
@@ -193,6 +197,7 @@ def describe_links(uuids: Sequence[str]) -> str:
         return "unknown links"
     described = ", ".join(names)
     if any(name.startswith("NV") for name in names):
+        # Of one GPU, as the others have as many.
         status = run_tool(["nvidia-smi", "nvlink", "--status", "-i", str(indices[0])]) or ""
         speeds = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
         if speeds:

@@ -60,7 +60,7 @@ def find_nsys() -> Profiler | None:
 
 def _find(name: str, patterns: Sequence[str]) -> Profiler | None:
     """Return the first installed profiler that runs."""
-    # The CUDA toolkit's wrapper is installed, and fails, even where the profiler that it starts is not.
+    # The CUDA toolkit has a wrapper, which fails where the profiler that it would start is not installed.
     return next(filter(None, map(_running_profiler, _installed_profilers(name, patterns))), None)
 
 
@@ -73,9 +73,13 @@ def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
     """Find the program on PATH, and after it those in install folders, by the version in their path, newest first."""
     on_path = shutil.which(name)
     paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
-    versions = {path: re.search(r"20\d\d\.[\d.]+", str(path)) for path in paths}
-    numbers = {path: re.findall(r"\d+", match[0]) if match else [] for path, match in versions.items()}
-    newest_first = sorted(paths, key=lambda path: list(map(int, numbers[path])), reverse=True)
+
+    def version(path: Path) -> list[int]:
+        """Return the numbers of a version such as 2025.3.1; none where the path has no version, which comes last."""
+        match = re.search(r"20\d\d\.[\d.]+", str(path))
+        return list(map(int, re.findall(r"\d+", match[0]))) if match else []
+
+    newest_first = sorted(paths, key=version, reverse=True)
     return [Path(on_path), *newest_first] if on_path else newest_first
 
 
@@ -111,6 +115,7 @@ def check_ncu() -> Check:
     if ncu is None:
         return faulty("ncu", _absence("ncu", _NCU_PATTERNS), "ncu")
     state, needs_root = f"{ncu.version} at {ncu.path}", False
+    # Without the file nobody knows, and ncu itself will tell.
     with contextlib.suppress(OSError):
         needs_root = "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
     if needs_root and os.geteuid() != 0:

@@ -87,6 +87,7 @@ def check_triton() -> Check:
     missing = partial(faulty, "Triton", verdict="missing", library="triton", versions=pinned or supported)
     if version is None:
         return missing("not installed", "install")
+    # It names what is needed, as the end of a sentence.
     if (reason := why_no_triton()) is not None:
         return missing(f"{version}, needed is {reason}", "reinstall")
     if not supported.contains(version, prereleases=True):
@@ -115,6 +116,7 @@ def probe_triton(device: str) -> str:
     )
     if output is None:
         return f"the process died or was not done after {PROBE_TIMEOUT_S:g} s"
+    # The probe prints its answer last, after any warnings.
     return output.splitlines()[-1] if output else "no answer"
 
 
@@ -128,10 +130,11 @@ def check_compiler() -> Check:
         if chosen and shutil.which(chosen) is None:
             return faulty("C compiler", f"{variable}={chosen}: no such program", "named compiler", variable=variable)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
-    fix = "no c" if c is None else "no cpp" if headers else "no headers"
-    return faulty_if(c is None or not headers or cpp is None, "C compiler", state, fix)
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if has_headers else 'not there'}"
+    # The first that is lacking: Triton needs C and the headers, C++ only makes calls faster.
+    fix = "no c" if c is None else "no headers" if not has_headers else "no cpp"
+    return faulty_if(c is None or not has_headers or cpp is None, "C compiler", state, fix)
 
 
 def _compiler(variable: str, *names: str) -> str | None:
@@ -162,6 +165,7 @@ def required(package: str, *, by: str) -> SpecifierSet:
     except importlib.metadata.PackageNotFoundError:
         return SpecifierSet()
     for requirement in requirements:
+        # Requirements of extras do not count.
         if requirement.name == package and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
             return requirement.specifier
     return SpecifierSet()
@@ -188,7 +192,7 @@ def check_host() -> list[Check]:
     checks = [check_ram()]
     if SHARED_MEMORY.exists():
         checks.append(check_shared_memory())
-    # One check when both are on one file system.
+    # By device: of two on one file system this folder alone is checked, else it comes first.
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
     checks += [check_disk(folder) for folder in reversed(folders.values())]
     if is_wsl():
