@@ -204,7 +204,7 @@ def read(path: str | Path, /, **settings: Any) -> Results:
         settings: options of ``show``; they choose tables, columns and rows, and all cells are returned.
     """
     shown, saved = run(Request(("show",), {"files": path} | settings)), read_results(Path(path))
-    return Results(shown.tables, shown.ok, tuple(saved.cells), tuple(saved.runs.values()))
+    return Results(shown.tables, shown.ok, cells=tuple(saved.cells), runs=tuple(saved.runs.values()))
 
 
 def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Any) -> Tables:
@@ -253,7 +253,7 @@ def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
             if (sentence := sentence_of(error)) is None:
                 raise
             raise UsageError(sentence) from None
-    results = Results(tuple(record.tables), not code, tuple(record.cells), tuple(record.runs.values()))
+    results = Results(tuple(record.tables), ok=not code, cells=tuple(record.cells), runs=tuple(record.runs.values()))
     if code in (INTERRUPTED, TERMINATED):
         raise Interrupted(results)
     return results
@@ -284,8 +284,11 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
         if len(positional) > bool(first):
             raise TypeError(f"{command}() takes {'one argument' if first else 'none'} without a name")
         for value in positional:
-            is_model = any(callable(part) or is_user_code(str(part)) for part in values_of(value))
-            values = {first if first == _FILES else "model" if is_model else "size": value} | values
+            option = first
+            if first == _TRAINING:
+                is_model = any(callable(part) or is_user_code(str(part)) for part in values_of(value))
+                option = "model" if is_model else "size"
+            values = {option: value} | values
         return _measure(command, values)
 
     click_command: Any = _ROOT.command.get_command(_ROOT, command)  # type: ignore[attr-defined]  # it is a group

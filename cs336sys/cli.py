@@ -7,12 +7,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys import __version__
-from cs336sys.command_line.faults import (
-    end_like_ctrl_c_on_sigterm,
-    exit_code_of,
-    interruption_code,
-    open_closed_streams,
-)
+from cs336sys.command_line import faults
 from cs336sys.command_line.invocation import HELP_OPTIONS, LazyGroup
 from cs336sys.command_line.options.settings_file import use_settings, with_config_first
 
@@ -46,14 +41,14 @@ class CommandTable(LazyGroup):
         if not settings.get("standalone_mode", True):
             return super().main(*args, **settings)
         settings["standalone_mode"] = False
-        return sys.exit(exit_code_of(lambda: super(CommandTable, self).main(*args, **settings)))
+        return sys.exit(faults.exit_code_of(lambda: super(CommandTable, self).main(*args, **settings)))
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             # Caught before typer ends the command in its own way.
-            raise typer.Exit(interruption_code(interrupt)) from interrupt
+            raise typer.Exit(faults.interruption_code(interrupt)) from interrupt
 
 
 app = typer.Typer(cls=CommandTable, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
@@ -85,6 +80,6 @@ def cs336sys(
 
 
 def main() -> None:
-    open_closed_streams()
-    end_like_ctrl_c_on_sigterm()
+    faults.open_closed_streams()
+    faults.end_like_ctrl_c_on_sigterm()
     app(auto_envvar_prefix="CS336SYS")

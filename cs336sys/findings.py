@@ -39,10 +39,8 @@ def sentence(package: str, name: str, finding: Finding | None = None, /, **facts
     Args:
         name: of the block, in which spaces are underscores: a finding's cause, ``fp32 logits``, or what to say of it.
         finding: its fields and facts are values of the block.
-        facts: further values, and functions that write them, such as ``quantity=format_quantity``.
-
-    Raises:
-        jinja2.UndefinedError: the block names a value that it was not given.
+        facts: further values, and functions that write them, such as ``quantity=format_quantity``. A value that the
+            block names and was not given is a jinja2.UndefinedError.
     """
     values = facts if finding is None else {**vars(finding), **finding.facts, **facts}
     template = _sentences(package)

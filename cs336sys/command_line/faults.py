@@ -100,6 +100,7 @@ def interruptions_deferred() -> Iterator[None]:
     # Python runs handlers in its main thread alone, which alone may set them.
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Others ignore the signal or end the process at once, and stay.
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda *arguments: arrived.append(arguments))

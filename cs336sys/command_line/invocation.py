@@ -94,6 +94,7 @@ class _Command(_CommandBase, TyperCommand):
     def parse_args(self, ctx, args):
         """Parse with the defaults of a settings file, and check the command's variables."""
         if ctx.default_map:
+            # From Python the names of a request's values, else the words that begin with dashes.
             typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
             ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:

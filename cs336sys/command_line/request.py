@@ -42,7 +42,7 @@ def keyword_of(parameter: Any) -> str:
 class RequestParser:
     """Hands the values of a request to click, which expects a parser of a command line."""
 
-    _opt_prefixes: frozenset[str] = frozenset()
+    _opt_prefixes: frozenset[str] = frozenset()  # click asks for it
 
     def __init__(self, request: Request, parameters: Sequence[Any]):
         self.request = request
@@ -73,6 +73,7 @@ class RequestParser:
             arguments += [f"{parameter.opts[0]}={text}" for text in texts] if is_option else texts
         if (recording := current_recording()) is not None:
             recording.arguments = (self.request.command[0], *arguments)
+        # click expects arguments that are left over, too, and the order of parameters, which does not matter.
         return options, [], []
 
     def _text(self, name: str, value: Any) -> str:
@@ -85,6 +86,7 @@ class RequestParser:
             )
         module = sys.modules.get(str(getattr(value, "__module__", None)))
         file, object_name = getattr(module, "__file__", None), getattr(value, "__qualname__", "")
+        # A function of a module's top level, which others can import by this name.
         if module and file and object_name.isidentifier() and getattr(module, object_name, None) is value:
             return f"{module.__name__ if '.' in module.__name__ else file}:{object_name}"
         sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"

@@ -56,10 +56,8 @@ class FlashOptions(OperationOptions):
         """Return a cell for each shape, round and implementation.
 
         A round goes through all implementations of a shape, so that cells to compare are measured close to each other.
-
-        Raises:
-            UsageError: ``--grid`` meets a shape of the user's, no attention has such a shape, or ``--keep-settings``
-                meets kernels that are not measured.
+        A UsageError refuses ``--grid`` with a shape of the user's, shapes that no attention has, and
+        ``--keep-settings`` of kernels that are not measured.
         """
         shapes: dict[str, Any] = {}
         if self.grid is not None:
@@ -69,13 +67,15 @@ class FlashOptions(OperationOptions):
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
             shapes["causal"] = True
-        names, additions = [*self.implementation, *self.kernel], dict[str, dict[str, Any]](self.codes)
+        names = [*self.implementation, *self.kernel]
+        additions: dict[str, dict[str, Any]] = dict(self.codes)
         if self.keep_settings:
             if "triton" not in names:
                 raise UsageError("--keep-settings is about implementation triton: add it to --implementation")
             # First, so that a shape's other implementations are measured with the settings that it keeps.
             names.sort(key=lambda name: name != "triton")
             additions["triton"] = {"keep_settings": True}
+        # The outermost first. Shapes are made without an implementation, which each round goes through.
         order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
         rounds = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [

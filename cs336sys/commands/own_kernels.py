@@ -80,6 +80,7 @@ class UsersProblem(abc.ABC):
 
         def run() -> Results:
             outputs = self._call(inputs) if forward_outputs is None else forward_outputs
+            # Not every function has the second output. A timed backward pass returns gradients alone.
             results = {} if part == "backward" else dict(zip(OUTPUT_NAMES, outputs, strict=False))
             if part != "forward":
                 gradients = torch.autograd.grad(outputs, tuple(leaves.values()), grad_outputs)
@@ -94,8 +95,7 @@ def _refused_cases(
 ) -> list[str]:
     """Prepare and check cases, and return those that the function refuses by raising an error.
 
-    Raises:
-        WrongKernelError: it takes one of them and computes something else.
+    A WrongKernelError says that it takes one of them and computes something else.
     """
     refused = []
     for number, prepare in enumerate(cases, 1):
@@ -104,7 +104,7 @@ def _refused_cases(
         try:
             results = run()
         except UserCodeError:
-            raise
+            raise  # the function cannot be used at all
         except Exception:
             refused.append(description)
             continue

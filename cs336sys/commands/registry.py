@@ -88,28 +88,30 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
     """
     by_run: dict[tuple[str, str], Invocation] = {}
     for results in files:
-        # The last invocation in this file by its command and conditions, and by its command alone ("").
-        latest: dict[tuple[str, str | None], Invocation] = {}
+        # The last invocation in this file of each command, and of each command under the same conditions.
+        latest: dict[str, Invocation] = {}
+        latest_alike: dict[tuple[str, str], Invocation] = {}
         for command, run_id in dict.fromkeys((cell.command, cell.run_id) for cell in results.cells):
             run = results.runs.get(run_id)
             if run is None:
                 by_run.setdefault((command, run_id), Invocation(command))
                 continue
-            conditions = _conditions_key(run)
-            if (command, run_id) not in by_run:
-                resumes_all, resumes = "--resume-any" in run.arguments, "--resume" in run.arguments
-                resumed = latest.get((command, "" if resumes_all else conditions if resumes else None))
+            # The conditions include the code.
+            digest = {"source_digest": run.environment.get("source_digest")}
+            conditions = json_text(run.conditions | digest, sort_keys=True)
+            if (command, run_id) not in by_run:  # another file may hold the run, too
+                resumed = None
+                if "--resume-any" in run.arguments:
+                    resumed = latest.get(command)
+                elif "--resume" in run.arguments:
+                    resumed = latest_alike.get((command, conditions))
                 by_run[command, run_id] = resumed or Invocation(command)
                 by_run[command, run_id].runs.append(run)
-            latest[command, ""] = latest[command, conditions] = by_run[command, run_id]
+            latest[command] = latest_alike[command, conditions] = by_run[command, run_id]
         for cell in results.cells:
             by_run[cell.command, cell.run_id].cells[configuration_key(cell.configuration)] = cell
+    # Runs that were resumed share an invocation.
     return list({id(invocation): invocation for invocation in by_run.values()}.values())
-
-
-def _conditions_key(run: Run) -> str:
-    """Return a key that is the same for runs of the same code under the same conditions."""
-    return json_text(run.conditions | {"source_digest": run.environment.get("source_digest")}, sort_keys=True)
 
 
 # Errors that tables and pictures raise for cells that another version, or another program, has written.
@@ -140,8 +142,7 @@ _LABEL_CHARACTERS = 80
 def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Cell]:
     """Return an invocation's cells of these statuses (of any, without one), with their rounds pooled.
 
-    Raises:
-        UsageError: cells of its command cannot be shown, or these lack what that needs.
+    A UsageError says that cells of its command cannot be shown, or that these lack what that needs.
     """
     command = saved_command(invocation.command)
     with _refusing_faults(invocation):
@@ -170,8 +171,7 @@ def sound_cells_and_tables(
 ) -> tuple[list[Cell], list[Table]]:
     """Return the :func:`shown_cells` and their :func:`saved_tables`; warn of cells that cannot be shown, and omit them.
 
-    Raises:
-        UsageError: no cell can be shown, or each can alone but not all together.
+    A UsageError says that no cell can be shown, or that each can alone but not all together.
     """
 
     def build() -> tuple[list[Cell], list[Table]]:
@@ -224,6 +224,7 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
         try:
             saved_tables(single, shown_cells(single), presentation)
         except UsageError as error:
+            # _refusing_faults has made a sentence of the whole invocation of it.
             cause = error.__cause__
             faults[key] = fault_words(cause) if isinstance(cause, FAULTS) else f"cannot be shown: {error}"
     if len(faults) == len(invocation.cells):
@@ -238,17 +239,16 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
     return sentences
 
 
-# Progress is said so often: a picture takes a second, and a page may have hundreds.
+# Progress is reported so often: a picture takes a second, and a page may have hundreds.
 _SILENT_S = 5.0
 
 
 def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pictures]]) -> str:
     """Return the text of a page with invocations' tables and pictures; say how many pictures are drawn.
 
-    Raises:
-        OutputError: a picture cannot be drawn, because no file can be written.
+    An OutputError says that a picture cannot be drawn, because no file can be written.
     """
-    total, drawn, said_at = sum(len(pictures) for *_, pictures in shown), 0, time.monotonic()
+    total, drawn, reported_at_s = sum(len(pictures) for *_, pictures in shown), 0, time.monotonic()
     parts = []
     for invocation, tables, pictures in shown:
         lines = [shlex.join(["cs336sys", *run.arguments]) for run in invocation.runs if run.arguments]
@@ -257,8 +257,8 @@ def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pi
         for name, draw in pictures.items():
             parts.append(_picture_part(draw, f"{invocation.command}: {name}"))
             drawn += 1
-            if drawn < total and time.monotonic() - said_at >= _SILENT_S:
-                said_at = time.monotonic()
+            if drawn < total and time.monotonic() - reported_at_s >= _SILENT_S:
+                reported_at_s = time.monotonic()
                 say(f"{drawn} of {total} pictures are done")
         parts += [html_table(table, "h3") for table in tables]
     return html_page(title, parts)

@@ -69,14 +69,14 @@ def show(
     check_page_writable(html)
     presentation = saved_presentations(ctx.parent)
     sound, faults = _sound_cells(presentation, _chosen_invocations(files, command), status)
-    names = Counter(invocation.command for invocation, _, _ in sound)
+    counts = Counter(invocation.command for invocation, _, _ in sound)
     tables = output.select(
-        [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
+        [marked(invocation, built) if counts[invocation.command] > 1 else built for invocation, _, built in sound]
     )
     pictured = [] if plot is None and html is None else sound
     pictures = [saved_pictures(invocation, cells, presentation(invocation)) for invocation, cells, _ in pictured]
     # Refuses files that cannot be written before anything is.
-    files_to_draw = list(drawings(pictures, plot, names)) if plot is not None else []
+    files_to_draw = list(drawings(pictures, plot, counts)) if plot is not None else []
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
     for path, draw in files_to_draw:
@@ -122,7 +122,8 @@ def _sound_cells(
     for invocation in saved:
         try:
             cells, tables = sound_cells_and_tables(invocation, status, presentation(invocation))
-            sound += [(invocation, cells, tables)] if cells else []
+            if cells:
+                sound.append((invocation, cells, tables))
         except UsageError as fault:
             faults.append(fault)
     if not sound:
@@ -154,6 +155,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     def presentation(invocation: "Invocation") -> Presentation:
         if not can_be_shown(invocation.command):
             return Presentation()
+        # Cells may come from a script, whose arguments are no command line of this program.
         name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
         return parse(invocation.command, tuple(arguments) if name == invocation.command else ())
 

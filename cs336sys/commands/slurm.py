@@ -46,11 +46,7 @@ _OPTIONS_OF_SLURM = {
 
 @dataclass(frozen=True)
 class Job:
-    """A request to Slurm: the options of the batch script.
-
-    Raises:
-        UsageError: sbatch would refuse it.
-    """
+    """A request to Slurm: the options of the batch script; a UsageError if sbatch would refuse it."""
 
     nodes: Annotated[int, setting(help="Number of machines.", min=1)] = 1
     gpus: Annotated[int | None, setting(help="GPUs of all machines together.", min=1)] = None
@@ -110,25 +106,23 @@ def slurm(
 
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
-    from jinja2 import Environment, PackageLoader
-
     from cs336sys.tables.outputs import check_writable, write_file, writing_stdout
+    from cs336sys.tables.sentences import package_templates
 
     command, context = _read_command(ctx, arguments)
     name, command_options = arguments[0], dict(context.params)
     gpus_per_node = job.gpus // job.nodes if job.gpus else job.gpus_per_node
     on_ranks, gpus_per_node = _ranks_and_gpus(name, command_options, job.nodes, gpus_per_node)
     _plan_job(command, context, name, job.nodes * gpus_per_node if on_ranks else None)
-    job = replace(job, gpus=None, gpus_per_node=gpus_per_node)
+    job = replace(job, gpus=None, gpus_per_node=gpus_per_node)  # the script asks for GPUs in this way alone
     line = shlex.join(arguments)
     # tune without --measure has nothing to save, and report saves in a folder of its own.
     if "save" in command_options and command_options.get("measure", True) and not command_options["save"]:
         # A job that is started again has its old number, and resumes.
         line += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
-    loader, python = PackageLoader("cs336sys.commands", "."), shlex.quote(sys.executable)
-    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    python = shlex.quote(sys.executable)
     facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": python}
-    script = templates.get_template("slurm.jinja").render(facts)
+    script = package_templates().get_template("commands/slurm.jinja").render(facts) + "\n"
     if output is None:
         with writing_stdout():
             print(script, end="")
@@ -143,17 +137,20 @@ def _ranks_and_gpus(name: str, command_options: dict[str, Any], nodes: int, gpus
     world_size = command_options.get("world_size")
     # A command that starts ranks takes several numbers of them; tune takes one.
     if isinstance(world_size, list | tuple):
+        # fsdp=2,tp=4 takes 8 ranks; the commands' default is 2.
         mesh_sizes = re.findall(r"=\s*(\d+)", command_options.get("mesh") or "")
         needed_ranks = max(world_size or [math.prod(map(int, mesh_sizes)) if mesh_sizes else 2])
-        chosen = gpus or math.ceil(needed_ranks / nodes)
+        gpus_per_node = gpus or math.ceil(needed_ranks / nodes)
         if world_size:
-            _refuse_world_size(command_options, nodes, chosen)
-        # Only a command that starts its ranks itself can start several numbers of them, and replace them in time.
-        return nodes > 1 or not (world_size or command_options["cell_timeout"]), chosen
+            _refuse_world_size(command_options, nodes, gpus_per_node)
+        # Torchrun's ranks have one number, and none is replaced after a timeout: the command starts such ranks itself.
+        by_torchrun = nodes > 1 or not (world_size or command_options["cell_timeout"])
+        return by_torchrun, gpus_per_node
     if nodes > 1:
         raise UsageError(f"--nodes {nodes}: {name} runs on one machine; leave --nodes out")
     if not command_options.get("run", True):
         raise UsageError(f"{name} without --run measures nothing: add --run")
+    # tune --measure starts ranks; other commands use one GPU.
     return False, gpus or (world_size if command_options.get("measure") else None) or 1
 
 
@@ -182,8 +179,7 @@ def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
 def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     """Let the command read the values of its options, and plan its cells: better refused here than in the queue.
 
-    Args:
-        ranks: how many ranks torchrun will start; None without torchrun.
+    ``ranks`` is how many ranks torchrun will start; None without torchrun.
     """
     command_options = context.params
     # The script adds --save where it is not given.
@@ -191,6 +187,7 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     if ranks is not None:
         command_options["world_size"] = [ranks]
     groups = command.callback.read_options(command_options | saved)
+    # verify has no plan, but makes its cells from its options.
     if "verification" in groups:
         groups["verification"].workloads(groups["model"])
     if name in _PLANNED:

@@ -1,6 +1,7 @@
 """The device of a measurement, its peak memory, and torch's dtypes by the names that commands and results give them."""
 
 import gc
+import re
 from pathlib import Path
 
 import torch
@@ -10,11 +11,7 @@ from cs336sys.errors import CapabilityError
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device ``cpu`` or ``cuda``; ``auto`` is CUDA where there is a GPU.
-
-    Raises:
-        CapabilityError: ``cuda`` was asked for and there is no GPU.
-    """
+    """Return the device ``cpu`` or ``cuda`` (a CapabilityError without one); ``auto`` is CUDA where there is a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise CapabilityError("device 'cuda': torch sees no CUDA GPU here; choose cpu or auto")
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,11 +60,8 @@ def peak_resident_gib() -> float | None:
 
 def _status_gib(name: str) -> float | None:
     """Return a size of /proc/self/status, where it is in KiB, in GiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024 / GIB
-    return None
+    size_kib = re.search(rf"^{name}:\s*(\d+)", Path("/proc/self/status").read_text(), re.M)
+    return None if size_kib is None else int(size_kib[1]) * 1024 / GIB
 
 
 def free_gpu_memory() -> None:

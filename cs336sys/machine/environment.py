@@ -21,16 +21,8 @@ from cs336sys.settings.course_package import course_package
 
 # Variables that change what runs, how fast, or in how much memory; a name ending in "_" is a prefix.
 RELEVANT_VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_",
-    "TORCH_SYMM_MEM_",
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_", "NVIDIA_TF32_OVERRIDE"),
+    *("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_", "TORCH_SYMM_MEM_"),
     "TRITON_INTERPRET",
 )
 
@@ -88,8 +80,7 @@ def describe_environment() -> dict[str, Any]:
         "git_commit": commit,
         "git_dirty": dirty,
         "source_digest": source_digest(),
-        # A setting of each cell.
-        "seed": None,
+        "seed": None,  # a setting of each cell
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
         # torch adds the attribute when it runs.

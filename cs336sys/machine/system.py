@@ -7,6 +7,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ def run_tool(
         if starts_others:
             done = run_guarded_program(command, timeout_s=timeout_s, variables=variables)
         else:
-            # A guard would be one more process.
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -70,11 +70,8 @@ def cpu_model() -> str | None:
     if platform.system() == "Darwin":
         return run_tool(["sysctl", "-n", "machdep.cpu.brand_string"])
     # lscpu, because /proc/cpuinfo has no model name on ARM.
-    for line in (run_tool(["lscpu"], variables={"LC_ALL": "C"}) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == "Model name":
-            return value.strip()
-    return platform.processor() or None
+    model = re.search("^Model name:(.*)", run_tool(["lscpu"], variables={"LC_ALL": "C"}) or "", re.M)
+    return model[1].strip() if model else platform.processor() or None
 
 
 def cpu_cores() -> int | None:
@@ -84,10 +81,8 @@ def cpu_cores() -> int | None:
 
 def memory_gib() -> tuple[float | None, float | None]:
     """Return the (total, available) main memory in GiB of this machine, or of the container that confines us."""
-    values = {}
-    for line in _read_text("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        values[name] = float(value.split()[0]) / 2**20
+    sizes_kib = re.findall(r"(?m)^(\w+):\s*(\d+)", _read_text("/proc/meminfo"))
+    values = {name: int(size) / 2**20 for name, size in sizes_kib}
     total, available = values.get("MemTotal"), values.get("MemAvailable")
     limit, used = container_memory_limit_bytes(), _read_text("/sys/fs/cgroup/memory.current")
     # What the container may still take can be more than the machine has left.

@@ -185,8 +185,7 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
 
 def format_duration(seconds: float) -> str:
     """Write a time to wait: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``1 h 05 min``."""
-    # From here on one decimal would make it 10.0 s.
-    if seconds < 9.95:
+    if seconds < 9.95:  # from here on one decimal would make it 10.0 s
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

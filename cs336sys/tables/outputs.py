@@ -22,15 +22,8 @@ Axes: TypeAlias = "matplotlib.axes.Axes"
 
 FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
 # The format of a file whose name says it.
-FORMAT_OF_ENDING = {
-    ".csv": "csv",
-    ".json": "json",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".tex": "latex",
-    ".txt": "table",
-    ".typ": "typst",
-}
+FORMAT_OF_ENDING = {".csv": "csv", ".json": "json", ".md": "markdown", ".markdown": "markdown"}
+FORMAT_OF_ENDING |= {".tex": "latex", ".txt": "table", ".typ": "typst"}
 _PICTURES = (".png", ".svg", ".pdf")
 
 

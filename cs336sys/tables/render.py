@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def render(tables: Sequence[Table], format: str) -> str:
     require_known("format", format, outputs.FORMATS)
     if format in _FOR_PROGRAMS:
         return _FOR_PROGRAMS[format](tables)
-    return _paragraphs(map(_FOR_PEOPLE[format], tables)) + "\n"
+    return "\n\n".join(filter(None, map(_FOR_PEOPLE[format], tables))) + "\n"
 
 
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
@@ -44,9 +44,8 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
     Without a format a file gets that of its name's ending or Markdown, a folder a csv file for each name of tables, a
     terminal ``table`` drawn by rich, other stdout Markdown. With ``wide`` stdout gets ``table`` as files have it.
 
-    Raises:
-        UsageError: the format is unknown.
-        OutputError: ``output`` cannot be written, and stdout got the tables instead; or that cannot be written.
+    Raise a UsageError for an unknown format, and an OutputError where ``output`` cannot be written, whose tables stdout
+    got instead, or where stdout cannot be written.
     """
     recording = current_recording()
     if recording is not None:
@@ -112,10 +111,6 @@ def _tabulate(grid: Grid, style: str) -> str:
     return tabulate(grid.rows, grid.headers, tablefmt=style, disable_numparse=True, colalign=alignment)
 
 
-def _paragraphs(parts: Iterable[str]) -> str:
-    return "\n\n".join(part for part in parts if part)
-
-
 def _plain_text(table: Table) -> str:
     grid = _tabulate(grid_of(table), "rounded_outline")
     return "\n".join([one_line(table.title), grid, *map(one_line, table.all_notes)])
@@ -124,7 +119,7 @@ def _plain_text(table: Table) -> str:
 def _markdown(table: Table) -> str:
     grid = _tabulate(grid_of(table).map(escape_markdown), "pipe")
     notes = "\n".join(f"- {escape_markdown(one_line(note))}" for note in table.all_notes)
-    return _paragraphs([f"### {escape_markdown(one_line(table.title))}", grid, notes])
+    return "\n\n".join(filter(None, [f"### {escape_markdown(one_line(table.title))}", grid, notes]))
 
 
 def escape_markdown(text: str) -> str:
@@ -167,14 +162,10 @@ _STATISTICS = ("mean", "std", "median")
 
 
 def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
-    """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics.
-
-    A column's ``spread`` says which it has, so that the columns are the same where no value was measured.
-    """
+    """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics."""
     keys: list[str] = []
     rows: list[dict[str, Value]] = [{} for _ in table.rows]
-    # A list for each row: the values of the columns that one column becomes.
-    flat: list[list[Any]]
+    flat: list[list[Any]]  # by row the values of the columns that one column becomes
     for column in table.all_columns:
         values = [row.get(column.key) for row in table.rows]
         if column.spread == "interval" or any(isinstance(value, Interval) for value in values):

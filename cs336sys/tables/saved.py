@@ -27,6 +27,7 @@ class Presentation:
 Pictures = Mapping[str, Callable[[Path], None]]
 RunTableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
+PictureBuilder = Callable[[Sequence[Cell], Run | None, Presentation], Pictures]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class SavedCommand:
     """The functions that show a command's cells again; ``pooled`` joins rounds (``--rounds``) for the others."""
 
     tables: TableBuilder
-    pictures: Callable[[Sequence[Cell], Run | None, Presentation], Pictures] = lambda cells, run, options: {}
+    pictures: PictureBuilder = lambda cells, run, options: {}
     pooled: Callable[[Sequence[Cell]], list[Cell]] = list
 
 
@@ -43,9 +44,7 @@ def of_run(build: RunTableBuilder) -> TableBuilder:
     return lambda cells, run, options: build(cells, run)
 
 
-def picture_of_measured(
-    name: str, draw: Callable[[Sequence[Cell], Path], None]
-) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
+def picture_of_measured(name: str, draw: Callable[[Sequence[Cell], Path], None]) -> PictureBuilder:
     """Return a function that offers the picture ``name`` of all cells, if any was measured."""
     return lambda cells, run, options: {name: partial(draw, cells)} if measured_cells(cells) else {}
 

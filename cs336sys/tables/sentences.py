@@ -23,11 +23,7 @@ def package_templates() -> "Environment":
 
 
 def paragraphs(template: "Template", block: str, facts: dict[str, Any]) -> list[str]:
-    """Return the paragraphs that a block makes of the facts, each in one line.
-
-    Raises:
-        jinja2.UndefinedError: the block names a fact that is not there.
-    """
+    """Return the paragraphs that a block makes of the facts, each in one line, or raise a jinja2.UndefinedError."""
     text = "".join(template.blocks[block](template.new_context(facts)))
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 

@@ -213,8 +213,7 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
     selected = []
     for table in tables:
         columns = list(dict.fromkeys(column for name in names for column in _columns_named(table, name)))
-        # A note has parts, each of which begins with the header of the column that it explains; one says why there are
-        # no speed-ups.
+        # A note's parts begin with the header of the column that they explain, or say why there are "no speed-ups".
         hidden = {column.header.split(",")[0] for column in table.columns if column not in columns}
         if not any(column.key.endswith("speedup") for column in columns):
             hidden.add("no speed-ups")

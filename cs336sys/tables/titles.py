@@ -30,7 +30,6 @@ def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
     columns = {}
     for name in dict.fromkeys((*first, *settings)):
         if name in settings and name not in omitted and settings[name].header is not None:
-            # A title names what is not usual, and of some settings every value.
             usual = () if settings[name].in_titles else (settings[name].default,)
             columns[name] = Column(name, settings[name].header or name.replace("_", " "), usual=usual)
     return columns
@@ -255,7 +254,6 @@ def known_values(rounds: Sequence[Cell], name: str) -> list[float]:
 
 def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
     """Join the rounds of one configuration."""
-    # Its status and reason are those of all rounds.
     representative = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
     configuration = {name: value for name, value in representative.configuration.items() if name != "round"}
     samples: dict[str, Samples] = {}

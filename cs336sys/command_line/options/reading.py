@@ -96,6 +96,7 @@ def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, A
             input_paths += paths
             continue
         for path in paths:
+            # Standard output and a folder take the output of several options.
             if str(path) != "-" and not path.is_dir():
                 option = f"--{name.replace('_', '-')} {path}"
                 other = written.setdefault(os.path.realpath(path), option)
@@ -153,7 +154,8 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     """
     kind, *metadata = get_args(parameter.annotation) or (None,)
     if not metadata or not isinstance(metadata[0], OptionInfo):
-        return parameter
+        return parameter  # an argument, or typer's context
+    # A copy, because commands share declarations.
     types, option, default = types_in(kind), copy.copy(metadata[0]), parameter.default
     option.rich_help_panel = option.rich_help_panel or panel
     option.metavar = option.metavar or next(
@@ -228,6 +230,7 @@ def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value
     try:
         return convert(text)
     except ValueError as error:
+        # Ours may begin with the text, as those of read_function do; others are of int() and float().
         rule = str(error).removeprefix(f"'{text}'").lstrip(": ") if isinstance(error, UsageError) else "not a number"
         raise UsageError(f"{option} '{text}': {rule}") from error
 

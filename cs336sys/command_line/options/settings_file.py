@@ -48,6 +48,7 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     if is_pyproject:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
+    # Most pyproject.toml have no table of ours, whoever owns them.
     if config is None and file is not None and tables:
         _refuse_other_owner(file)
     ctx.meta[_FILE], ctx.meta[_IS_NAMED] = file, config is not None
@@ -110,6 +111,7 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
     Of :data:`_ALTERNATIVES` of options that the user has ``typed``, the file's are ignored. A UsageError names a key
     that is no option of the command, and a value that cannot be one or is not harmless.
     """
+    # By every name of an option, without those that end the command, as --help.
     options = {
         name.removeprefix("--"): parameter
         for parameter in parameters
@@ -160,7 +162,7 @@ def _is_harmless(declaration: Any, value: Any) -> bool:
 
 def tell_settings(ctx: Any) -> None:
     """Name the options of the context's command that a settings file has set, and the file; on rank 0 alone."""
-    options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
+    options = {option.name: max(option.opts, key=len) for option in ctx.command.params}  # --output and not -o
     names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not names:
         return

@@ -85,6 +85,7 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
             described = owner.settings()[name]
             option = described.option or name
             default = described.default if described.option_default is None else described.option_default
+            # None: the model's size decides, or the setting has no default.
             default = None if described.is_by_size or default is MISSING else default
             kind: Any = described.type | None if described.is_by_size else described.type
             if described.several:
@@ -105,8 +106,7 @@ _SIZES = ", ".join(
 ModesOption = Annotated[list[str], option_of(Workload, "mode")]
 DeviceOption = Annotated[str, option_of(Workload, "device")]
 ForceOption = Annotated[
-    bool,
-    setting("--force", help="Run cells that main memory is too small for.", rich_help_panel=MEASURING),
+    bool, setting("--force", help="Run cells that main memory is too small for.", rich_help_panel=MEASURING)
 ]
 DryRunOption = Annotated[
     bool, setting("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING)
@@ -176,12 +176,14 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
     def workloads(self, modes: Sequence[str] = ("train",), **settings: Any) -> list[Workload]:
         """Return all combinations of list options, in their order, with these ``settings``; or raise a UsageError."""
         if self.model is not None:
+            # A cs336_basics next to a user's model is the user's, and need not be one that this program trains.
             set_aside_others()
         course_package().require_needed()
         if self.debug:
             # Read by the processes that measure.
             os.environ[DEBUG_VARIABLE] = "1"
         precisions = self.precisions()
+        # Asking torch would import it.
         has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None
         sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()
         user = self._user_code()

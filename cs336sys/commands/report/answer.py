@@ -118,14 +118,10 @@ def templates() -> "Environment":
     called = pass_context(lambda context, size: _of_each(context["handout"].called)(size))
     shape = pass_context(lambda context, row: f"{context['handout'].called(row['size'])} at context {row['context']}")
     environment.filters |= {"called": called, "shape": shape}
-    environment.globals |= {"compare_speed": compare_speed, "ratio": ratio, "each": _each}
-    environment.globals["plain_peak_gib"] = plain_peak_gib
+    environment.globals |= {"compare_speed": compare_speed, "ratio": ratio, "plain_peak_gib": plain_peak_gib}
+    # Joins what the body of {% call(row) each(rows) %} makes of each item.
+    environment.globals["each"] = lambda items, caller: join_text(caller(item).strip() for item in items)
     return environment
-
-
-def _each(items: Iterable[Any], caller: Callable[[Any], str]) -> str:
-    """Join what the body of ``{% call(row) each(rows) %}`` makes of each item."""
-    return join_text([caller(item).strip() for item in items])
 
 
 @dataclass
@@ -156,10 +152,7 @@ class Answer:
     def write(self, name: str, /, **facts: Any) -> None:
         """Add the paragraphs that a template block, ``FILE.BLOCK``, makes of the facts, each as one sentence.
 
-        Those that begin with ``Missing:`` are added to what is missing.
-
-        Raises:
-            LookupError: the template names a fact that is not there.
+        Those that begin with ``Missing:`` are added to what is missing. A LookupError says which fact lacks.
         """
         from jinja2 import UndefinedError
 
@@ -273,7 +266,6 @@ def measured(
     grid: OfHandout = lambda handout: {},
     label: str = "{called}",
     medians: bool = False,
-    draws: bool = False,
     keep: Callable[[Rows], Rows] = list,
     only: Callable[[Cell], Any] = lambda cell: True,
     facts: Callable[[Answer, list[Selection]], Mapping[str, Any] | None] = lambda answer, groups: {},
@@ -287,7 +279,6 @@ def measured(
         wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
         grid: settings of which every combination is asked for; ``label`` names a combination.
         medians, keep: as :meth:`Answer.show` takes them.
-        draws: show the command's pictures.
         only: returns whether a cell is taken.
         facts: returns more facts for the block, or None where the cells hold no answer.
     """
@@ -300,8 +291,6 @@ def measured(
             return
         for table, columns in tables.items():
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
-        if draws:
-            answer.draw(groups)
         joined = joined_selection(groups)
         tried = list(map(facts_of, joined.cells))
         if block:
@@ -322,14 +311,12 @@ _SURE = 1.25
 def compared(
     groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str], *order: str
 ) -> list[dict[str, Any]]:
-    """Compare cells with those of their own invocation that have the base value of a setting.
+    """Compare cells with those of their own invocation that have the base value of a setting, a row for each.
 
-    Returns:
-        a row for each compared cell, sorted by the settings ``order``: the cell's facts, its ``group``, the fewest
-        ``samples`` of a phase, the number of ``undecided`` phases, ``peak_before_gib``, and by phase the columns
-        ``PHASE_before_ms`` and ``PHASE_ms`` (medians), the same with ``_std_ms``, and ``PHASE_speedup``, an interval,
-        with ``PHASE_is_sure`` if it is narrow. Of several invocations with the same cells, the first with the fewest
-        undecided phases counts.
+    Rows are sorted by the settings ``order``. To a cell's facts they add its ``group``, ``peak_before_gib``, the fewest
+    ``samples`` of a phase and the number of ``undecided`` phases, and of each phase ``PHASE_before_ms`` and
+    ``PHASE_ms`` (medians; ``_std_ms`` with deviations), ``PHASE_speedup`` (an interval) and ``PHASE_is_sure`` (it is
+    narrow). Of several invocations with the same cells, the first with the fewest undecided phases counts.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:

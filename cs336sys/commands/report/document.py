@@ -78,8 +78,7 @@ def build_document(
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
     """Answer a part from the cells of each machine, and add a sentence to ``faults`` where cells cannot be read."""
     lines = [command.line for command in part.commands(target)]
-    # What is missing is measured by the handout's own command, whatever size the target has; no problem needs more
-    # than 8 GPUs.
+    # The handout's own command measures what is missing, whatever the target has; 8 GPUs are enough for all of them.
     full_target = replace(target, size=None, gpus=max(target.gpus, 8))
     lines_of_missing = [command.line for command in part.commands(full_target)]
     answers: list[Answer] = []
@@ -89,7 +88,6 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             part.answer(answer)
         except FAULTS as error:
             name = f"{problem.name} ({part.letter})" if part.letter else problem.name
-            # Of several commands the first is enough to see what measures the part.
             advice = f"; measure again: {lines[0]}" if lines else ""
             faults.append(f"{name}: the cells of {evidence.machine} {fault_words(error)}{advice}")
             continue
@@ -159,8 +157,7 @@ def typed_command(run: Run) -> str:
     arguments = iter(run.arguments)
     for argument in arguments:
         if argument in _FILE_OPTIONS:
-            # "--save", "FILE"; below is "--save=FILE".
-            next(arguments, None)
+            next(arguments, None)  # "--save", "FILE"; below is "--save=FILE"
         elif argument.partition("=")[0] not in (*_FILE_OPTIONS, *_FILE_FLAGS):
             kept.append(argument)
     return shlex.join(kept)

@@ -187,8 +187,7 @@ def read_test_outcomes(path: Path) -> dict[str, str]:
     try:
         cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
     except UsageError:
-        # It says already what is wrong, and is a ValueError, too.
-        raise
+        raise  # a ValueError that says already what is wrong
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
         raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
     if not cases:

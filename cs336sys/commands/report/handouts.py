@@ -20,8 +20,7 @@ _YEARS = (2025, 2026)
 def _problem(name: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
     """Return the years that ask a problem, and the problem.
 
-    ``answers`` are the functions that answer its parts, in the order of ``letters``; what they are computed from is
-    measured by ``commands``, or for an answer in a pair by the pair's second element.
+    ``answers`` are functions, one for each of its ``letters``, or pairs of a function and its own commands.
     """
     pairs = [answer if isinstance(answer, tuple) else (answer, commands) for answer in answers]
     parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
@@ -39,26 +38,19 @@ _STREAM = (memory.residual_stream, arithmetic(f"account activations --size {memo
 _MEMORY = (memory.timelines, memory.peaks, memory.mixed_precision, _STREAM, memory.largest_allocations)
 # Where a plain step does not fit, the run with checkpoints has a block's saved tensors.
 _BLOCK = (memory.block, lambda target: [*memory.memory_commands(target), *memory.checkpointing_commands(target)])
-_SCRIPT = (
-    (steps.script, arithmetic("bench --help")),
-    (steps.timings, steps.timing_commands),
-    (steps.warmup, steps.warmup_commands),
-)
 _NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
 _MIXED = (steps.dtypes, steps.layer_norm, (steps.by_size, steps.timing_commands))
 _COMPILE = (attention.compiled_attention, (steps.compiled_model, steps.compiled_model_commands))
 _OVERLAP = "ddp_overlap_individual_parameters"
 _BUCKETS = (ranks.buckets, (ranks.bucket_equation, arithmetic("account buckets --size xl")))
 _SHARDING = (ranks.memory, ranks.speeds, (ranks.against_zero, arithmetic("account memory --size {xl}")))
-_FSDP = (
-    (ranks.fsdp_memory, arithmetic("account memory --size {xl} --strategy none,optimizer,fsdp")),
-    (ranks.fsdp_gathers, ranks.fsdp_commands),
-)
+_FSDP_MEMORY = (ranks.fsdp_memory, arithmetic("account memory --size {xl} --strategy none,optimizer,fsdp"))
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 # fmt: off
 _ALL = [
-    _problem("benchmarking_script", *_SCRIPT, letters="abc"),
+    _problem("benchmarking_script", (steps.script, arithmetic("bench --help")),
+             (steps.timings, steps.timing_commands), (steps.warmup, steps.warmup_commands), letters="abc"),
     _problem("nsys_profile", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
     _problem("mixed_precision_accumulation", steps.accumulation, commands=steps.precision_commands),
     _problem("benchmarking_mixed_precision", *_MIXED, commands=steps.precision_commands, letters="abc"),
@@ -87,7 +79,7 @@ _ALL = [
     _problem("optimizer_state_sharding", code.SHARDED_OPTIMIZER),
     _problem("optimizer_state_sharding_accounting", *_SHARDING, commands=ranks.shard_commands, letters="abc"),
     _problem("fsdp", code.FSDP, years=(2026,)),
-    _problem("fsdp_accounting", *_FSDP, letters="ab", years=(2026,)),
+    _problem("fsdp_accounting", _FSDP_MEMORY, (ranks.fsdp_gathers, ranks.fsdp_commands), letters="ab", years=(2026,)),
     _problem("alternate_ring_all_reduce", calculations.ring, years=(2026,)),
     _calculations("data_parallel_calcs", "dp", "abc"),
     _calculations("fsdp_calcs", "fsdp", "abc"),
@@ -112,10 +104,7 @@ def target_of(
 ) -> Target:
     """Describe this machine, as far as it can be known without torch, or one with one GPU of that name.
 
-    ``memory_bytes`` replaces the memory of that GPU, or of this machine.
-
-    Raises:
-        UsageError: the GPU has no datasheet.
+    ``memory_bytes`` replaces the memory of that GPU, or of this machine. A UsageError says that a GPU has no datasheet.
     """
     local_gpus = [] if device == "cpu" or gpu is not None else read_gpus()
     # Their number is enough: GPUs of one machine are taken to be alike.

@@ -50,11 +50,7 @@ class WriteUpOptions:
     skip: Annotated[Sequence[str], setting(help="Leave out these problems.", parser=str)] = ()
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the year that are written up.
-
-        Raises:
-            UsageError: the year, or a problem, is unknown, or no problem is left.
-        """
+        """Return the year's problems that are written up; a UsageError if it or one is unknown, or none is left."""
         from cs336sys.commands.report.handouts import PROBLEMS
 
         if self.year not in PROBLEMS:
@@ -72,8 +68,7 @@ class WriteUpOptions:
     def other_machine(self) -> tuple[str | None, float | None]:
         """Return the GPU and the bytes of memory to plan for instead of this machine's; None where not given.
 
-        Raises:
-            UsageError: they are given without ``--dry-run``, or contradict ``--device``, or the memory is no size.
+        A UsageError refuses them without ``--dry-run``, a GPU with ``--device cpu``, and a memory that is no size.
         """
         for option, value in (("--gpu", self.gpu), ("--memory", self.memory)):
             if value is not None and not self.dry_run:
@@ -191,8 +186,7 @@ _POLL_S = 1.0
 def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
     """Run the plan's commands, saving into the folder; cells that its files hold already are not measured again.
 
-    Returns:
-        The command lines that failed. A lack of a GPU or of a program is no failure.
+    Return the command lines that failed. A lack of a GPU or of a program is no failure.
     """
     from cs336sys.commands.report.handouts import plan_table
     from cs336sys.tables.outputs import check_writable
@@ -249,13 +243,9 @@ _MOST_NAMED = 5
 
 
 def source_files(names: Sequence[str]) -> dict[Path, bool]:
-    """Find the files of ``--from``: files by name, those that a pattern matches, and the results in a folder.
+    """Find the files of ``--from``, by name, by pattern or in a folder, or raise a UsageError if a name finds none.
 
-    Returns:
-        each file with whether it was given by its own name, so that it is an error if it cannot be read.
-
-    Raises:
-        UsageError: a name finds no file.
+    Return each file with whether it was given by its own name, so that it is an error if it cannot be read.
     """
     files: dict[Path, bool] = {}
     for name in names:
@@ -273,13 +263,9 @@ def source_files(names: Sequence[str]) -> dict[Path, bool]:
 
 
 def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], dict[Path, str]]:
-    """Read results and outcomes of tests.
+    """Read results and outcomes of tests, or raise a UsageError if no file can be read.
 
-    Returns:
-        the results, the outcomes by the names of tests, and by file the reason why it cannot be read.
-
-    Raises:
-        UsageError: no file can be read.
+    Return the results, the outcomes by the names of tests, and by file the reason why it cannot be read.
     """
     from cs336sys.commands.report.evidence import read_test_outcomes
 

@@ -150,7 +150,6 @@ def training_sweep(
     contexts = target.contexts(contexts or (_DEFAULT_CONTEXTS if target.is_small else ()))
     lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
-    # The commands' defaults stand for the options that are not typed.
     defaults = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",)}
     lists = {**defaults, **lists, "context": contexts or _DEFAULT_CONTEXTS}
     cells = math.prod(map(len, lists.values()))

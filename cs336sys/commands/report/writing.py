@@ -155,11 +155,7 @@ def _pieces(document: Document, place_picture: PlacePicture) -> Iterator[tuple[s
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
     """Write the document to the file, or to stdout; pictures go to files next to it, or into the page or PDF itself.
 
-    Returns:
-        A sentence for each reason for which pictures were left out.
-
-    Raises:
-        OutputError: it cannot be written; stdout then gets it.
+    Return a sentence for each reason for which pictures were left out. An OutputError says that it cannot be written.
     """
     file = None if output == STDOUT else output
     notes: list[str] = []

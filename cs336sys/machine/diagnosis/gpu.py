@@ -16,11 +16,7 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
 def check_devices(gpus: list[GpuState]) -> list[Check]:
-    """Return all checks of the GPUs but that of running a kernel.
-
-    Args:
-        gpus: what nvidia-smi sees; empty without nvidia-smi.
-    """
+    """Return all checks of the GPUs but that of running a kernel; ``gpus`` are those that nvidia-smi sees."""
     # First, because torch's questions below make this process one of those that use the GPUs.
     processes = check_processes()
     checks = [check_gpu(gpus)]
@@ -69,8 +65,7 @@ def check_architecture() -> Check:
         names = [f"{major}.{minor}" for major, minor in capabilities]
         has_code = [_runs_on(capability, built) for capability in capabilities]
     state = ", ".join(dict.fromkeys(names))
-    # Without a list nobody knows.
-    if built and not all(has_code):
+    if built and not all(has_code):  # without a list nobody knows
         state += f", this torch is built for {' '.join(built)}"
         return faulty("compute capability", state, "architecture", "missing")
     return Check("compute capability", state)
@@ -173,9 +168,8 @@ def check_peer_to_peer() -> Check:
 
 def read_links(topology: str) -> dict[tuple[int, int], str]:
     """Read the link of each pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, SYS ..."""
-    # Without the codes that underline the header.
+    # Codes underline the header. A row has an X for the GPU itself.
     lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
-    # A row of the matrix has an X for the GPU itself, and begins with the GPU's name.
     rows = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
     return {(a, b): rows[a][b] for a, b in combinations(range(len(rows)), 2)}
 
@@ -184,11 +178,8 @@ def read_links(topology: str) -> dict[tuple[int, int], str]:
 def describe_links(uuids: Sequence[str]) -> str:
     """Name the links between these GPUs of this machine as ``nvidia-smi topo -m`` does, with the sum of the NVLinks.
 
-    Args:
-        uuids: a tuple of GPU UUIDs, as of :class:`cs336sys.machine.system.GpuState`.
-
-    Returns:
-        ``NV18 (18 NVLinks, 478 GB/s each way)``, ``PIX``, ``SYS``, several where pairs differ, or ``unknown links``.
+    ``uuids`` is a tuple of those of :class:`cs336sys.machine.system.GpuState`. The names are as in ``NV18 (18 NVLinks,
+    478 GB/s each way)``, ``PIX`` or ``SYS``, several where pairs differ, or ``unknown links``.
     """
     indices = sorted(gpu.index for gpu in read_gpus() if gpu.uuid in uuids)
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")

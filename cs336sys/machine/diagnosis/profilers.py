@@ -45,10 +45,7 @@ class Profiler:
 def find_nsys() -> Profiler | None:
     """Find ``nsys``: the one that CS336SYS_NSYS names, the one on PATH, or the newest in the usual install folders.
 
-    None where none of them runs.
-
-    Raises:
-        CapabilityError: CS336SYS_NSYS names one that does not run.
+    None where none of them runs; a CapabilityError where CS336SYS_NSYS names one that does not.
     """
     program = os.environ.get(NSYS_VARIABLE)
     if not program:
@@ -115,7 +112,6 @@ def check_ncu() -> Check:
     if ncu is None:
         return faulty("ncu", _absence("ncu", _NCU_PATTERNS), "ncu")
     state, needs_root = f"{ncu.version} at {ncu.path}", False
-    # Without the file nobody knows, and ncu itself will tell.
     with contextlib.suppress(OSError):
         needs_root = "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
     if needs_root and os.geteuid() != 0:

@@ -87,7 +87,6 @@ def check_triton() -> Check:
     missing = partial(faulty, "Triton", verdict="missing", library="triton", versions=pinned or supported)
     if version is None:
         return missing("not installed", "install")
-    # It names what is needed, as the end of a sentence.
     if (reason := why_no_triton()) is not None:
         return missing(f"{version}, needed is {reason}", "reinstall")
     if not supported.contains(version, prereleases=True):
@@ -116,8 +115,7 @@ def probe_triton(device: str) -> str:
     )
     if output is None:
         return f"the process died or was not done after {PROBE_TIMEOUT_S:g} s"
-    # The probe prints its answer last, after any warnings.
-    return output.splitlines()[-1] if output else "no answer"
+    return output.splitlines()[-1] if output else "no answer"  # warnings may come before the answer
 
 
 def check_compiler() -> Check:

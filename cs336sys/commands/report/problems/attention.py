@@ -77,13 +77,11 @@ def flash_benchmarking(answer: Answer) -> None:
     contexts = tuple(2**power for power in range(7, 17))
     grid = {"context": contexts, "head_dim": (16, 32, 64, 128), "causal": (True,)}
     groups = answer.find_each("flash", grid, batch_size=(1,), heads=(1,), implementation=("auto", "tiled", "eager"))
-    # The handouts compare with eager attention.
     pairs = compared(groups, "implementation", "eager", _PARTS, "undecided")
     if not pairs:
         return
     settings = ("dtype", "head_dim", "context")
-    # Of several kernels of ours, a row shows the one with the fewest undecided phases. It comes first in pairs, so that
-    # in the reverse order it replaces the others.
+    # Of several kernels of ours the one with the fewest undecided phases is shown: first in pairs, it replaces others.
     rows_by_shape = {tuple(row[name] for name in settings): row for row in reversed(pairs)}
     rows = [row for _, row in sorted(rows_by_shape.items())]
     title = "FlashAttention, regular PyTorch attention before it, batch 1, causal, medians of so many samples at least"

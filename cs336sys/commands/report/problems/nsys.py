@@ -19,7 +19,8 @@ _profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
 
 
 def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
-    """Return the forward passes, with their time over that without the profiler, and those ``far`` from it by 10 %."""
+    """Draw the shares; return forward passes, with their time over that unprofiled, and those over 10 % ``far`` off."""
+    answer.draw(groups)
     passes = []
     for row in where(joined_selection(groups).rows("phases"), phase="forward"):
         if row["unprofiled_ms"]:
@@ -33,7 +34,6 @@ forward_time = _profiled(
     "nsys.forward_time",
     {"phases": ("phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")},
     medians=True,
-    draws=True,
     facts=_forward_passes,
     # Rows of failed cells have no phase.
     keep=lambda rows: [row for row in rows if row.get("phase") in ("forward", None)],

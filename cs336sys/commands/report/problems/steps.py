@@ -5,6 +5,7 @@ from typing import Any
 from cs336sys.commands.report.answer import Answer, compared, facts_of, measured, where
 from cs336sys.commands.report.evidence import PLAIN, PLAIN_OF_ANY_MODE, cells_of
 from cs336sys.commands.report.problem import Commands, measurement, training_sweep
+from cs336sys.results.model import Cell
 
 _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms")
 
@@ -57,14 +58,12 @@ _PHASES = ("forward", "backward", "step")
 
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
     """Answer with the cells of ``precision`` that have a setting, on a GPU if there are such."""
-    return measured(
-        "precision",
-        block,
-        tables,
-        wanted=lambda handout: {"device": ("cuda",)},
-        required={},
-        only=lambda cell: cell.configuration.get(setting) is not None,
-    )
+
+    def has_setting(cell: Cell) -> bool:
+        return cell.configuration.get(setting) is not None
+
+    on_gpu = {"device": ("cuda",)}
+    return measured("precision", block, tables, wanted=lambda handout: on_gpu, required={}, only=has_setting)
 
 
 accumulation = _precision("", "accumulation", accumulation=())
