@@ -122,7 +122,7 @@ def slurm(
         line += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
     python = shlex.quote(sys.executable)
     facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": python}
-    script = package_templates().get_template("commands/slurm.jinja").render(facts) + "\n"
+    script = package_templates().get_template("commands/slurm.jinja").render(facts)
     if output is None:
         with writing_stdout():
             print(script, end="")
