@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -155,7 +154,9 @@ def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
 
 def _records(grid: Grid) -> RichTable:
     """Draw each row as lines of header and value."""
-    drawing = RichTable(Column(overflow="fold"), Column(overflow="fold"), box=box.ROUNDED, show_header=False)
+    drawing = RichTable(box=box.ROUNDED, show_header=False)
+    drawing.add_column(overflow="fold")
+    drawing.add_column(overflow="fold")
     for row in grid.rows:
         for header, value in zip(grid.headers, row, strict=True):
             drawing.add_row(Text(header), Text(value))
