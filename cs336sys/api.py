@@ -143,11 +143,9 @@ class Results(Tables):
         return model.Results({run.run_id: run for run in self.runs}, self.cells)
 
     def save(self, path: str | Path) -> None:
-        """Append the cells to a results file, as ``--save`` does.
+        """Append the cells to a results file, as ``--save`` does, or raise an OutputError where the disk is full.
 
-        Raises:
-            UsageError: there is no cell, or the file cannot be opened or holds something else than results.
-            OutputError: the disk is full.
+        A UsageError says that there is no cell, or that the file cannot be opened or holds something else than results.
         """
         if not self.cells:
             raise UsageError(f"save({str(path)!r}): no cell was measured")
@@ -208,15 +206,12 @@ def read(path: str | Path, /, **settings: Any) -> Results:
 
 
 def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Any) -> Tables:
-    """Compare cells of the same configuration, as ``cs336sys compare A B``.
+    """Compare cells of the same configuration, as ``cs336sys compare A B``, or raise a UsageError if there are none.
 
     Args:
         a: the baseline: results, a file of them, or several files with commas between their names.
         b: the candidate.
         settings: options of the command; with ``fail_above`` the answer's ``ok`` is False for a regression.
-
-    Raises:
-        UsageError: the two have no configuration in common.
     """
     sides = {"baseline": a, "candidate": b}
     sources = {name: side.saved for name, side in sides.items() if isinstance(side, Results)}

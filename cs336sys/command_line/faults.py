@@ -45,8 +45,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
             return errors.READER_LEFT
         raise
     except Exception as error:
-        sentence = sentence_of(error)
-        if sentence is None:
+        if (sentence := sentence_of(error)) is None:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             # Its message is the help, unless rich has printed that already.

@@ -73,8 +73,7 @@ class RequestParser:
             arguments += [f"{parameter.opts[0]}={text}" for text in texts] if is_option else texts
         if (recording := current_recording()) is not None:
             recording.arguments = (self.request.command[0], *arguments)
-        # click expects arguments that are left over, too, and the order of parameters, which does not matter.
-        return options, [], []
+        return options, [], []  # click expects left-over arguments, too, and the order of parameters
 
     def _text(self, name: str, value: Any) -> str:
         """Write a Python value as the command line has it: functions as FILE.py:NAME."""

@@ -120,8 +120,7 @@ def slurm(
     if "save" in command_options and command_options.get("measure", True) and not command_options["save"]:
         # A job that is started again has its old number, and resumes.
         line += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
-    python = shlex.quote(sys.executable)
-    facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": python}
+    facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": shlex.quote(sys.executable)}
     script = package_templates().get_template("commands/slurm.jinja").render(facts)
     if output is None:
         with writing_stdout():

@@ -183,8 +183,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
             # Read by the processes that measure.
             os.environ[DEBUG_VARIABLE] = "1"
         precisions = self.precisions()
-        # Asking torch would import it.
-        has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None
+        has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None  # torch is not imported here
         sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()
         user = self._user_code()
         return [

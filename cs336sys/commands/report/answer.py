@@ -222,9 +222,7 @@ class Answer:
     ) -> None:
         """Add a table of :func:`compared` rows, and say for each value of the first setting where it is faster.
 
-        Args:
-            settings: the first columns, which tell rows apart.
-            last: the last columns, after three for each phase.
+        The first columns are ``settings``, which tell rows apart, and after three for each phase come ``last``.
         """
         keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *last]
         # Without a header of its own, a column is headed by its key.

@@ -97,9 +97,7 @@ def _ddp_series(answer: Answer) -> Selection | None:
 def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy") -> Callable[[Answer], None]:
     """Return a function that answers with the series' steps of these strategies, if naive and the last are among them.
 
-    Args:
-        draws: the name of the pictures that are shown.
-        needs: the column that each step must have.
+    It shows the pictures whose name is ``draws``, and every step must have the column ``needs``.
     """
 
     def answer_with_steps(answer: Answer) -> None:
