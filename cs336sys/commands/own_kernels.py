@@ -93,10 +93,7 @@ class UsersProblem(abc.ABC):
 def _refused_cases(
     cases: Sequence[Callable[[], OddCase]], odd_shapes: str, tolerance: float, progress: Callable[[str], None]
 ) -> list[str]:
-    """Prepare and check cases, and return those that the function refuses by raising an error.
-
-    A WrongKernelError says that it takes one of them and computes something else.
-    """
+    """Check cases, and return those that the function refuses by an error; a WrongKernelError if one is wrong."""
     refused = []
     for number, prepare in enumerate(cases, 1):
         progress(f"checking {odd_shapes}, {number} of {len(cases)}")

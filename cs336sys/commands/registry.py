@@ -97,9 +97,8 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
                 by_run.setdefault((command, run_id), Invocation(command))
                 continue
             # The conditions include the code.
-            conditions = json_text(
-                run.conditions | {"source_digest": run.environment.get("source_digest")}, sort_keys=True
-            )
+            source = {"source_digest": run.environment.get("source_digest")}
+            conditions = json_text(run.conditions | source, sort_keys=True)
             if (command, run_id) not in by_run:  # another file may hold the run, too
                 resumed = None
                 if "--resume-any" in run.arguments:

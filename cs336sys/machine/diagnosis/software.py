@@ -130,7 +130,7 @@ def check_compiler() -> Check:
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if has_headers else 'not there'}"
-    # The first that is lacking: Triton needs C and the headers, C++ only makes calls faster.
+    # The first that lacks: without C and the headers Triton compiles nothing.
     fix = "no c" if c is None else "no headers" if not has_headers else "no cpp"
     return faulty_if(c is None or not has_headers or cpp is None, "C compiler", state, fix)
 
