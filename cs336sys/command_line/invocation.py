@@ -87,9 +87,9 @@ class _CommandBase:
 
 class _Command(_CommandBase, TyperCommand):
     def make_parser(self, ctx):
-        return (
-            RequestParser(ctx.obj, self.get_params(ctx)) if isinstance(ctx.obj, Request) else super().make_parser(ctx)
-        )
+        if isinstance(ctx.obj, Request):
+            return RequestParser(ctx.obj, self.get_params(ctx))
+        return super().make_parser(ctx)
 
     def parse_args(self, ctx, args):
         """Parse with the defaults of a settings file, and check the command's variables."""
