@@ -14,6 +14,7 @@ from cs336sys.commands.report.evidence import evidence_of
 from cs336sys.commands.report.handouts import PROBLEMS
 from cs336sys.commands.report.problem import HANDOUTS, Target
 from cs336sys.commands.report.problems import code
+from cs336sys.commands.report.problems.ranks import xl_command
 from cs336sys.results.model import Results, Samples
 from cs336sys.settings.sizes import SIZES
 
@@ -150,6 +151,14 @@ def test_answers_come_from_no_command_of_another_size():
     (missing,) = by_letter["b"].answers[0].missing
     assert "Measure it with `cs336sys bench --size small,medium,large,xl,2.7b" in missing
     assert by_letter["c"].measuring_lines == ["cs336sys bench --size tiny --context 64 --warmup 0,1,2,5 --device cpu"]
+
+
+def test_estimate_counts_each_cell_once():
+    target = Target(HANDOUTS[2026])
+    flags = ("--strategy", "none,optimizer,optimizer-flat")
+    half = xl_command(target, "shard", *flags, cells=3, precision=("fp32",))
+    both = xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))
+    assert half.seconds < both.seconds < 2 * half.seconds
 
 
 def test_the_share_of_a_step_is_of_the_number_beside_it():

@@ -1,5 +1,6 @@
 """All-reduces, and training by several ranks: naive, flat, overlapped, in buckets, and with shards."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -132,8 +133,9 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
     first, value, *others = flags
     flags = (first, value, "--world-size", "2", *counts, *others)
-    # A sweep's estimate does not see that flags make several cells: each takes 20 steps, and 15 s besides.
-    planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
+    # A sweep's estimate sees the cells that lists make, not those of flags: each takes 20 steps, and 15 s besides.
+    steps = round(20 * cells / math.prod(map(len, options.values())))
+    planned = training_sweep(target, command, sizes, flags=flags, steps=steps, ranks=2, **options)
     needed_gib = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
     return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=needed_gib)
 
