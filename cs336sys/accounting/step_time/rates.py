@@ -129,7 +129,7 @@ class Rates:
 
     def to_json(self) -> str:
         """Write the rates as JSON, numbers with four digits."""
-        exact = json.dumps(asdict(self))
+        exact = json.dumps(asdict(self), allow_nan=False)
         rounded = json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}"))
         return json.dumps(rounded, indent=1, allow_nan=False) + "\n"
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import methodcaller
-from typing import Any, get_args
+from typing import Any
 
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
@@ -15,7 +15,6 @@ from cs336sys.results.comparison import (
     Matched,
     Pair,
     Side,
-    Verdict,
     cell_settings,
     machine_differences,
     shared_series,
@@ -139,7 +138,10 @@ def _summary(compared: Compared) -> Table:
     columns = (
         Column("metric", "metric"),
         Column("cells", "cells", "count", len),
-        *(Column(verdict, verdict, "count", methodcaller("count", verdict)) for verdict in get_args(Verdict)),
+        Column("faster", "faster", "count", methodcaller("count", "faster")),
+        Column("slower", "slower", "count", methodcaller("count", "slower")),
+        Column("same", "same", "count", methodcaller("count", "same")),
+        Column("undecided", "undecided", "count", methodcaller("count", "undecided")),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
     rows: list[dict[str, Value]] = []
