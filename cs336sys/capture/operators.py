@@ -16,7 +16,7 @@ _POINTWISE = ("triton_poi_", "triton_red_", "triton_per_")
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """FLOPs of one call, the bytes of its inputs and its output, each moved once, and the dtype it computes in.
+    """FLOPs of one call, the bytes of its inputs and outputs, each moved once, and the dtype it computes in.
 
     FLOPs of 0 are not known; then only moving the bytes bounds the time.
     """
@@ -57,7 +57,7 @@ def operator_work(operator: str, shape: str) -> OperatorWork | None:
 
 
 def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
-    """Return FLOPs and the elements of the output; raise KeyError for an operator whose FLOPs are not known."""
+    """Return FLOPs and the elements of all outputs; raise KeyError for an operator whose FLOPs are not known."""
     if name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
         # What is added to the product comes first.
         a, b = shapes[:2] if name in ("mm", "bmm") else shapes[1:3]
@@ -76,9 +76,12 @@ def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
         if not name.startswith(("_scaled", "scaled")):
             # (batch, sequence, heads, width) instead of (batch, heads, sequence, width)
             queries, heads, keys = heads, queries, key[1]
+        # With a causal mask it is half of this, but shapes do not say so.
         forward_flops = 2 * batch * heads * queries * keys * (width + value[3])
-        # Five products instead of two. With a causal mask it is half of this, but shapes do not say so.
-        return (forward_flops * 5 // 2 if is_backward else forward_flops), batch * heads * queries * value[3]
+        if is_backward:
+            # Five products instead of two; the outputs are the gradients of query, key and value.
+            return forward_flops * 5 // 2, sum(map(math.prod, (query, key, value)))
+        return forward_flops, batch * heads * queries * value[3]
     raise KeyError(name)
 
 

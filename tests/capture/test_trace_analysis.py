@@ -1,6 +1,7 @@
 """Where the time of a recorded step goes: every instant to one thing, and the parts add up to the step."""
 
 import json
+import math
 
 import pytest
 from profile_files import ChromeTrace, NsysReport
@@ -121,6 +122,20 @@ def test_operators_are_known_by_the_number_that_kernels_carry(trace):
     assert kernel.operator == "aten::mm"
     found = operator_work(kernel.operator, kernel.shape)
     assert (found.flops, found.bytes, found.precision) == (2 * 64 * 32 * 16, 2 * (64 * 32 + 32 * 16 + 64 * 16), "bf16")
+
+
+def test_attention_backward_writes_the_gradients_of_query_key_and_value():
+    query, key = [2, 8, 128, 64], [2, 2, 1024, 64]  # Grouped: a key and a value for four heads of queries.
+    forward = operator_work(
+        "aten::_scaled_dot_product_flash_attention", json.dumps([[query, key, key], ["c10::BFloat16"] * 3])
+    )
+    assert forward.bytes == 2 * 2 * (math.prod(query) + math.prod(key))
+    backward = operator_work(
+        "aten::_scaled_dot_product_flash_attention_backward",
+        json.dumps([[query, query, key, key, query], ["c10::BFloat16"] * 5]),
+    )
+    read, written = 3 * math.prod(query) + 2 * math.prod(key), math.prod(query) + 2 * math.prod(key)
+    assert (backward.flops, backward.bytes) == (2.5 * forward.flops, 2 * (read + written))
 
 
 def test_roofline_names_the_longer_of_both_times():
