@@ -116,7 +116,7 @@ def analyze(
         label=label,
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
-        gpu_name=capture.gpu_names.get(timeline.gpu[0], ""),
+        gpu_name=capture.gpu_names.get(timeline.gpu[0], ""),  # All work of a timeline is of one GPU.
         rank=capture.rank,
         steps_are=steps.definition,
         has_steps=steps.are_found,
@@ -187,7 +187,7 @@ def _copy_times(timeline: Timeline) -> tuple[CopyTime, ...]:
 
 
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
-    """Return the collectives of a rank within the steps by kind, group, ranks and size, the longest first."""
+    """Return a rank's collectives within the steps by kind, group, size of the group (else ``ranks``) and bytes."""
     step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns[timeline.collective_places]
     members: dict[tuple[str, str, int, int], list[int]] = {}
@@ -197,7 +197,7 @@ def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) 
         members.setdefault(key, []).append(number)
     rows = []
     for key, numbers in members.items():
-        # Of collectives whose waiting is not known, none counts.
+        # Collectives whose waiting is not known are left out of the sum.
         measured_ns = [waits_ns[number] for number in numbers if waits_ns[number] >= 0]
         waiting_ms = float(sum(wait_ns / 1e6 for wait_ns in measured_ns)) if measured_ns else None
         rows.append(CollectiveTime(*key, len(numbers), float(sum(lengths[numbers] / 1e6)), waiting_ms))
@@ -205,7 +205,7 @@ def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) 
 
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
-    """Return :attr:`Analysis.waits`."""
+    """Return how often, and for how many ms in all, calls of each name waited for the GPU within the steps."""
     waits = timeline.waits.select(timeline.step_of(timeline.waits.start) >= 0)
     lengths_ms = waits.length / 1e6
     return {
@@ -215,7 +215,7 @@ def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
 
 
 def _totals(timeline: Timeline) -> dict[str, float]:
-    """Return :attr:`Analysis.totals`."""
+    """Return sums over the whole capture, in and outside of steps, as :attr:`Analysis.totals` describes them."""
     classes = timeline.work_class
 
     def union_ms(*chosen: int) -> float:

@@ -76,7 +76,7 @@ def collective_bytes(arguments: Mapping[str, Any]) -> int:
 
 
 def tensors_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> list[tuple[str, int, int]]:
-    """Return of each tensor among recorded inputs its dtype, its number of elements, and the bytes of an element."""
+    """Return the dtype, the number of elements and the bytes of an element of each recorded input that is a tensor."""
     return [
         (str(dtype), math.prod(shape), _ELEMENT_BYTES[str(dtype).lower()])
         for shape, dtype in zip(shapes, dtypes, strict=False)

@@ -112,7 +112,7 @@ def _check_expansion(path: Path) -> None:
     limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _MOST_EXPANSION * size))
     expanded_bytes = 0
     with _open_decompressed(path) as stream:
-        is_compressed = not isinstance(stream, io.FileIO)
+        is_compressed = not isinstance(stream, io.FileIO)  # As which a plain file is opened.
         while is_compressed and (part := stream.read(MIB)):
             expanded_bytes += len(part)
             if expanded_bytes > limit:
@@ -401,11 +401,11 @@ class _Events:
                     text, position = text[position:] + more, 0
                     continue
                 event, position = self._mend(text, position)
-                if event is None:
+                if event is None:  # It is skipped.
                     if position >= len(text):
                         text, position = self._read(_CHUNK_CHARACTERS), 0
                         if not text:
-                            self.is_cut |= not self._is_array
+                            self.is_cut |= not self._is_array  # A list's last bracket may be missing by the format.
                             break
                     continue
             count += 1
@@ -425,7 +425,7 @@ class _Events:
                 return _decode_value(_WRONG_ESCAPE.sub(r"\\\\", text[position:end]), 0)[0], end
         if text[position:].strip():
             self.unreadable += 1
-            self.is_cut |= not ends
+            self.is_cut |= not ends  # The text ends within this event.
         return None, ends[0] if ends else len(text)
 
     def _read(self, characters: int) -> str:

@@ -139,10 +139,10 @@ _Key = Callable[[KernelGroup], tuple[Any, ...]]
 def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     """Compare two captures step by step.
 
-    Kernels are paired by ``_KEYS``; the unpaired are new or gone. A change is told from noise by the rank test
-    of :mod:`cs336sys.results.statistics`, and by its size, for which all rows count as one comparison.
+    Kernels are paired by ``_KEYS``; the unpaired are new or gone. A change is more than noise if the rank test of
+    :mod:`cs336sys.results.statistics` says so, and if it is so large that in equal captures hardly any row reaches it.
     """
-    of_kernels = before.profiler != after.profiler
+    of_kernels = before.profiler != after.profiler  # Two profilers delay launches differently: only kernels compare.
     pairs = _pair_by_keys(before.kernels, after.kernels, _KEYS_BY_NAME if of_kernels else _KEYS)
     if not of_kernels:
         # Waiting for ranks is part of the collectives' time.
@@ -151,6 +151,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     before_steps, after_steps = len(before.step_ms), len(after.step_ms)
     changes = [TimeChange(_side_time(old, before_steps), _side_time(new, after_steps)) for old, new in pairs]
     kernels = [change for change in changes if change.is_kernel and change.typical_ms]
+    # The standard deviation of a typical kernel's time in a step, as a part of that time.
     noise_share = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
     # Each row has an equal part of the chance (Bonferroni), half of it at either end.
     least_errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
@@ -188,7 +189,7 @@ def _pair_by_keys(before: Iterable[KernelGroup], after: Iterable[KernelGroup], k
 
 
 def _as_group(analysis: Analysis, part: str) -> KernelGroup:
-    """Return a part of the steps like a kernel that never ran."""
+    """Return a part of the steps as a kernel of no kind that never ran, so that parts are compared as kernels are."""
     zeros = (0,) * len(analysis.step_ms)
     own_ms = analysis.parts.get(part, zeros)
     return KernelGroup(part, kind="", module="", operator="", shape="", count=zeros, ms=zeros, own_ms=own_ms)

@@ -53,12 +53,13 @@ def check_capture(capture: Capture) -> Capture:
     for test, fault in checks:
         is_impossible = test(capture)
         count, total = int(is_impossible.sum()), len(is_impossible)
+        # So much work is not wrong by itself: it stays, and nothing is said of idle time, which needs both clocks.
         if count > _CLOCK_SHARE * total and count > 1:
             sentences.append(say_capture("wrong clock", count=count, total=total, fault=fault))
             hides_idle_time = True
         elif count:
             sentences.append(say_capture("impossible", count=count, total=total, fault=fault))
-            # By the time of the launch; where it is not known, by the work's own start.
+            # The work is left out, and is missing at the time of its launch, or if that is not known, at its own start.
             times = np.where(capture.launch >= 0, np.append(capture.calls.start, 0)[capture.launch], capture.work.start)
             lost_launches.append(np.column_stack((capture.work.process, times))[is_impossible])
             capture = replace(capture, work=capture.work.select(~is_impossible), launch=capture.launch[~is_impossible])
@@ -99,7 +100,7 @@ def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
 
 
 def _longest_session(times: Times) -> tuple[int, int]:
-    """Return the first and last time of the session with most times; ``times`` are distinct and ordered."""
+    """Split times, distinct and ordered, at wide gaps, and return the first and the last of the part with most."""
     # 0 stands for no time, unless the capture goes on within a second of it.
     if len(times) > 1 and times[0] == 0 and times[1] > 10**9:
         times = times[1:]
@@ -127,7 +128,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     before, after = launches[:-1], launches[1:]
     # A call within another of the same number is the runtime's call of the driver.
     is_inner = (call_key[after] == call_key[before]) & (calls.start[after] < calls.stop[before])
-    launches = launches[np.append(True, ~is_inner)[: len(launches)]]
+    launches = launches[np.append(True, ~is_inner)[: len(launches)]]  # The first, if there is one, is within none.
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
     # Both are ordered by key now: a key's launches, and its works, are neighbours.
@@ -166,7 +167,7 @@ def _begins_early(capture: Capture) -> Flags:
 
 
 def _ends_late(capture: Capture) -> Flags:
-    """Find work that ends after a wait for the whole GPU that began after its launch."""
+    """Find work that still runs after a wait for the whole GPU has ended which began after the work's launch."""
     work = capture.work
     launched = np.append(capture.calls.start, _NEVER)[capture.launch]
     waits = capture.rows_named(capture.calls, _DEVICE_WAIT.search)
@@ -252,7 +253,7 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
 def _is_recording_graph(capture: Capture) -> Flags:
     """Return for each call whether a CUDA graph was being captured, when launches run nothing."""
     calls = capture.calls
-    begins = np.sort(capture.rows_named(calls, _BEGIN_GRAPH.search).start)
+    begins = np.sort(capture.rows_named(calls, _BEGIN_GRAPH.search).start)  # Each lasts to the next end, or for ever.
     ends = np.append(np.sort(capture.rows_named(calls, _END_GRAPH.search).stop), _NEVER)
     return containing(np.column_stack((begins, ends[np.searchsorted(ends, begins)])), calls.start) >= 0
 

@@ -156,7 +156,7 @@ class _Export:
         return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
 
     def _read_integers(self, table: str, columns: Sequence[str]) -> array:
-        """Return the columns row by row; rows that are not all whole numbers, or end before they start, only count."""
+        """Return columns row by row; rows that are not all whole numbers, or end before they start, are unreadable."""
         values = array("q")
         numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
         is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
@@ -181,7 +181,7 @@ class _Export:
         """Return a kind of work, empty without its table.
 
         Args:
-            name: column with the number that names a row, or "0".
+            name: column with the number that names a row; "0", as SQL, gives all rows the number 0.
             names: texts of these numbers; None for the report's own.
         """
         if kind not in self._columns:
@@ -202,6 +202,7 @@ class _Export:
         )
 
     def _calls(self) -> Calls:
+        """Return the calls of CUDA's API; -1, as SQL, stands for a number that the export lacks."""
         table = self._require_columns(_CALLS, "start", "end", "globalTid", "correlationId")
         name = self._column(_CALLS, "nameId", "-1")
         launch = (f"globalTid {_PROCESS}", "coalesce(correlationId, -1)")

@@ -25,7 +25,7 @@ def run_name(configuration: dict[str, Any]) -> str:
 
 
 def run_configuration(name: str) -> dict[str, Any] | None:
-    """Return the configuration in a name that :func:`run_name` made; None for the name of another range."""
+    """Return the configuration in a name of :func:`run_name`, JSON with single quotes; None for other ranges' names."""
     try:
         configuration = json.loads(name.removeprefix(_RUN).replace("'", '"')) if name.startswith(_RUN) else None
     except ValueError:

@@ -76,20 +76,20 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     records = [timeline.collective_records for timeline in timelines]
     synchronizing: dict[tuple[Place, ...], None] = {}
     for members in collectives:
-        rank, place = members[0]
+        rank, place = members[0]  # All have the same kind.
         if records[rank][place].kind in SYNCHRONIZING:
             synchronizing[members] = None
     if len(synchronizing) < 2:
         return None
     clocks = _align(tuple(synchronizing), [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
-    waiting_ns = tuple(np.full(len(times), -1) for times in aligned)
+    waiting_ns = tuple(np.full(len(times), -1) for times in aligned)  # -1: not known.
     late_ms, first_late_ms = ([np.zeros(len(timeline.steps.bounds)) for timeline in timelines] for _ in range(2))
     steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
     lengths = [timeline.collectives.length for timeline in timelines]
     spreads_ns = []
     start_ns = {members: [float(aligned[rank][place]) for rank, place in members] for members in collectives}
-    # The latest come first, so that of each step the lateness in its first collective is what remains.
+    # From the last collective to the first, so that a step's first collective is the last to write to first_late_ms.
     for members, times in sorted(start_ns.items(), key=lambda item: -item[1][0]):
         if members in synchronizing:
             spreads_ns.append(max(times) - min(times))
@@ -123,10 +123,10 @@ def _add_slowed_kernels(
 ) -> tuple[Times, ...]:
     """Return of each rank's work how long collectives waited, and how much longer kernels took next to one that waits.
 
-    A waiting collective occupies multiprocessors. A kernel is compared with the same one of ranks on which it is clear,
-    that is, no collective waits meanwhile. The same is of the same name, and at the same place among as many, between
-    the launches of two collectives of a step. How ranks differ in speed, or in their batches, is taken from the kernels
-    that are clear on all of them.
+    A waiting collective occupies multiprocessors. A kernel is compared with the same kernel of ranks on which it is
+    clear, that is, no collective waits meanwhile. Kernels of two ranks are the same if they have one name, and one
+    place among equally many of this name between the launches of the same two collectives of a step. How ranks differ
+    in speed, or in their batches, is taken from the kernels that are clear on all of them.
     """
     name_numbers: dict[str, int] = {}
     columns: list[tuple[Times, ...]] = []
@@ -165,7 +165,7 @@ def _add_slowed_kernels(
 
 
 def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
-    """Return kernels in launch order; of each, its step, and how many collectives followed that step's first kernel."""
+    """Return the steps' kernels in launch order, the step of each, and how many of its collectives come before it."""
     step = timeline.step_of(timeline.start)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
     kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
@@ -176,9 +176,9 @@ def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Return the numbers of each rank's steps, which are equal for one step, and notes.
+    """Return the numbers of each rank's steps, of which equal ones are one step on all ranks, and notes for the user.
 
-    Without counts of a profiler steps match in order; they match none, -1, where ranks have different numbers of them.
+    Steps that a profiler has not counted match in their order, or not at all (-1) if ranks have not equally many.
     """
     are_counted = all(timeline.steps.are_counted for timeline in timelines)
     if are_counted or len({timeline.steps.count for timeline in timelines}) == 1:
@@ -194,7 +194,7 @@ def _match_collectives(
     Collectives of equal identifier are the same, or else of equal group, kind and sequence number, or else of equal
     order in a step. Sends are matched with receives where both name their peers.
     """
-    places_of: dict[tuple, list[Place]] = defaultdict(list)
+    places_of: dict[tuple, list[Place]] = defaultdict(list)  # By group, kind, step or "number", and number in it.
     # Collectives without recorded numbers, by group, kind and step: how many each rank has.
     unnumbered: dict[tuple, Counter[int]] = defaultdict(Counter)
     is_without_peers = False
@@ -293,9 +293,7 @@ _NEAR_SLOWEST = 0.5  # A rank is named next to the slowest from this share of it
 _UNSEEN_TAIL = 0.05  # One-sided, over all ranks: how rarely an excess is larger than what is called unseen.
 _LATE_SHARE = 0.3  # A straggler comes to the collectives later than the others by at least this share of its excess.
 _PAUSE_MEDIANS = 3  # A step of so many times the median is a pause.
-_NAMED_SHARE = (
-    0.2  # A longer part of a step is named from this share of the whole excess on, a kind of kernel likewise.
-)
+_NAMED_SHARE = 0.2  # A longer part of a step, or kind of kernel, is named from this share of the whole excess on.
 _LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)  # No other rank makes these longer.
 
 
@@ -346,7 +344,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -excess_ms[rank]):
         ms = float(excess_ms[rank])
-        # Stages of a pipeline come one after another, whichever is slow.
+        # Stages of a pipeline come one after another, whichever is slow; where all ranks are slow, none comes earlier.
         if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= _LATE_SHARE * ms:
             facts: dict[str, Any] = {"file": analyses[rank].file, "percent": 100 * ms / step_ms}
             facts["longer_parts"] = _longer_parts(analyses, rank, ms)
@@ -359,14 +357,14 @@ def _cannot_tell(cause: str, where: str = "", amount: float = 0.0, unit: str = "
 
 
 def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching, unseen_ms: float) -> Finding:
-    """Say that no rank is slow, or why nobody can tell; a rank may take ``unseen_ms`` longer without being seen."""
+    """Say that no rank is slow, or why nobody can tell: up to ``unseen_ms`` in a step of a rank would not be seen."""
     steps, step_ms = _common_steps(analyses)
     unseen_percent = 100 * unseen_ms / step_ms
     if ranks.missing:
         return _cannot_tell("missing ranks", ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
         return _cannot_tell("varying steps", amount=unseen_percent)
-    # Files of earlier versions hold no such times, and in a pipeline they say nothing.
+    # All the same a rank may begin its steps late. Files of earlier versions do not say so; in a pipeline all do.
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())
@@ -379,16 +377,16 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
 def _mean_excess(
     times_ms: Sequence[Sequence[float]], steps: Sequence[tuple[int, ...]]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each rank's mean excess, in ms a step, over the median of the others, and the mean's standard error."""
+    """Return each rank's mean excess, in ms a step, over the others' median, and its standard error (0 of one step)."""
     times = np.array([[row[step[rank]] for step in steps] for rank, row in enumerate(times_ms)])
     excess = np.array([row - np.median(np.delete(times, rank, 0), axis=0) for rank, row in enumerate(times)])
     return excess.mean(axis=1), excess.std(axis=1, ddof=min(1, len(steps) - 1)) / len(steps) ** 0.5
 
 
 def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], float]:
-    """Return of each step that all ranks have, but for pauses, its place on each rank; and the median length in ms.
+    """Return the steps that all ranks have, each as its places on the ranks, and their median length in ms.
 
-    Steps are the same whose numbers are equal; those of -1 match none.
+    Steps of equal numbers are the same; the number -1 matches none. Pauses, which are far longer, are left out.
     """
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
     common = sorted(set.intersection(*map(set, numbers)) - {-1})

@@ -155,7 +155,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
             continue
         waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[place]
         analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, ranks=len(gpus))
-        # Those of match_ranks, in which equal numbers are one step on all ranks.
+        # By the numbers of match_ranks: equal ones are one step on all ranks.
         analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
 
@@ -166,8 +166,8 @@ _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
     """Return the rank of each file, and notes on how they were told apart.
 
-    Files themselves name them, ``recorded_ranks``. Where one names none, or two the same, the files' names decide;
-    without ranks in these, the files' order, but two that name the same are an error.
+    Where a file has recorded none, or two the same, the names of the files decide (``rank3``). Where these do not tell
+    all files apart, their order does, unless every file has recorded a rank: then two of one rank are an error.
     """
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
@@ -186,7 +186,7 @@ def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Pat
 
 def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> list[str]:
     """Return what tells each GPU from the others; "" for the only one."""
-    names = [f"GPU {gpu.timeline.gpu[0]}" for gpu in gpus]
+    names = [f"GPU {gpu.timeline.gpu[0]}" for gpu in gpus]  # All work of a timeline is of one GPU and one process.
     if len(rank_of_file) > 1:
         ranks = [f"rank {rank_of_file[gpu.path]}" for gpu in gpus]
         rows = zip(gpus, ranks, names, strict=True)

@@ -93,6 +93,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
         # It holds work without a launch, too: as if this were launched when it begins.
         work = replace(work, launched=np.where(work.launched < 0, work.start, work.launched))
     phases_are_ours = not (chosen or phases_are)
+    # Our ranges of whole steps. A range of that name in another capture, or next to chosen ranges, counts as no step.
     steps = capture.rows_named(capture.ranges, lambda text: phases_are_ours and text == STEP)
     steps = _outermost(steps, steps.process)
     parts = capture.rows_named(capture.ranges, ATTENTION_PARTS.__contains__)
@@ -162,6 +163,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     """
     is_step = capture.is_named(capture.ranges.name, PROFILER_STEP.match)
     steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
+    # All by one name, without the steps' numbers.
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
     is_in_step = work.launched_in(steps) >= 0
     least_ns = _LEAST_PERCENT / 100 * work.length.sum()
@@ -184,7 +186,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
 
 
 def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], covered: Ranges | None) -> float:
-    """Return :attr:`Profile.attributed_percent`, and refuse one that is too small.
+    """Return how many percent of the work's time belong to a phase, and refuse a capture where most does not.
 
     Args:
         covered: ranges from the first to the last of which phases should cover everything; None where they need not.
@@ -192,7 +194,7 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
     has_launch = work.launched >= 0
     if not is_in_phase.any():
         raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
-    is_expected, is_attributed = np.ones(len(work), bool), has_launch
+    is_expected, is_attributed = np.ones(len(work), bool), has_launch  # Other work can be of no phase.
     if covered is not None:
         is_expected, is_attributed = np.zeros(len(work), bool), is_in_phase
         # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.
@@ -218,7 +220,7 @@ def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range
     chosen = np.flatnonzero(range_of >= 0)
     chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], range_of[chosen]))]
     sums = np.zeros((len(ranges), 4), np.int64)
-    numbers, firsts = np.unique(range_of[chosen], return_index=True)
+    numbers, firsts = np.unique(range_of[chosen], return_index=True)  # From 0 on: np.split's first part is empty.
     for number, members in zip(numbers.tolist(), np.split(chosen, firsts)[1:], strict=True):
         start, stop = work.start[members], work.stop[members]
         sums[number] = len(members), (stop - start).sum(), Cover(start, stop).total, stop.max() - start.min()
@@ -232,11 +234,11 @@ def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range
 
 
 def _kernel_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[KernelTime, ...]:
-    """Return the launches by name of range and kernel, the longest sum first; ``range_of`` as in _range_times."""
+    """Return launches by the name of their range, whose row is in ``range_of`` or -1, and kernel, the longest first."""
     chosen = np.flatnonzero(range_of >= 0)
     pairs = np.column_stack((ranges.name[range_of[chosen]], work.name[chosen]))
     order = np.lexsort((work.length[chosen], pairs[:, 1], pairs[:, 0]))
-    groups, firsts = np.unique(pairs[order], axis=0, return_index=True)
+    groups, firsts = np.unique(pairs[order], axis=0, return_index=True)  # From 0 on: np.split's first part is empty.
     rows = []
     for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts)[1:], strict=True):
         # Sorted, so that the first is the least and the last the most.

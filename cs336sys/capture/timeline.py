@@ -165,7 +165,7 @@ def _timeline(capture: Capture, chosen: Times, step: str | None) -> Timeline:
 def _range_names(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]]:
     """Return for each kernel the number of its innermost range's name, else of its phase's, and all names."""
     ranges = capture.rows_named(capture.ranges, lambda text: not (_NO_MODULE.match(text) or _LOADER_NAME.search(text)))
-    # All threads are in a phase, and only the thread that opened a range is in that.
+    # All threads of a process are in the phase that one of them opened, but in no other range that another opened.
     phases = capture.rows_named(ranges, STEP_PHASES.__contains__)
     name = np.append(ranges.name, -1)[timeline.launched_in(ranges, same_thread=True)]
     return np.where(name >= 0, name, np.append(phases.name, -1)[timeline.launched_in(phases)]), capture.texts
@@ -233,7 +233,8 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     spans: list[tuple[int, int]] = []
     counted: list[int] = []
     for begin, end, name in np.column_stack((chosen.start, chosen.stop, chosen.name)).tolist():
-        # Ranges within others are left out. As rounding makes neighbours overlap, half of a range decides.
+        # Ranges within others are left out. Rounding makes neighbours overlap a little: so one that begins in the first
+        # half of the range before it is taken to be within that, although it ends later.
         if not spans or (end > spans[-1][1] and 2 * begin > sum(spans[-1])):
             spans.append((begin, end))
             if match := PROFILER_STEP.match(capture.texts[name]):
@@ -253,7 +254,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     counts = np.searchsorted(launched[order], ranges)
     if counts[-1, 1] <= counts[0, 0]:
         return None
-    # When all this work had run, or 0 without any.
+    # A step begins and ends with its range, but not before all work that was launched until then has run.
     finished = np.append(np.maximum.accumulate(timeline.stop[order]), 0)[counts - 1]
     begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T
     previous_ends = np.append(begins[0], ends[:-1])
@@ -316,12 +317,12 @@ def _or_previous(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _launch_windows(steps: Steps, timeline: Timeline) -> Times:
     """Return (steps, 2) from when to when, on the CPU, the work of each step is launched."""
     if len(steps.ranges):
-        # What is launched between two ranges delays the next.
+        # What is launched between two ranges counts to the later one, which it delays.
         return np.column_stack((np.append(steps.ranges[0, 0], steps.ranges[:-1, 1]), steps.ranges[:, 1]))
     begins = []
     for begin, end in steps.bounds.tolist():
         launched = timeline.launched[slice(*np.searchsorted(timeline.start, (begin, end)))]
-        begins.append(launched[launched >= 0].min(initial=end))
+        begins.append(launched[launched >= 0].min(initial=end))  # Its end, if no launch is known.
     return np.column_stack((begins, [*begins[1:], steps.bounds[-1, 1]]))
 
 

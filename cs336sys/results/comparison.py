@@ -126,7 +126,7 @@ def match_cells(a: Results, b: Results) -> Matched:
 
 
 def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two unmatched cells of one command differ, with both values: the fewest of any two.
+    """Return the settings, with both values, that tell apart the two unmatched cells of one command that differ least.
 
     Empty where no command has cells on both sides. Only the first 100 configurations of each side are compared.
     """
@@ -234,7 +234,7 @@ class Comparison:
 
     @property
     def stalls(self) -> float | None:
-        """Return the ratio of means over that of medians: not 1 where one side has slower slow samples, or more."""
+        """Return the ratio of means over that of medians: above 1 where B has more slow samples than A, or slower."""
         if self.difference is None or self.difference.ratio is None:
             return None
         mean_a, mean_b = fmean(self.a.all_values), fmean(self.b.all_values)
@@ -246,7 +246,7 @@ class Comparison:
         difference = self.difference
         if difference is None or self.verdict != "same":
             return f"differs: {self.verdict}" if self.verdict in ("faster", "slower") else self.verdict
-        return statistics.same_within(difference.ratio_low or 1.0, difference.ratio_high or 1.0)
+        return statistics.same_within(difference.ratio_low or 1.0, difference.ratio_high or 1.0)  # 1 without ratios.
 
     @property
     def slower_percent(self) -> float:
@@ -262,7 +262,7 @@ class Comparison:
         """Return the upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
         difference = self.difference
         if difference is None or difference.ratio_low is None or difference.ratio_high is None:
-            return 0.0 if self.verdict == "same" else math.inf
+            return 0.0 if self.verdict == "same" else math.inf  # "same" without a ratio: no significant difference.
         return 100 * ((1 / difference.ratio_low if self._higher_is_better else difference.ratio_high) - 1)
 
     @property
@@ -318,7 +318,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
 def compare_pairs(
     pairs: Iterable[Pair], requested: Sequence[str] = (), *, confidence_percent: float = 95.0
 ) -> Compared:
-    """Compare measured pairs in their :func:`shared_series`; raise a UsageError if none has one, or a requested one."""
+    """Compare measured pairs in their :func:`shared_series`; raise a UsageError if no pair has a (requested) series."""
     compared: Compared = {}
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:

@@ -75,8 +75,8 @@ class ResultsFile:
         self.path = path
         self.fault: OSError | UsageError | None = None
         self.notices: list[str] = []
-        self._records: list[tuple[str, bytes]] = []
-        self._unwritten: list[bytes] = []
+        self._records: list[tuple[str, bytes]] = []  # All that were appended, with their _key().
+        self._unwritten: list[bytes] = []  # Those that are not in the file, because it is full or was changed.
         check_name(path)
         self._open()
 

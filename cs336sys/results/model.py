@@ -80,7 +80,7 @@ class Samples:
 
     @property
     def to_keep(self) -> "Samples":
-        """Return times with :data:`_TIME_DIGITS` digits, other units as they are."""
+        """Return what files keep of the samples: :data:`_TIME_DIGITS` digits of times, other units as they are."""
         if self.unit not in ("ms", "us"):
             return self
         measured, warmup = (
@@ -201,7 +201,7 @@ def json_text(value: Any, **settings: Any) -> str:
     """Return a line of JSON, in which NaN and infinities are strings that :func:`read_results` reads as numbers."""
     try:
         return json.dumps(value, allow_nan=False, **settings)
-    except ValueError:
+    except ValueError:  # Few values have any of them, and looking through all takes time.
         return json.dumps(_with_named_numbers(value), allow_nan=False, **settings)
 
 
@@ -240,7 +240,7 @@ def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] 
     long ranks wait for each other before they give up, and what rows of tables say about their :data:`ORIGIN`.
     """
     ignored = {*ignore, "timeout_s", *ORIGIN, *folders_of(configuration)}
-    ignored |= {name for name in _FOLDERS if configuration.get(name) is None}
+    ignored |= {name for name in _FOLDERS if configuration.get(name) is None}  # No folder, or no such setting.
     return json_text({name: value for name, value in configuration.items() if name not in ignored}, sort_keys=True)
 
 
@@ -334,7 +334,7 @@ def read_results(path: Path) -> Results:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             passed_over.append(f"line {number} is no {name} of this schema: {reason}")
     if not runs and not cells:
-        # A damaged file of results has a fault of its own; in other files every line is no record.
+        # Say why if the first fault is one of a file of results. In other files each line is no record: that says less.
         fault = next(iter(passed_over), "")
         why = f"; {fault}" if "schema:" in fault or "damaged" in fault else ""
         raise UsageError(f"{path} holds no results: it should be a file written by --save{why}")
@@ -373,7 +373,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
 
 
 def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text, of those longer than :data:`LINE_BYTES` so many bytes and one, which shows them."""
+    """Yield the lines of a text; one longer than :data:`LINE_BYTES` is cut a byte later, which shows that it is."""
     pending: list[bytes] = []
     bytes_left = foreign.LINE_BYTES + 1
     for part in parts:
@@ -425,7 +425,7 @@ _SAMPLES_TYPES = {"unit": str, "method": str, "measured": list, "warmup": list}
 def _check_types(record: Any, types: Mapping[str, type]) -> None:
     """Raise a KeyError or a TypeError where a record lacks one of these fields, or has one of another type."""
     if not isinstance(record, dict):
-        raise TypeError("samples are no dict")
+        raise TypeError("samples are no dict")  # Of runs and cells read_record knows that they are.
     for name, kind in types.items():
         if not isinstance(record[name], kind):
             raise TypeError(f"{name} is no {kind.__name__}")
@@ -438,6 +438,7 @@ def _read_run(record: dict[str, Any]) -> Run:
     for name, value in (machine | environment).items():
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
+    # Titles and notes show these, and cut them as text.
     texts = {name: machine.get(name) for name in ("gpu", "cpu")}
     texts |= {name: environment.get(name) for name in ("git_commit", "source_digest")}
     for name, text in texts.items():

@@ -117,7 +117,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
     at = memorized = 0
     while True:
         match = _FIXED_LENGTH.match(data, at)
-        assert match is not None, "it matches nothing, too"
+        assert match is not None, "it also matches the empty text"
         at = match.end()
         if at >= len(data):
             raise UsageError(f"{path} is damaged, or no pickle: it ends within a value")
@@ -137,7 +137,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
             at += 9
         elif op == 0x2E:  # STOP
             return
-        elif match.end() == match.start():
+        elif match.end() == match.start():  # Else the match may have ended for its length: the next one tells.
             raise UsageError(_refusal(data, at, path))
 
 
@@ -147,16 +147,16 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
     name = next((code.name for code in pickletools.opcodes if ord(code.code) == op), None)
     if name is None:
         return f"{path} is damaged, or no pickle: byte {at:,} is no opcode"
-    # Allowed ones that did not match, because their bytes after the opcode, at most 9, are cut off.
+    # These opcodes are allowed, and did not match because the file ends within the bytes after them, 9 at most.
     if at + 10 > len(data) and op in b"hjKMJ\x8aqG\x80":
         return f"{path} is damaged, or no pickle: it ends within a value"
     if op not in _ASKS_FOR_CODE:
         return f"{path} holds what no snapshot of torch does ({name} at byte {at:,})"
     request = f"an object ({name})"
-    if op in b"ci":
+    if op in b"ci":  # GLOBAL and INST, which two lines follow: the module and the name.
         request = ".".join(_decoded_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
     elif op == 0x93 and (texts := _TWO_TEXTS.search(data, max(0, at - 400), at)):
-        request = ".".join(map(_decoded_text, texts.groups()))
+        request = ".".join(map(_decoded_text, texts.groups()))  # STACK_GLOBAL takes the two texts before it.
     return f"{path} asks for {request}, which could run code and is in no snapshot that torch writes: do not trust it"
 
 
@@ -174,7 +174,7 @@ def _too_large(path: Path) -> str:
 def _resident_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # The second number: resident pages.
     except OSError:
         import resource
 

@@ -145,18 +145,19 @@ def ratio(a: Samples, b: Samples) -> Interval:
     if a is b:
         return Interval(1.0, 1.0, 1.0)
     worth = _worth([[b.measured]], [[a.measured]])
-    limits = _rank_sum(_logarithms(b.measured), _logarithms(a.measured), worth)
+    limits = _rank_sum(_logarithms(b.measured), _logarithms(a.measured), worth)  # From b to a: of log(a / b).
     count = min(len(a.measured), len(b.measured))
     return _ratio_interval(a.median / b.median, limits, count, fewest_samples())
 
 
 def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
-    """Return the median ratio of samples taken in turn, by the signed-rank test; the longer series is cut."""
+    """Return the median ratio a / b of samples taken in turn, by the signed-rank test; the longer series is cut."""
     first, second = _logarithms(a.measured), _logarithms(b.measured)
     differences = [before - after for before, after in zip(first, second, strict=False)]
+    # With drift, and without.
     nulls = [_signed_rank_null(_independent(len(differences), worth)) for worth in (_worth([[differences]]), 1.0)]
     values = _thinned(differences)
-    # Of all pairs of values, each also with itself.
+    # Of all pairs of values, each also with itself: the test counts how many of these means are below 0.
     means = sorted((value + other) / 2 for index, value in enumerate(values) for other in values[index:])
     limits = _interval_limits(means, nulls, SIGNIFICANCE)
     return _ratio_interval(math.exp(statistics.median(differences)), limits, len(differences), _FEWEST_PAIRS)
@@ -220,12 +221,12 @@ def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -
     """Return the interval of a ratio, and where it is undecided, how many samples a side would decide it.
 
     Args:
-        limits: of the ratio's logarithm; ``count``: samples a side; ``fewest``: those that could be significant.
+        limits: of the ratio's logarithm; ``count``: samples a side; ``fewest``: those that any difference needs.
     """
     shift = math.log(estimate)
     low, high, p_value = limits
-    low, high = min(low, shift), max(high, shift)
-    ends = min(math.exp(low), estimate), max(math.exp(high), estimate)
+    low, high = min(low, shift), max(high, shift)  # The ratio of medians may lie outside of the ranks' interval.
+    ends = min(math.exp(low), estimate), max(math.exp(high), estimate)  # exp(log(estimate)) may be off by rounding.
     if not math.isfinite(high):
         return Interval(estimate, *ends, neutral=1.0, to_decide=fewest)
     interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)
@@ -244,7 +245,7 @@ def _logarithms(values: Sequence[float]) -> list[float]:
 def _level_values(side: SideSamples, level: Level) -> list[float]:
     """Return a side's samples, or the medians of its rounds or runs."""
     if level == "samples":
-        return list(side[0][0])
+        return list(side[0][0])  # There is one run, of one round.
     if level == "rounds":
         return list(map(statistics.median, side[0]))
     return [statistics.median([value for samples in run for value in samples]) for run in side]
@@ -319,7 +320,7 @@ class _Null:
 
 
 def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significance: float) -> _Limits:
-    """Return the limits from the distances that a test counts, in rising order.
+    """Return the interval of a shift, and p of no shift, from the distances that a test counts, in rising order.
 
     Args:
         nulls: the distribution for as many samples as these are worth, and the one for as many as they are.
@@ -348,7 +349,7 @@ def _rank_sum_null(smaller_count: int, larger_count: int) -> _Null:
     most = smaller_count * larger_count
     variance = most * (smaller_count + larger_count + 1) / 12
     if smaller_count > _MOST_EXACT or most > _MOST_EXACT**3:
-        return _Null(most, variance)
+        return _Null(most, variance)  # Normal: counting all orders would take long, and differ little.
     # The Gaussian binomial coefficient.
     return _exact_null(most, variance, [(larger_count + i, i) for i in range(1, smaller_count + 1)])
 
@@ -359,14 +360,14 @@ def _signed_rank_null(count: int) -> _Null:
     most = count * (count + 1) // 2
     variance = most * (2 * count + 1) / 12
     if count > 2 * _MOST_EXACT:
-        return _Null(most, variance)
+        return _Null(most, variance)  # Normal.
     # Each rank is on one side or the other: the factors are 1 + x^rank.
     return _exact_null(most, variance, [(2 * rank, rank) for rank in range(1, count + 1)])
 
 
 def _exact_null(most: int, variance: float, factors: Sequence[tuple[int, int]]) -> _Null:
     """Return the distribution whose generating function has the factors ``(1 - x^a) / (1 - x^b)``, as pairs (a, b)."""
-    ways = [1] + [0] * most
+    ways = [1] + [0] * most  # In how many ways the statistic is 0, 1, ...
     for a, b in factors:
         for power in range(most, a - 1, -1):  # Multiply by 1 - x^a.
             ways[power] -= ways[power - a]

@@ -83,7 +83,7 @@ class KernelTimer:
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if self._on_gpu else None
         self._flushed = torch.empty(L2_FLUSH_BYTES if self._on_gpu else 0, dtype=torch.uint8, device=device)
-        self._earlier: list[Tensor] = []
+        self._earlier: list[Tensor] = []  # Results of the last calls, in whose memory no later result may lie.
         self._calls = 0
         self.errors: dict[str, relative_error.RelativeError] = {}
 
@@ -105,7 +105,7 @@ class KernelTimer:
             WrongKernelError: a call was wrong, or too fast to be true.
         """
         for count in range(1, _MOST_CALLS + 1):
-            # As if all had taken as long as the last: the first may compile.
+            # The warm-up so far, as if all calls had taken as long as the last: the first may compile for seconds.
             if self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS:
                 break
         times_ms: list[float] = []
@@ -138,14 +138,14 @@ class KernelTimer:
         return took_ms
 
     def _timed(self, call: Callable[[], Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        """Time one call, and copy its results in the order of the caller's stream, where nothing is waited for."""
+        """Time one call, and copy its results on the caller's stream without a wait for what may run on another one."""
         if not self._on_gpu:
             started = _clock()
             results = call()
             took_ms = 1e3 * (_clock() - started)
             return took_ms, self._copied(results)
         start, end = (_event(enable_timing=True) for _ in range(2))
-        self._flushed.zero_()
+        self._flushed.zero_()  # It is as large as the L2 cache, in which nothing of the inputs remains.
         _record(start, self._stream)
         results = call()
         _record(end, self._stream)

@@ -85,7 +85,7 @@ class StepTimer:
         """Return the times (ms) of all steps, the first ``warmup`` apart: of phases, of ``step`` and of ``wall``."""
         synchronize(self._device)
         clocks = self._clocks
-        if not self._synchronize_steps:
+        if not self._synchronize_steps:  # A step lasts to the start of the next one, the last to the end of all work.
             starts = [started for started, _ in clocks] + [time.perf_counter()]
             clocks = list(pairwise(starts))
         times_ms = {

@@ -53,7 +53,7 @@ def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 def error_columns(errors: Errors) -> dict[str, Any]:
     """Return the columns of a cell: ``NAME_error`` of each tensor as a whole, and the largest ``error_of_a_row``."""
-    # max alone would find NaN or not by its place.
+    # NaN is the largest: max() alone would return it only if it came first.
     largest = max((error.row for error in errors.values()), key=lambda row: (math.isnan(row), row))
     return {f"{name}_error": error.whole for name, error in errors.items()} | {"error_of_a_row": largest}
 

@@ -108,7 +108,7 @@ def _to_decide(comparison: Comparison) -> str | None:
 
 
 def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return how few independent samples A's are worth, where fewest, and how far stalls set means off medians."""
+    """Return how few independent samples A's are worth (``worth`` of ``count``), and how far stalls set means off."""
     compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [
         (difference.independent[0], len(comparison.a.all_values))  # Of A.

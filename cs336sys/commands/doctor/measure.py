@@ -30,6 +30,7 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
         tflops[precision] = max(_product_tflops(device, precision, side) for side in _SIDES)
     progress("copies, launches and links")
     peers = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
+    # Links are slower than memory: a quarter of the bytes takes long enough.
     links_gbps = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
     # Within the GPU, bytes read and written count.
     copy_gbps, launch_us = 2 * _copied_gbps(device, device, _COPY_BYTES), _launch_us(device)
@@ -58,7 +59,7 @@ def _median_ms(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _launch_us(device: torch.device) -> float:
-    """Return the CPU's us for an in-place addition to one number; the GPU adds faster than the CPU launches."""
+    """Return the CPU's us to launch an addition to one number; timed as on a CPU, for the GPU adds faster than that."""
     value = torch.zeros(1, device=device)
 
     def launch() -> None:

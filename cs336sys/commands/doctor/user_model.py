@@ -140,7 +140,7 @@ def _attention(workload: Workload) -> list[Check]:
     attention = AttentionCalls()
     with torch.no_grad():
         step.compute_logits(attention.watching())
-    calls = attention.calls
+    calls = attention.calls  # How many, by the reason why --attention flash cannot compute them; "" if it can.
     if not calls:
         return [_faulty("attention", "torch's scaled_dot_product_attention is never called", "no attention")]
     counts = f"{calls.total()} calls of torch's scaled_dot_product_attention, {calls['']} of them"
@@ -151,7 +151,7 @@ def _attention(workload: Workload) -> list[Check]:
 
 def _kernels(workload: Workload) -> list[Check]:
     if why_no_triton() is not None:
-        return []
+        return []  # --kernels fused does not run here.
     from cs336sys.kernels.fuse import fuse
 
     try:

@@ -53,7 +53,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
         if failure is not None:
             return failure
         samples, flop_columns = _time_unprofiled(workload.training, device, progress)
-        release_memory()
+        release_memory()  # For the model in the process that nsys starts.
         with OwnedFolder() as folder:
             profile = None
             if nsys is not None:
@@ -180,7 +180,7 @@ def _profile_under_torch(workload: ProfileWorkload, device: torch.device, folder
     _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
     trace = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))
-    release_memory()
+    release_memory()  # The step's: reading the trace needs none of it.
     _copy_kept_file(trace, workload, "trace.json.gz")
     progress("reading the trace")
     capture = open_capture(trace, "the trace")

@@ -52,7 +52,7 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
         is_of_part = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
         total_ns[kernel.range if is_of_part else _OTHER] += kernel.total_ns
     keys = {SCORES: "scores_ms", FINAL_MATMUL: "final_ms", SOFTMAX: "softmax_ms", _OTHER: "other_ms"}
-    # A step has one forward pass.
+    # In ms of a step, whose forward pass has these ranges.
     row = {key: total_ns[part] / measured.steps / 1e6 for part, key in keys.items()}
     matmul_ms, softmax_ms = row["scores_ms"] + row["final_ms"], row["softmax_ms"]
     if not matmul_ms or not softmax_ms:
@@ -141,7 +141,7 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
                 "damage": run.profile.damage,
                 "is_idle_known": run.profile.is_idle_known,
                 "forward_launches": forward_launches,
-                # Without a backward pass it has no fewer, of which a warning would tell.
+                # A warning tells of a backward pass with fewer launches than the forward pass: not where there is none.
                 "backward_launches": kernels.get("backward", forward_launches),
             }
         )
@@ -191,6 +191,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model", usual=("reference",))
 _SETTINGS = titles.columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
+_SIZE = titles.SIZE_COLUMNS[0]  # Its name alone labels rows; the table of phases has its number of parameters, too.
 
 
 def profile_tables(
@@ -206,7 +207,7 @@ def profile_tables(
     notes += [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in profilers.items()]
     heading = titles.title("nsys", cells, run, _SETTINGS, shown)
     phases = phase_table(measured, failed, (*titles.SIZE_COLUMNS, *shown.values()), heading, notes)
-    labels = (titles.SIZE_COLUMNS[0], *shown.values())
+    labels = (_SIZE, *shown.values())
     tables = [phases, *phase_kernel_tables(measured, labels, top, full_names), attention_table(measured, labels)]
     if compare_precision:
         tables.append(precision_table(measured, [label for label in labels if label.key != "precision"]))
@@ -215,7 +216,7 @@ def profile_tables(
 
 def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    plot_shares(_measured_profiles(cells), (titles.SIZE_COLUMNS[0], *shown.values()), path)
+    plot_shares(_measured_profiles(cells), (_SIZE, *shown.values()), path)
 
 
 def report_tables(report: AnalysedCaptures, profile: Profile, *, top: int, full_names: bool) -> list[Table]:
@@ -241,7 +242,7 @@ def _labelled_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Col
         workload = Workload.from_configuration(profile.configuration)
         values = profile.configuration | {"parameters": workload.parameters}
         settings = [titles.SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")]
-        labels = (titles.SIZE_COLUMNS[0], *settings)
+        labels = (_SIZE, *settings)
     return [MeasuredProfile(values, profile)], labels
 
 
@@ -253,9 +254,10 @@ def _measured_profiles(cells: Sequence[Cell]) -> list[MeasuredProfile]:
 
 
 def _profile_labels(cell: Cell) -> dict[str, Any]:
+    """Return what the label columns of a cell show: its settings and its model's number of parameters."""
     training = ProfileWorkload.from_configuration(cell.configuration).training
     values = cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
-    values[_MODEL_KERNELS.key] = values.pop("kernels", None)
+    values[_MODEL_KERNELS.key] = values.pop("kernels", None)  # "kernels" is the number of launched ones here.
     return values
 
 

@@ -155,17 +155,18 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
     for run in measured:
-        totals: dict[str, Counter[str]] = {time.name: Counter() for time in run.ranges_of_all_gpus}
+        totals: dict[str, Counter[str]] = {row.name: Counter() for row in run.ranges_of_all_gpus}
         for kernel in run.profile.kernels:
             category = category_of(kernel.kernel)
-            totals[kernel.range][category] += kernel.total_ns
+            totals[kernel.range][category] += kernel.total_ns  # Its range is a phase; their sum is the step.
             if run.profile.step:
                 # The course's AdamW is made of elementwise kernels: the phase says more than their names.
                 totals[STEP][Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
-        for time in run.ranges_of_all_gpus:
-            total_ns = totals[time.name].total()
-            shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[time.name].items() if ns}
-            rows.append({**run.labels, "phase": time.name, "kernel_ms": total_ns / time.count / 1e6, **shares})
+        for phase_or_step in run.ranges_of_all_gpus:
+            total_ns = totals[phase_or_step.name].total()
+            shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[phase_or_step.name].items() if ns}
+            kernel_ms = total_ns / phase_or_step.count / 1e6  # Of one occurrence.
+            rows.append({**run.labels, "phase": phase_or_step.name, "kernel_ms": kernel_ms, **shares})
     columns = (
         *labels,
         *named_columns("phase", kernel_ms="kernels"),
@@ -241,15 +242,15 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     write_figure(figure, path)
 
 
-def _draw_bar(axes: "Axes", height: int, row: Mapping[str, Any]) -> None:
+def _draw_bar(axes: "Axes", y: int, row: Mapping[str, Any]) -> None:
     """Draw a row of the share table as a bar of coloured parts, and its kernels' time after it."""
     left = 0.0
     for category in Category:
         if not (percent := row.get(_share_key(category))):
             continue
-        axes.barh(height, percent, 0.8, left, color=category.color)
+        axes.barh(y, width=percent, height=0.8, left=left, color=category.color)
         if percent >= _LEAST_LABELLED_PERCENT:
             middle = left + percent / 2
-            axes.text(middle, height, f"{percent:.0f}", fontsize=6.5, color="white", ha="center", va="center")
+            axes.text(middle, y, f"{percent:.0f}", fontsize=6.5, color="white", ha="center", va="center")
         left += percent
-    axes.text(100, height, f" {format_number(row['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")
+    axes.text(100, y, f" {format_number(row['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")

@@ -44,7 +44,7 @@ def trace_page(tables: Sequence[Table], captures: Sequence[AnalysedCaptures]) ->
 
 def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
     """Return what page.jinja draws of the first rank's step of median length and the others' of the same number."""
-    analyses = captures.analyses[:_MOST_RANKS]
+    analyses = captures.analyses[:_MOST_RANKS]  # The timelines of further ranks are left out below.
     order = sorted(range(len(analyses[0].step_ms)), key=analyses[0].step_ms.__getitem__)
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
     chosen = numbers[0][order[len(order) // 2]]
@@ -77,7 +77,7 @@ def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline, label: str, begin: int, end: int, origin: float, axis_ns: float) -> list[dict[str, Any]]:
-    """Return a lane for each of the busiest streams, with the work between begin and end on its clock as bars."""
+    """Return the busiest streams' lanes: work from ``begin`` to ``end``, drawn from ``origin``, in ns of its clock."""
     inside = np.flatnonzero((timeline.start < end) & (timeline.stop > begin))
     streams, counts = np.unique(timeline.stream[inside], return_counts=True)
     lanes = []

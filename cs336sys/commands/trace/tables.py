@@ -142,7 +142,7 @@ def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
     groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
-    with_shapes = [group for group in groups if group[0]]
+    with_shapes = [group for group in groups if group[0]]  # All kernels without shapes have the empty key.
     for key, kernels, times in with_shapes[: shown.top]:
         operator, _, shape = key.partition("\0")
         row = times | {"operator": operator, "shapes": shape_words(shape)}
@@ -169,11 +169,11 @@ def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
 
 
 def _calls_in_step(kernels: Sequence[KernelGroup]) -> float:
-    """Return how often a step calls an operator that launches these kernels: as often as it launches the commonest."""
+    """Return how often a step calls the operator of these kernels: as often as the kernel that it launches most."""
     counts: Counter[str] = Counter()
     for kernel in kernels:
         counts[kernel.name] += sum(kernel.count)
-    return max(counts.values()) / len(kernels[0].count)
+    return max(counts.values()) / len(kernels[0].count)  # The number of steps.
 
 
 def shape_words(shape: str) -> str:
@@ -217,15 +217,15 @@ def wait_table(analysis: Analysis) -> Table:
 
 
 def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | None = None) -> Table:
-    """Build the table of collectives by kind and size: time, of it waiting for the last rank, bandwidth of the rest.
+    """Build the table of collectives by kind and size: their time, and the bandwidth once the last rank has come.
 
-    ``bandwidths`` are what ``allreduce`` measured, to stand next to it.
+    ``bandwidths`` are what ``allreduce`` measured of such collectives alone, for the column next to this bandwidth.
     """
     rows = []
     for analysis, collective in [(rank, collective) for rank in analyses for collective in rank.collectives]:
         kind, ranks, size, steps = collective.kind, collective.ranks, collective.bytes, len(analysis.step_ms)
         transfer_ms = collective.ms - (collective.waiting_ms or 0.0)
-        busbw_gbps = alone_gbps = None
+        busbw_gbps = alone_gbps = None  # A number of ranks or a size that was not recorded is no more than 0.
         if ranks > 1 and kind in WITH_BUS_BANDWIDTH and size > 0 and transfer_ms > 0:
             busbw_gbps = bus_factor(kind, ranks) * size * collective.count / transfer_ms / 1e6
             alone_gbps = bandwidths.gbps_at(kind, ranks, size) if bandwidths is not None else None

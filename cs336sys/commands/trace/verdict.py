@@ -25,7 +25,7 @@ _SHORT_US = 15.0  # Kernels shorter than this are launched no faster than they r
 def verdict(analyses: Sequence[Analysis], ranks: RankMatching | None = None) -> list[str]:
     """Return the sentences about a capture, the most important first.
 
-    Of several ranks, who holds the others up, and the numbers of the rank whose step is of median length.
+    Of several ranks: which of them holds the others up, then the step of the rank whose step is of median length.
     """
     sentences = damage_sentences(analyses)
     if len(analyses) == 1:
@@ -34,7 +34,7 @@ def verdict(analyses: Sequence[Analysis], ranks: RankMatching | None = None) -> 
     if ranks is not None and ranks.missing:
         sentences.append(f"{capital(ranks.missing)}: waiting for ranks is a lower bound.")
     middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
-    # Who holds the others up says more than a second cause.
+    # A rank that holds the others up is worth more attention than the second cause of idling.
     where, most_parts = f"on {middle.label} ({middle.file}) ", 1 if findings[0].cause == "straggler" else 2
     return [*sentences, rank_sentence(len(analyses), findings), *_step_sentences(middle, most_parts, where)]
 
@@ -92,10 +92,11 @@ _EXPLAINED_PARTS = (*_IDLE_PARTS, StepPart.COMMUNICATION, StepPart.WAITING, Step
 def _facts(analysis: Analysis) -> dict[str, Any]:
     """Return the values, besides shares, that the sentences on the parts of a step name."""
     steps = len(analysis.step_ms)
-    # Without collectives, which last as long as they wait.
+    # Without collectives, which last as long as they wait for other ranks.
     kernels = [kernel for kernel in analysis.kernels if kernel.kind != Category.COMMUNICATION]
     count = sum(sum(kernel.count) for kernel in kernels)
     mean_us = 1e3 * sum(sum(kernel.ms) for kernel in kernels) / count if count else 0.0
+    # The call that waited longest, and how often it was made.
     call, (calls, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
     collective = next(iter(_sum_by_name((row.kind, row.ms) for row in analysis.collectives)), "")
     return {
@@ -110,7 +111,7 @@ def _facts(analysis: Analysis) -> dict[str, Any]:
 
 
 def _sum_by_name(times_ms: Iterable[tuple[str, float]]) -> Counter[str]:
-    """Add up times by name, in ns, the longest first."""
+    """Add up times by name, as whole ns, which a Counter holds, and order names by their sums, the longest first."""
     totals: Counter[str] = Counter()
     for name, ms in times_ms:
         totals[name] += round(1e6 * ms)
@@ -124,7 +125,7 @@ def _kernel_advice(analysis: Analysis) -> str:
     shares = {kind: ns / total for kind, ns in totals.items()} or {Category.MATMUL: 0.0}
     moving = sum(shares.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
     kind, share = next(iter(shares.items()))
-    # Together they may be the largest, though none of them is.
+    # Together they may be the largest, though none of them is; under about a third of the time they are no advice.
     if moving > max(0.35, shares.get(Category.MATMUL, 0)):
         kind, share = "moving memory", moving
     return say_trace("kernels", kind=kind, percent=100 * share)

@@ -111,7 +111,7 @@ class SearchOptions:
         local_gpu = gpu_capacity(device) if self.gpu is None else None
         if local_gpu is not None:
             return _USABLE_SHARE * local_gpu.memory_gib * GIB
-        name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)
+        name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)  # As --gpu's help says.
         sheet = datasheet(GPUS.get(name.lower(), name))
         if sheet is None:
             raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
@@ -226,7 +226,7 @@ def tune(
 
 
 def _base_workload(training: options.TrainingOptions) -> Workload:
-    """Return the one model and batch to choose for, with default implementations."""
+    """Return the one model and batch to choose for; its implementations, which are chosen, are the defaults."""
     workloads = replace(training, **asdict(options.ImplementationOptions())).workloads()
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
@@ -237,7 +237,7 @@ def _measured_in_worker(measure: str, workload: Workload, timeout_s: float | Non
     """Call ``module:function`` with a workload's settings in a process of its own."""
     from cs336sys.run.cells import Worker
 
-    with contextlib.closing(Worker(measure, ())) as worker:
+    with contextlib.closing(Worker(measure)) as worker:
         return worker.measure(workload.configuration(), timeout_s=timeout_s, progress=lambda stage: None)
 
 
@@ -277,7 +277,7 @@ def _cpu_rates(base_workload: Workload) -> Rates:
     return Rates(
         gpu=cpu_model() or "this CPU",
         seconds=outcome.derived["seconds"],
-        launch_s=0.0,
+        launch_s=0.0,  # Operations run where they are launched.
         usual_launch_s=0.0,
         exposures={strategy: Exposure(_GLOO_BYTES_PER_S, exposed=1.0) for strategy, _ in STRATEGIES},
         ranges=dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf)),
@@ -299,8 +299,9 @@ class _Predictor:
         return choose(space, self.rates, self.limit_bytes, self.launch_s, self.counted_model)
 
     def with_one_more_gpu(self, choices: Choice) -> Choice | None:
-        """Return the choice with one more GPU, of configurations like the fastest; None if they cannot share a step."""
+        """Return the choice with one more GPU, of the fastest's other settings; None if they cannot share a step."""
         best, space = choices.fitting[0].configuration.training, self.space
+        # Chosen again, for another GPU may change them.
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
         fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
         fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])

@@ -36,7 +36,7 @@ def choice_tables(
 ) -> list[Table]:
     """Return the fastest that fit, the Pareto front, what did not fit, what more would buy, and what was left out.
 
-    ``with_one_more_gpu`` is the choice then; lines of PyTorch are written for ``lines_of`` of the fastest.
+    ``with_one_more_gpu`` is what would be chosen then; the ``lines_of`` fastest are also written as lines of PyTorch.
     """
     best = choice.fitting[:_MOST_ROWS]
     facts = {"fitting": len(choice.fitting), "limit_gib": choice.limit / GIB}
@@ -120,7 +120,7 @@ def plot_front(choice: Choice, path: Path) -> None:
 
 
 def configuration_of(cell: Cell) -> StepConfiguration:
-    """Return the configuration that a cell of ``tune`` measured."""
+    """Return the configuration that a cell of ``tune`` measured; cells of several ranks are those of ``shard``."""
     if "accumulation" in cell.configuration:
         return StepConfiguration.from_configuration(cell.configuration)
     return StepConfiguration.of_parallel(ParallelWorkload.from_configuration(cell.configuration))
@@ -164,7 +164,7 @@ _BEYOND_ROUNDS_CPU = 1.5  # On a CPU of two shared cores neighbouring rounds of 
 
 
 def is_decided(comparison: Comparison, device: str) -> bool:
-    """Return whether a configuration is slower for certain, or faster: by rounds, or by more than these differ."""
+    """Return whether one is slower, or faster, for certain: by several rounds, or by more than two of them differ."""
     difference = comparison.difference
     if difference is None or difference.ratio_low is None or comparison.verdict not in ("slower", "faster"):
         return False
@@ -209,6 +209,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     row["peak_gib"] = max(known_values(cells, "peak_gib"), default=None)
     if key in compared:
         comparison = compared[key]
+        # A verdict that may be due to how rounds of one configuration differ is not shown.
         is_shown = comparison.verdict == "same" or is_decided(comparison, first.configuration["device"])
         row["slower_percent"] = comparison.slower_percent
         row["verdict"] = comparison.verdict_text if is_shown else "undecided"
