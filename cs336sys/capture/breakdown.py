@@ -54,7 +54,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     """
     step_bounds = timeline.steps.bounds.tolist()
     parts: dict[str, Times] = {part: np.zeros(len(step_bounds), np.int64) for part in StepPart}
-    pieces: list[tuple[Times, ...]] = []
+    pieces: list[tuple[Times, ...]] = []  # For each class and step: the works, their step, and their exclusive ns.
     classes, stop = timeline.work_class, timeline.stop
     start, waits = _starts_and_waits(timeline, waiting_ns)
     order = np.argsort(start, kind="stable")

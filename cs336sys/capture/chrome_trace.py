@@ -243,6 +243,7 @@ class _Loader:
         return self.processes.setdefault(str(event.get("pid")), len(self.processes))
 
     def _add_work(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        """Add a kernel, copy or fill; :func:`_give_work_its_process` corrects the process."""
         arguments = event["args"]
         operation = _column_value(arguments.get("External id", arguments.get("external id")))
         correlation, size = _column_value(arguments.get("correlation")), _column_value(arguments.get("bytes"))

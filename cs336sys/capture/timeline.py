@@ -365,7 +365,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         begins = timeline.start[order[first:after:period]]
         end = timeline.start[order[after]] if after < len(order) else timeline.stop[order[first:after]].max()
         edges = np.append(begins, max(end, begins[-1] + 1))
-        if np.all(np.diff(edges) > 0):
+        if np.all(np.diff(edges) > 0):  # On several streams, what is launched first need not begin first.
             definition = f"by repetition, the same {period:,} kernels {repeats} times"
             return Steps(np.column_stack((edges[:-1], edges[1:])), definition)
     return None

@@ -156,7 +156,7 @@ class ResultsFile:
         """Open the file again where its name names another one now, and plan to write the records that it lacks."""
         opened = os.fstat(self._stream.fileno())
         if not stat.S_ISREG(opened.st_mode):
-            return
+            return  # A device or a pipe holds nothing that could be lost.
         try:
             present = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -204,7 +204,7 @@ class ResultsFile:
     def _lock(self) -> None:
         """Keep other processes out until the file is closed, where its file system has locks."""
         if not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
-            return
+            return  # Several processes may write to a device or a pipe.
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -278,7 +278,7 @@ def read_several(paths: str) -> Results:
     if recording is not None and paths in recording.sources:
         return recording.sources[paths]
     names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
-    files = {name: read_results(Path(name)) for name in names or [paths]}
+    files = {name: read_results(Path(name)) for name in names or [paths]}  # Of commas alone it says: no such file.
     runs = {run_id: run for file in files.values() for run_id, run in file.runs.items()}
     cells = tuple(cell for file in files.values() for cell in file.cells)
     passed_over = (f"{name}: {sentence}" for name, file in files.items() for sentence in file.passed_over)

@@ -44,7 +44,7 @@ def record(run: Any, *cells: Any) -> None:
     """Keep cells and the run that measured them for the caller, where a command runs as a function."""
     if (recording := _current.get()) is not None:
         recording.cells += cells
-        recording.runs |= {} if run is None else {run.run_id: run}
+        recording.runs |= {} if run is None else {run.run_id: run}  # None where no worker could start.
 
 
 def command_line() -> tuple[str, ...]:

@@ -185,7 +185,7 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     limits = _rank_sum(before, after, worth, significance)
     low, high, p_value = limits
     fewest = fewest_samples(significance)
-    if not math.isfinite(high):
+    if not math.isfinite(high):  # No ranks of so few samples are significant.
         return replace(difference, to_decide=fewest)
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
     # As in the interval that is shown, which contains the shift of the medians, too.
@@ -285,7 +285,7 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
 
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
     distances = after - before
-    distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
+    distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0  # Equal but for rounding.
     nulls = []
     for worth_of_sample in (worth, 1.0):  # With drift, and without.
         smaller_count, larger_count = sorted(_independent(len(side), worth_of_sample) for side in (a, b))

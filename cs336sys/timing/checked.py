@@ -125,7 +125,7 @@ class KernelTimer:
         expected = self.problem.expected()
         if self._on_gpu:
             _synchronize(self._device)
-            torch.cuda._sleep(_WAIT_CYCLES)
+            torch.cuda._sleep(_WAIT_CYCLES)  # Work that was left on another stream would find the old inputs.
         write_to_given()
         call = prepare()
         # Memory that the allocator gives out next, so that results which are not written show: of float32, or of the
@@ -145,7 +145,7 @@ class KernelTimer:
             took_ms = 1e3 * (_clock() - started)
             return took_ms, self._copied(results)
         start, end = (_event(enable_timing=True) for _ in range(2))
-        self._flushed.zero_()  # It is as large as the L2 cache, in which nothing of the inputs remains.
+        self._flushed.zero_()  # It is larger than the L2 cache, in which nothing of the inputs remains.
         _record(start, self._stream)
         results = call()
         _record(end, self._stream)

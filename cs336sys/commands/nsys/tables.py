@@ -35,13 +35,8 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
         *named_columns(matmul_tflops="matmuls", softmax_tflops="softmax"),
         *named_columns(matmul_gbps="matmuls", softmax_gbps="softmax"),
     )
-    return Table(
-        "attention",
-        "nsys: softmax against the matmuls inside attention",
-        columns,
-        rows,
-        notes=sentences(__name__, "attention"),
-    )
+    title, notes = "nsys: softmax against the matmuls inside attention", sentences(__name__, "attention")
+    return Table("attention", title, columns, rows, notes=notes)
 
 
 def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _calls_in_step(kernels: Sequence[KernelGroup]) -> float:
 
 
 def shape_words(shape: str) -> str:
-    """Return recorded shapes as text, ``[[4, 8], []]`` as ``4x8``, without inputs that are no tensors; "" for none."""
+    """Return recorded shapes as text, ``[[4, 8], []]`` as ``4x8``, without numbers, whose shape is []; "" for none."""
     try:
         shapes, _ = json.loads(shape)
     except ValueError:
