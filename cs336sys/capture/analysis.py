@@ -175,6 +175,7 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
 
 
 def _copy_times(timeline: Timeline) -> tuple[CopyTime, ...]:
+    """Return the copies within the steps by name, the longest first; their bytes are -1 if those of one are unknown."""
     chosen = np.flatnonzero((timeline.work_class == COPYING) & (timeline.step_of(timeline.start) >= 0))
     rows = []
     for name in np.unique(timeline.name[chosen]).tolist():
@@ -187,7 +188,7 @@ def _copy_times(timeline: Timeline) -> tuple[CopyTime, ...]:
 
 
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
-    """Return a rank's collectives within the steps by kind, group, size of the group (else ``ranks``) and bytes."""
+    """Return collectives within the steps, the longest first; unrecorded groups are taken to be of all ``ranks``."""
     step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns[timeline.collective_places]
     members: dict[tuple[str, str, int, int], list[int]] = {}

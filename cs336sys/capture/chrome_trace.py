@@ -112,7 +112,7 @@ def _check_expansion(path: Path) -> None:
     limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _MOST_EXPANSION * size))
     expanded_bytes = 0
     with _open_decompressed(path) as stream:
-        is_compressed = not isinstance(stream, io.FileIO)  # As which a plain file is opened.
+        is_compressed = not isinstance(stream, io.FileIO)  # A plain file is opened as one.
         while is_compressed and (part := stream.read(MIB)):
             expanded_bytes += len(part)
             if expanded_bytes > limit:
@@ -144,7 +144,7 @@ class _Loader:
         self.collective_of_operator: dict[int, int] = {}
         self.foreign_accelerator = ""
         self.peak_bytes: dict[int, int] = {}
-        self.has_counters = self.is_jax = False
+        self.has_counters = self.is_jax = False  # What a trace without work is of instead.
         self.unreadable = 0
         self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
 
@@ -402,11 +402,11 @@ class _Events:
                     text, position = text[position:] + more, 0
                     continue
                 event, position = self._mend(text, position)
-                if event is None:  # It is skipped.
+                if event is None:  # It could not be mended, and is skipped.
                     if position >= len(text):
                         text, position = self._read(_CHUNK_CHARACTERS), 0
                         if not text:
-                            self.is_cut |= not self._is_array  # A list's last bracket may be missing by the format.
+                            self.is_cut |= not self._is_array  # The format lets a list end without its bracket.
                             break
                     continue
             count += 1

@@ -53,7 +53,7 @@ def check_capture(capture: Capture) -> Capture:
     for test, fault in checks:
         is_impossible = test(capture)
         count, total = int(is_impossible.sum()), len(is_impossible)
-        # So much work is not wrong by itself: it stays, and nothing is said of idle time, which needs both clocks.
+        # A clock must be wrong rather than so much work: all of it stays, but how long the GPU idled is not known.
         if count > _CLOCK_SHARE * total and count > 1:
             sentences.append(say_capture("wrong clock", count=count, total=total, fault=fault))
             hides_idle_time = True
@@ -128,7 +128,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     before, after = launches[:-1], launches[1:]
     # A call within another of the same number is the runtime's call of the driver.
     is_inner = (call_key[after] == call_key[before]) & (calls.start[after] < calls.stop[before])
-    launches = launches[np.append(True, ~is_inner)[: len(launches)]]  # The first, if there is one, is within none.
+    launches = launches[np.append(True, ~is_inner)[: len(launches)]]  # The first, if there is any, is within no other.
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
     # Both are ordered by key now: a key's launches, and its works, are neighbours.
@@ -167,7 +167,7 @@ def _begins_early(capture: Capture) -> Flags:
 
 
 def _ends_late(capture: Capture) -> Flags:
-    """Find work that still runs after a wait for the whole GPU has ended which began after the work's launch."""
+    """Find work that still runs when a wait for the whole GPU, begun after the work's launch, has ended."""
     work = capture.work
     launched = np.append(capture.calls.start, _NEVER)[capture.launch]
     waits = capture.rows_named(capture.calls, _DEVICE_WAIT.search)

@@ -141,6 +141,7 @@ class _Export:
     def capture(self) -> Capture:
         """Return the capture, or raise a UsageError where something that is needed is missing."""
         self._require_recorded()
+        # Names are those with arguments, or in an export without these the short ones.
         is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
         work = DeviceWork.joined(
             self._work(_KERNELS, "shortName" if is_short else "demangledName", names=None),
@@ -156,7 +157,7 @@ class _Export:
         return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
 
     def _read_integers(self, table: str, columns: Sequence[str]) -> array:
-        """Return columns row by row; rows that are not all whole numbers, or end before they start, are unreadable."""
+        """Return columns row by row; rows that are not whole numbers, or end before they start, count as unreadable."""
         values = array("q")
         numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
         is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))

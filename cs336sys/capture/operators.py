@@ -103,7 +103,7 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
         bytes_per_s = None if sheet is None else sheet.memory_bytes_per_s
     if bytes_per_s is None or (tflops is None and work.flops):
         return Roofline(percent=None, bound=None, source=f"the peaks of {gpu_name or 'this GPU'} are not known")
-    # Without a peak of FLOPs there are none to divide by it, as was checked.
+    # Without a peak there are no FLOPs either, as was checked: 0 over any number is 0.
     computing_s, moving_s = work.flops / (tflops or 1.0) / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)

@@ -165,7 +165,7 @@ def _add_slowed_kernels(
 
 
 def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
-    """Return the steps' kernels in launch order, the step of each, and how many of its collectives come before it."""
+    """Return the steps' kernels in launch order, the step of each, and how many collectives of the step precede it."""
     step = timeline.step_of(timeline.start)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
     kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
@@ -194,7 +194,7 @@ def _match_collectives(
     Collectives of equal identifier are the same, or else of equal group, kind and sequence number, or else of equal
     order in a step. Sends are matched with receives where both name their peers.
     """
-    places_of: dict[tuple, list[Place]] = defaultdict(list)  # By group, kind, step or "number", and number in it.
+    places_of: dict[tuple, list[Place]] = defaultdict(list)  # Keys: group, kind, step or "number", and which.
     # Collectives without recorded numbers, by group, kind and step: how many each rank has.
     unnumbered: dict[tuple, Counter[int]] = defaultdict(Counter)
     is_without_peers = False
@@ -364,7 +364,7 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
         return _cannot_tell("missing ranks", ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
         return _cannot_tell("varying steps", amount=unseen_percent)
-    # All the same a rank may begin its steps late. Files of earlier versions do not say so; in a pipeline all do.
+    # A rank may still begin its steps late. Files of earlier versions do not say so, and in a pipeline stages have to.
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())

@@ -163,7 +163,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     """
     is_step = capture.is_named(capture.ranges.name, PROFILER_STEP.match)
     steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
-    # All by one name, without the steps' numbers.
+    # All get one name, without the number of the step.
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
     is_in_step = work.launched_in(steps) >= 0
     least_ns = _LEAST_PERCENT / 100 * work.length.sum()
@@ -194,7 +194,7 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
     has_launch = work.launched >= 0
     if not is_in_phase.any():
         raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
-    is_expected, is_attributed = np.ones(len(work), bool), has_launch  # Other work can be of no phase.
+    is_expected, is_attributed = np.ones(len(work), bool), has_launch  # Work without a launch can be of no phase.
     if covered is not None:
         is_expected, is_attributed = np.zeros(len(work), bool), is_in_phase
         # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.

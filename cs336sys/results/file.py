@@ -81,6 +81,7 @@ class ResultsFile:
         self._open()
 
     def _open(self) -> None:
+        """Open the file, keep other processes out, and check what it holds; it is closed where one of these fails."""
         with _refusing_faults(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered, so that a failed write has written what the file's size says.

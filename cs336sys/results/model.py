@@ -278,7 +278,7 @@ def read_several(paths: str) -> Results:
     if recording is not None and paths in recording.sources:
         return recording.sources[paths]
     names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
-    files = {name: read_results(Path(name)) for name in names or [paths]}  # Of commas alone it says: no such file.
+    files = {name: read_results(Path(name)) for name in names or [paths]}  # Commas alone are no file either.
     runs = {run_id: run for file in files.values() for run_id, run in file.runs.items()}
     cells = tuple(cell for file in files.values() for cell in file.cells)
     passed_over = (f"{name}: {sentence}" for name, file in files.items() for sentence in file.passed_over)
@@ -425,7 +425,7 @@ _SAMPLES_TYPES = {"unit": str, "method": str, "measured": list, "warmup": list}
 def _check_types(record: Any, types: Mapping[str, type]) -> None:
     """Raise a KeyError or a TypeError where a record lacks one of these fields, or has one of another type."""
     if not isinstance(record, dict):
-        raise TypeError("samples are no dict")  # Of runs and cells read_record knows that they are.
+        raise TypeError("samples are no dict")  # Runs and cells are, by read_record.
     for name, kind in types.items():
         if not isinstance(record[name], kind):
             raise TypeError(f"{name} is no {kind.__name__}")
@@ -438,7 +438,7 @@ def _read_run(record: dict[str, Any]) -> Run:
     for name, value in (machine | environment).items():
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
-    # Titles and notes show these, and cut them as text.
+    # These are shortened for titles and notes, as text can be.
     texts = {name: machine.get(name) for name in ("gpu", "cpu")}
     texts |= {name: environment.get(name) for name in ("git_commit", "source_digest")}
     for name, text in texts.items():

@@ -141,7 +141,7 @@ def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
     """Yield a function that runs one step with ranges around its parts; inside compiled code there are none."""
 
     def run() -> None:
-        with phase(STEP, marks, step.device):
+        with phase(STEP, marks, wait_for=step.device):
             for name, run_phase in step.phases_with_loss.items():
                 with phase(name, marks):
                     run_phase()
@@ -160,15 +160,15 @@ def _run_annotated(
     progress("building the model")
     step = TrainStep(workload, device)
     progress("warm-up")
-    with phase(WARM_UP, marks, device):
+    with phase(WARM_UP, marks, wait_for=device):
         step.capture(with_loss=True)
         for _ in range(workload.warmup):
             step()
     progress("profiling")
-    whole_run = phase(run_name(workload.configuration()), marks, device)
+    whole_run = phase(run_name(workload.configuration()), marks, wait_for=device)
     with _annotated(step, marks) as run_step, profiler, whole_run:
         # A profiler takes a while to start; what runs then is not counted.
-        with phase(WARM_UP, marks, device):
+        with phase(WARM_UP, marks, wait_for=device):
             step()
         for _ in range(workload.steps):
             run_step()

@@ -77,7 +77,7 @@ def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline, label: str, begin: int, end: int, origin: float, axis_ns: float) -> list[dict[str, Any]]:
-    """Return the busiest streams' lanes: work from ``begin`` to ``end``, drawn from ``origin``, in ns of its clock."""
+    """Return lanes of the busiest streams, from ``begin`` to ``end``; all times are ns by the clock of the timeline."""
     inside = np.flatnonzero((timeline.start < end) & (timeline.stop > begin))
     streams, counts = np.unique(timeline.stream[inside], return_counts=True)
     lanes = []

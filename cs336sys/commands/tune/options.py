@@ -299,7 +299,7 @@ class _Predictor:
         return choose(space, self.rates, self.limit_bytes, self.launch_s, self.counted_model)
 
     def with_one_more_gpu(self, choices: Choice) -> Choice | None:
-        """Return the choice with one more GPU, of the fastest's other settings; None if they cannot share a step."""
+        """Return the choice with one more GPU, for settings of the fastest; None if so many cannot share a step."""
         best, space = choices.fitting[0].configuration.training, self.space
         # Chosen again, for another GPU may change them.
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}

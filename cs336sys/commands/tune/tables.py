@@ -164,7 +164,7 @@ _BEYOND_ROUNDS_CPU = 1.5  # On a CPU of two shared cores neighbouring rounds of 
 
 
 def is_decided(comparison: Comparison, device: str) -> bool:
-    """Return whether one is slower, or faster, for certain: by several rounds, or by more than two of them differ."""
+    """Return whether one is slower, or faster, for certain: in several rounds, or in one by more than rounds differ."""
     difference = comparison.difference
     if difference is None or difference.ratio_low is None or comparison.verdict not in ("slower", "faster"):
         return False
