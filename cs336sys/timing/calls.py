@@ -61,9 +61,7 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
 
     call()  # The first call may compile.
     wait_ms = 2 * max(cpu_ms(call) for _ in range(3))
-    queued_ms = cpu_ms(
-        run_and_wait
-    )  # How long a call and its wait take: the given times, divided by this, are numbers of calls.
+    queued_ms = cpu_ms(run_and_wait)  # Of a call and its wait; the given times over this are numbers of calls.
     for _ in range(int(warmup_ms / queued_ms)):
         run_queued(wait_ms)
     events = [run_queued(wait_ms) for _ in range(max(5, int(repetition_ms / queued_ms)))]
