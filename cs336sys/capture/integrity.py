@@ -189,7 +189,7 @@ def _overlaps(capture: Capture) -> Flags:
     """Find work that runs into the next of its stream: of both, the one whose duration is less usual for its name.
 
     Kernels of a graph may run side by side, and so may one that was launched to begin early (programmatic dependent
-    launch), which ends after the one before.
+    launch): this overlaps the one before rightly unless it ends first.
     """
     work = capture.work
     is_wrong = np.zeros(len(work), bool)

@@ -54,7 +54,7 @@ def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.boo
     latest = np.maximum.accumulate(group_and_stop)[:-1]
     latest_stop = stops[latest % len(stops)]
     is_inner = np.zeros(len(start), bool)
-    # One without length, just where another ends, follows it.
+    # An interval without length that begins where another ends follows that, and does not lie in it.
     is_inner[order[1:]] = (group_and_stop[1:] <= latest) & (start[order[1:]] < latest_stop)
     return is_inner
 

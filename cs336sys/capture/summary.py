@@ -117,7 +117,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
         phases=_range_times(texts, work, phases, phase_of_work),
-        step=step[0] if step else None,
+        step=step[0] if step else None,  # All steps have the same name.
         parts=_range_times(texts, work, parts, part_of_work),
         kernels=_kernel_times(texts, work, phases, phase_of_work),
         part_kernels=_kernel_times(texts, work, parts, part_of_work),
@@ -165,7 +165,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
     # All get one name, without the number of the step.
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
-    is_in_step = work.launched_in(steps) >= 0
+    is_in_step = work.launched_in(steps) >= 0  # What is launched between the steps may have no phase.
     least_ns = _LEAST_PERCENT / 100 * work.length.sum()
     if is_in_step.any() and work.length[work.launched >= 0].sum() >= least_ns:
         return steps, f"phases: the steps of torch.profiler, {len(steps)} of them; others are chosen with --range"

@@ -254,7 +254,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     counts = np.searchsorted(launched[order], ranges)
     if counts[-1, 1] <= counts[0, 0]:
         return None
-    # A step begins and ends with its range, but not before all work that was launched until then has run.
+    # A step begins and ends with its range, but not before all work that was launched until then (0: none) has run.
     finished = np.append(np.maximum.accumulate(timeline.stop[order]), 0)[counts - 1]
     begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T
     previous_ends = np.append(begins[0], ends[:-1])

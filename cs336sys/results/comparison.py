@@ -163,7 +163,7 @@ def _sides(results: Results) -> dict[tuple[str, str], Side]:
 
 
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
-    """Sort a configuration's cells that compare with the last into runs and their rounds."""
+    """Sort into runs and rounds those cells of a configuration that the last one's code and conditions measured."""
     last_id = cells[-1].run_id
     last = runs.get(last_id)
     comparable_ids = {last_id}
@@ -292,7 +292,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.compare_sides`."""
     counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
     not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
-    if not_finite:
+    if not_finite:  # Then it has neither a difference nor autocorrelations.
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:

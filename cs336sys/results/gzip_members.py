@@ -69,7 +69,7 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
         except zlib.error as error:
             # "Error -3 while decompressing data: incorrect data check"
             fault = str(error).rpartition(": ")[2]
-            # It ends behind its start, where the search for the next one begins.
+            # It ends a byte after its start or later, so that the search for the next one, from there, gets on.
             return Member(start, max(position, start + 1), bytes(content), fault)
         if limit is not None and len(content) > limit:
             raise TooLargeError

@@ -137,7 +137,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
             at += 9
         elif op == 0x2E:  # STOP
             return
-        elif match.end() == match.start():  # Else it may have ended at its 10,000th opcode.
+        elif match.end() == match.start():  # Else the match may have ended at its 10,000th.
             raise UsageError(_refusal(data, at, path))
 
 

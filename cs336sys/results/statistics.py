@@ -326,7 +326,7 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
         nulls: the distribution for as many samples as these are worth, and the one for as many as they are.
     """
     null, null_without_drift = nulls
-    # Where samples are worth less, the test counts fewer distances, each of which stands for so many of these.
+    # Where samples are worth less than one, the test counts fewer distances, each of which stands for several of these.
     weight = len(ordered) / null.most
     num_rejected = null.rejected(significance / 2)
     if num_rejected:

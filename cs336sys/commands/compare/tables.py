@@ -64,7 +64,7 @@ def _metric_table(
     metric: str, rows: Sequence[tuple[Pair, Comparison]], identity: Sequence[Column], confidence_percent: float
 ) -> Table:
     """Build the table of a metric: medians, their ratio, and what the samples can tell of it."""
-    unit = rows[0][1].a.unit
+    unit = rows[0][1].a.unit  # All comparisons of a metric have the same.
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
@@ -76,7 +76,7 @@ def _metric_table(
         Column("p_value", "p", "p_value", _of_difference("p_value")),
         Column("verdict", "verdict", value=lambda comparison: comparison.verdict_text),
         Column("to_decide", "would decide", value=_to_decide),
-        Column("a_runs", "A runs", "count", lambda comparison: len(comparison.a.rounds)),
+        Column("a_runs", "A runs", "count", lambda comparison: len(comparison.a.rounds)),  # Each round builds anew.
         Column("b_runs", "B runs", "count", lambda comparison: len(comparison.b.rounds)),
         Column("a_autocorrelation", "A lag 1", "correlation", lambda comparison: comparison.autocorrelation_a),
         Column("b_autocorrelation", "B lag 1", "correlation", lambda comparison: comparison.autocorrelation_b),

@@ -27,7 +27,7 @@ def check_model(workload: Workload) -> list[Check]:
     """Check imports, training, and what commands need of a user's model, in turn, up to the first that fails.
 
     Args:
-        workload: small, launched, with the user's model.
+        workload: small, neither compiled nor in a CUDA graph, with the user's model.
     """
     checks: list[Check] = []
     try:
@@ -209,7 +209,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
 def _commands(checks: list[Check]) -> list[Check]:
     """Say what each command can do with the model."""
     is_ok = {check.name: check.verdict == "ok" for check in checks}
-    graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"  # Not checked where no step could be counted.
+    graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"  # "waits" is lacking where no step could be counted.
     blocks = "" if is_ok["blocks"] else ", but --compile block, ranges and tables of blocks"
     return [
         Check("bench", f"all{graphs}{blocks}"),

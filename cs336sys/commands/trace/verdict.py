@@ -122,7 +122,7 @@ def _kernel_advice(analysis: Analysis) -> str:
     """Suggest what to try where nothing waits, by the largest kind of kernel."""
     totals = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
     total = totals.total() or 1
-    shares = {kind: ns / total for kind, ns in totals.items()} or {Category.MATMUL: 0.0}
+    shares = {kind: ns / total for kind, ns in totals.items()} or {Category.MATMUL: 0.0}  # Without any kernel.
     moving = sum(shares.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
     kind, share = next(iter(shares.items()))
     # Together they may be the largest, though none of them is; under about a third of the time they are no advice.

@@ -52,7 +52,7 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
         # A call of `step` runs one micro-batch.
         busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
         outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, observed={})
-        for name in ("tokens_per_s", "tflops", "mfu_percent"):
+        for name in ("tokens_per_s", "tflops", "mfu_percent"):  # Of a step with one micro-batch so far.
             if outcome.derived.get(name) is not None:
                 outcome.derived[name] *= chosen.accumulation
         return outcome

@@ -158,7 +158,7 @@ class SearchOptions:
             return rates_of(self.gpu, measured)
         local_gpu = gpu_capacity(device)
         if local_gpu is None:
-            return measured or rates_of("h200")
+            return measured or rates_of("h200")  # As --gpu's help says.
         if measured is None and datasheet(local_gpu.device) is None:
             remedy = "run doctor --ceilings mine.json, and give --rates mine.json"
             raise CapabilityError(f"{local_gpu.device}: its rates are not known; {remedy}")
