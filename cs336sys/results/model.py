@@ -373,7 +373,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
 
 
 def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text; one longer than :data:`LINE_BYTES` is cut a byte later, so that its length shows it."""
+    """Yield the lines of a text; one longer than :data:`LINE_BYTES` is cut a byte later, so that its length shows."""
     pending: list[bytes] = []
     bytes_left = foreign.LINE_BYTES + 1
     for part in parts:

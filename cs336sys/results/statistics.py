@@ -152,8 +152,8 @@ def ratio(a: Samples, b: Samples) -> Interval:
 
 def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     """Return the median ratio a / b of samples taken in turn, by the signed-rank test; the longer series is cut."""
-    first, second = _logarithms(a.measured), _logarithms(b.measured)
-    differences = [before - after for before, after in zip(first, second, strict=False)]
+    logarithms_a, logarithms_b = _logarithms(a.measured), _logarithms(b.measured)
+    differences = [of_a - of_b for of_a, of_b in zip(logarithms_a, logarithms_b, strict=False)]
     # With drift, and without.
     nulls = [_signed_rank_null(_independent(len(differences), worth)) for worth in (_worth([[differences]]), 1.0)]
     values = _thinned(differences)
