@@ -386,7 +386,7 @@ class _Events:
         self._outside_events = text[:position]
         count = 0
         while True:
-            position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+            position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]  # it also matches ""
             try:
                 event, position = _decode_value(text, position)
             except json.JSONDecodeError as error:

@@ -76,7 +76,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     records = [timeline.collective_records for timeline in timelines]
     synchronizing: dict[tuple[Place, ...], None] = {}
     for members in collectives:
-        rank, place = members[0]  # All have the same kind.
+        rank, place = members[0]  # All are of one kind, but for a send and its receive, which do not synchronize.
         if records[rank][place].kind in SYNCHRONIZING:
             synchronizing[members] = None
     if len(synchronizing) < 2:

@@ -326,7 +326,7 @@ def compare_pairs(
         for metric in shared_series(pair, requested):
             comparison = compare_samples(of_a[metric], of_b[metric], confidence_percent=confidence_percent)
             compared.setdefault(metric, []).append((pair, comparison))
-    units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
+    units = {metric: comparison.a.unit for metric, ((_, comparison), *_) in compared.items()}
     missing = [
         name for name in requested if not any(_is_requested(metric, unit, [name]) for metric, unit in units.items())
     ]

@@ -105,7 +105,7 @@ def _group_kernels(analysis: Analysis, key: Callable[[KernelGroup], str]) -> lis
             times[column] = sum(sum(getattr(kernel, column)) for kernel in kernels) / steps
         times["share_percent"] = 100 * times["ms"] / total_ms if total_ms else None
         results.append((name, kernels, times))
-    return sorted(results, key=lambda result: -result[2]["ms"])
+    return sorted(results, key=lambda result: -result[2]["ms"])  # By the time in their rows.
 
 
 def kind_table(analysis: Analysis) -> Table:

@@ -268,7 +268,7 @@ def _fixed_for_user_model(
 
 
 def _cpu_rates(base_workload: Workload) -> Rates:
-    """Measure the rates of this machine's CPU on the workload's shapes; they hold for every step."""
+    """Measure this CPU's rates on the workload's shapes, which no ranges limit then; communication overlaps nothing."""
     from cs336sys.machine.system import cpu_model
 
     outcome = _measured_in_worker("cs336sys.commands.tune.measure:measure_rates", base_workload, timeout_s=120.0)
