@@ -232,7 +232,7 @@ def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -
     interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)
     if not interval.is_undecided:
         return interval
-    # The interval has to leave out 1, or to lie within SAME_PERCENT of it; it narrows with the root of the number.
+    # Narrow enough, the interval leaves out 1 or lies within SAME_PERCENT of it; it narrows with the root of the count.
     same = math.log1p(SAME_PERCENT / 100)
     needed_width = 2 * max(abs(shift), same - abs(shift))
     return replace(interval, to_decide=max(count + 1, math.ceil(count * ((high - low) / needed_width) ** 2)))
