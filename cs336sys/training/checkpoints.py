@@ -45,6 +45,7 @@ class MemoryStep(TrainStep):
         blocks = blocks_of(training, model)
         self.block_names, self.blocks = list(blocks), list(blocks.values())
         self.recorder: StepRecorder | None = None
+        # Our model calls its layers in a loop, so a list of checkpoints, also of several blocks each, can replace them.
         if training.is_ours and isinstance(getattr(model, "layers", None), nn.ModuleList):
             model.layers = checkpointed(self.blocks, workload.checkpointing, self.region)
         elif workload.checkpointing == "block":
@@ -66,7 +67,7 @@ class MemoryStep(TrainStep):
         """Record one step, with the loss as a phase of its own, as it is launched or captured in CUDA graphs."""
         self.recorder = recorder
         try:
-            self.run_phases(recorder.region, recorder)
+            self.run_phases(around=recorder.region, all_around=recorder)
         finally:
             self.recorder = None
 
@@ -91,7 +92,7 @@ class MemoryStep(TrainStep):
                         phase()
                 return
 
-            # The warm-up of the capture runs before the first phase, and is not part of the record.
+            # capture() first runs its warm-up, which is not recorded: only the first captured phase enters all_around.
             pending = [all_around]
 
             def around_captured(name: str) -> AbstractContextManager[None]:
@@ -115,7 +116,7 @@ class MemoryStep(TrainStep):
             self.inputs, self.targets = tree_map_only(Tensor, part, (inputs, targets))
             for name, phase in phases.items():
                 yield name, phase
-                # A fused kernel computes the loss in the forward pass.
+                # So gradients add up to those of the whole batch. A fused kernel computes the loss in the forward pass.
                 if name == ("loss" if "loss" in phases else "forward"):
                     assert self.loss is not None
                     self.loss = self.loss / self.micro_batches
@@ -150,7 +151,7 @@ class MemoryStep(TrainStep):
             return []
         size = self.workload.size
         block = self.blocks[len(self.blocks) // 2]
-        names = None if self.workload.is_compiled else unique_names(block)
+        names = None if self.workload.is_compiled else unique_names(block)  # Compiled code has no modules.
         if self.workload.is_ours:
             shape = size.batch_size, size.context, size.d_model
             args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), dict[str, Any]()
@@ -161,7 +162,7 @@ class MemoryStep(TrainStep):
             return saved_tensors(lambda: first_tensor(block(*args, **kwargs)), tensors, names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a block's first call in a forward pass, detached; the first tensor has a gradient."""
+        """Return the arguments of a block's first call in a forward pass, detached; hidden states require gradients."""
         calls: list[tuple[Any, dict[str, Any]]] = []
         hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
         with torch.no_grad():
@@ -185,7 +186,7 @@ def checkpoint_calls(blocks: Sequence[nn.Module], region: RegionContext) -> None
             return call(*args, **kwargs)
 
     for block in blocks:
-        call = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first.
+        call = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first; both run hooks.
         block._compiled_call_impl = functools.partial(keeping_input, functools.partial(run, call), keeps_random=True)
 
 
@@ -199,7 +200,7 @@ def unique_names(model: nn.Module) -> dict[nn.Module, str]:
 
 def _recomputation(region: RegionContext) -> AbstractContextManager[None]:
     """Enter ``region`` where the backward pass runs a block again."""
-    is_in_backward = torch._C._current_graph_task_id() != -1
+    is_in_backward = torch._C._current_graph_task_id() != -1  # -1: this thread runs no backward pass.
     return region(RECOMPUTATION) if is_in_backward else contextlib.nullcontext()
 
 
@@ -212,7 +213,7 @@ def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: Region
     if checkpointing in SUBLAYERS:
         return nn.ModuleList([_SublayerCheckpoints(block, SUBLAYERS[checkpointing], region) for block in blocks])
     remaining = iter(blocks)
-    sizes = group_sizes(checkpointing, len(blocks))
+    sizes = group_sizes(checkpointing, len(blocks))  # "block" or "every=K": K blocks in a row share a checkpoint.
     return nn.ModuleList([_Checkpoint(list(itertools.islice(remaining, count)), region) for count in sizes])
 
 

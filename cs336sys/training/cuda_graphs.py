@@ -195,7 +195,8 @@ class GraphedStep:
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 is_last = number == warmup - 1
                 if is_last and number > 0:
-                    # By now the state exists. torch refuses it on the CPU in a capture, too, but does not name it.
+                    # The first step has made the state. It is checked before torch is told of a capture, because torch
+                    # refuses state on the CPU then, too, but does not name it.
                     _require_state_on_device(optimizers, device)
                     captured = pretend_capturing()
                 with around(number), captured:
@@ -273,7 +274,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _captured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers of each group that the CPU decides in a step."""
+    """Return the plain numbers of each group, such as the learning rate: a graph repeats them as captured."""
     return [
         {name: value for name, value in group.items() if isinstance(value, int | float)}
         for group in optimizer.param_groups

@@ -50,7 +50,7 @@ class StepCount:
 
 
 def count_step(workload: Workload) -> StepCount:
-    """Count a step of a user's model, once for all workloads that differ in nothing that is counted."""
+    """Count a step of a user's model, once for many workloads: settings that change no count get one value."""
     mode = "forward-backward" if workload.has_backward else "forward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
     # FLOPs of attention are not counted here, but by AttentionCalls on real tensors: they depend on what masks hold.
@@ -59,7 +59,7 @@ def count_step(workload: Workload) -> StepCount:
 
 @functools.lru_cache(maxsize=4)
 def _count_cached(workload: Workload) -> StepCount:
-    """Count a launched step on the meta device, as far as it runs there."""
+    """Count a launched step on the meta device; where it fails there, return what was counted so far, and why."""
     count = StepCount()
     numbers = WithoutValues()
     try:
@@ -92,14 +92,14 @@ _SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")  # Operations that take a shape
 
 
 class _MarkedTensors:
-    """A set of tensors, by their storage as long as it lives: it has their views, too."""
+    """A set of tensors and of all their views: it keeps weak references to their storages, not the tensors."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def update(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided:  # Others, such as sparse ones, have no storage.
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._storages[storage.cdata] = storage
 
@@ -107,7 +107,7 @@ class _MarkedTensors:
         if tensor.layout is not torch.strided:
             return False
         storage = self._storages.get(tensor.untyped_storage()._cdata)
-        return storage is not None and not storage.expired()
+        return storage is not None and not storage.expired()  # Another storage may get the address of a freed one.
 
 
 class AttentionCalls(TorchDispatchMode):
@@ -119,12 +119,12 @@ class AttentionCalls(TorchDispatchMode):
     Attributes:
         calls: of torch's ``scaled_dot_product_attention``, by why our kernels cannot stand in for it, or ``""`` where
             they can.
-        flops: of its products, of visible pairs alone; less those of hidden pairs in other products, which a counter of
-            shapes counts.
+        flops: of torch's attention, for visible pairs of tokens alone; minus those of hidden pairs in attention that a
+            model computes by products, which a counter of shapes has counted whole.
         is_upper_bound: whether a mask depends on the batch. All pairs under such a mask are counted.
     """
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # Without it torch refuses them, such as flex_attention, in this mode.
 
     def __init__(self, batch: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class AttentionCalls(TorchDispatchMode):
         self._from_batch, self._masked_by_batch = _MarkedTensors(), _MarkedTensors()
         self._from_batch.update(batch)
         self._is_in_attention = False
-        # The shape of the last batched product and its inner dimension; its hidden pairs, once softmax has taken it.
+        # The last batched product's shape and inner dimension; how many of its pairs are hidden, once softmax read it.
         self._scores: tuple[torch.Size, int] | None = None
         self._hidden_pairs: int | None = None
 
@@ -179,7 +179,7 @@ class AttentionCalls(TorchDispatchMode):
         if from_batch and not _SHAPE_OPERATIONS.match(name):
             self._from_batch.update(outputs)
         if name in PRODUCTS:
-            # Attention's products are batched.
+            # Attention's products are batched. No product returns scores that a mask hides: its result is not marked.
             if name.endswith("bmm"):
                 left, right = (args[position] for position in PRODUCTS[name])
                 self._count_product(left, right, result)
@@ -190,20 +190,20 @@ class AttentionCalls(TorchDispatchMode):
         return result
 
     def _hides_by_batch(self, name: str, args: Any, from_batch: list[Tensor]) -> bool:
-        """Return whether an operation hides scores that depend on the batch."""
+        """Return whether an operation hides scores by a mask that was computed from the batch."""
         if name.startswith("masked_fill"):
-            return args[1] in self._from_batch
+            return args[1] in self._from_batch  # Its mask.
         if name == "where":
-            return args[0] in self._from_batch
-        # A sum of scores and a mask, both computed from the batch.
+            return args[0] in self._from_batch  # Its condition.
+        # A sum of scores and of a mask of large negative numbers, both computed from the batch.
         is_masking_sum = name in ("add", "add_") and len(from_batch) == 2
         return is_masking_sum and any(tensor.is_floating_point() and _hides(tensor) for tensor in from_batch)
 
     def _count_softmax(self, scores: Tensor) -> None:
-        """Take the hidden pairs from the FLOPs of the product that made the scores, if softmax takes that product."""
+        """Subtract hidden pairs from the FLOPs of the last product, if softmax takes its result, masked, as scores."""
         if self._scores is None:
             return
-        (_, queries, keys), inner = self._scores
+        (_, queries, keys), inner = self._scores  # A batched product has three dimensions.
         rows = self._scores[0][:-1].numel()
         # Softmax may take more columns than keys: an attention sink is one more.
         if scores.shape[-1] < keys or scores.shape[:-1].numel() != rows or not _hides(scores):
@@ -216,7 +216,7 @@ class AttentionCalls(TorchDispatchMode):
         self.flops -= 2 * self._hidden_pairs * inner
 
     def _count_product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
-        """Take hidden pairs from the FLOPs of a product of probabilities with values, and remember its result."""
+        """Subtract hidden pairs from the FLOPs of probabilities (``left``) times values; keep the result as scores."""
         if self._hidden_pairs is not None and self._scores is not None and left.shape == self._scores[0]:
             self.flops -= 2 * self._hidden_pairs * right.shape[-1]
         self._scores, self._hidden_pairs = (result.shape, left.shape[-1]), None
@@ -244,7 +244,7 @@ def visible_pairs(visible: Tensor) -> int:
 
 
 def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
-    """Return ``parameters``, and of a user's model ``flops`` and ``notes`` on it; called before it is captured."""
+    """Return ``parameters``, and of a user's model ``flops`` and ``notes``; runs its forward pass, so call it early."""
     workload = step.workload
     if workload.is_ours:
         return {"parameters": workload.parameters}
@@ -256,7 +256,7 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
     course_attention = mock.Mock(wraps=sdpa)  # Attention of cs336_basics is counted like a call of torch's.
     with torch.no_grad(), eager, attention_replaced(course_attention):
         step.compute_logits(attention.watching())
-    # By value of --attention: the calls that compute something else than the model's own attention.
+    # By value of --attention: calls that it computes otherwise than the model itself; "" counts those for flash.
     replaced_calls = {"reference": 0, "sdpa": course_attention.call_count, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.
@@ -266,7 +266,7 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
         "parameters": parameters,
         "flops": flops,
         "flops_are_upper_bound": attention.is_upper_bound,
-        "same_attention": [name for name, calls in replaced_calls.items() if not calls],
+        "same_attention": [name for name, calls in replaced_calls.items() if not calls],  # Values without an effect.
         "notes": [
             *user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model)),
             *_flop_notes(workload, count, attention),
@@ -282,7 +282,7 @@ def fused_notes(step: TrainStep) -> list[str]:
         return []
     counts = dict(handle.recognized)
     if step.loss_without_logits is None:
-        counts.pop("linear-cross-entropy", None)
+        counts.pop("linear-cross-entropy", None)  # It was recognized, but --loss takes its place.
     replaced = ", ".join(f"{times} x {name}" for name, times in counts.items())
     copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""
     return [f"{step.workload.user.model}: fused kernels replace {replaced or 'no module'}{copies}"]

@@ -49,7 +49,7 @@ class PhasePeak:
 def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
     """Return the peaks of a timeline's phases; it knows only the tensors' bytes."""
     totals = timeline.totals()
-    return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
+    return [PhasePeak(phase.name, totals[peak_position(totals, phase)], reserved=None) for phase in timeline.phases()]
 
 
 def summary(
@@ -73,7 +73,7 @@ def summary(
         "predicted_moment": predicted and predicted.moment,
         "lost_events": timeline.lost_events,
         "largest": largest_allocations(timeline, LARGEST_ALLOCATIONS),
-        # Its tables take what the forward pass adds for what a block saves, which checkpoints drop.
+        # Tables show the growth over a block as the bytes that it saves, and under checkpoints it does not save them.
         "block": block if workload.checkpointing == "none" else None,
         "timeline": thinned(bytes_by_category),
         "regions": [asdict(region) for region in timeline.phases()],
@@ -84,10 +84,10 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     """Return the changes of memory over one block, in the middle of the model, in bytes.
 
     Returns:
-        ``forward_growth``: between the first allocations of the block before and of the block; ``backward_change``:
-        between those of the block and of the block before; both for one block, as blocks are alike, and None in
-        compiled code, whose modules are not seen; ``gradients``: of the block's parameters. None without a backward
-        pass or a second block.
+        ``forward_growth``: from just before the previous block's first allocation in the forward pass to just before
+        this block's; ``backward_change``: in the backward pass, from this block's to the previous block's; both None in
+        compiled code, whose modules are not seen. ``gradients``: of the block's parameters. Without a backward pass or
+        a second block, None in place of the dictionary.
     """
     block = len(block_names) // 2
     if block == 0:
@@ -152,8 +152,8 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     size, checkpointing = workload.training.size, workload.checkpointing
     # Blocks after which memory repeats: those that share a checkpoint.
     period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
-    fewest_blocks = 2 * period + size.num_layers % period  # The others are whole periods.
-    repeats = workload.training.is_ours and checkpointing != "nested"
+    fewest_blocks = 2 * period + size.num_layers % period  # So that whole periods are missing.
+    repeats = workload.training.is_ours and checkpointing != "nested"  # Halves of halves depend on the whole depth.
     blocks_of_three_steps = 3 * (fewest_blocks + period)
     if not repeats or size.num_layers <= blocks_of_three_steps:
         progress(f"tracing {size.num_layers} blocks on fake tensors")
@@ -175,7 +175,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
 def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
     """Run a step of all blocks on fake tensors of the CPU, with what computes on a GPU alone replaced."""
     on_cpu = workload.training.device == "cpu"
-    training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
+    training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")  # A step holds the same.
     if training.scales_loss:
         training = replace(training, precision="bf16")  # It has as many bytes, and runs everywhere.
     workload = replace(workload, training=training, snapshot=None)
@@ -273,7 +273,7 @@ def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool
 
 
 def _decided_as_with_values() -> AbstractContextManager[Any]:
-    """Let models of Hugging Face decide by values, as in a real step: of fake tensors they make every mask."""
+    """Let models of Hugging Face leave out masks as in a real step; given fake tensors they make every mask."""
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return contextlib.nullcontext()

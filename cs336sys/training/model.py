@@ -249,7 +249,7 @@ def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
     model = build_model(plainly_trained(workload), device)
     if workload.splits_weights:
         for parameter in model.get_submodule("layers").parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1:  # Matrices of blocks, which alone are kept in bf16.
                 parameter.data = parameter.data.bfloat16().float()
     return model
 
@@ -299,7 +299,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
 
 
 def plainly_trained(workload: Workload) -> Workload:
-    """Return the reference of a workload: steps without CUDA graphs, with PyTorch's operations, not our kernels."""
+    """Return the reference of a workload: no CUDA graphs, and in place of our kernels PyTorch's, not compiled."""
     plain = replace(workload, cuda_graph="off")
     if workload.attention_record.is_ours and workload.is_ours:
         plain = replace(plain, attention="sdpa", compile="off")  # With scores in memory a long context would not fit.

@@ -65,7 +65,7 @@ def _moved_bytes(tensor: Tensor) -> int:
 
 
 class _Attention(torch.autograd.Function):
-    """Has the shapes of attention, and does nothing: its work is counted by its calls."""
+    """Stands in for attention: makes tensors of the same shapes without work, which follows from the calls."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Moves what torch's fused kernels of a GPU move: x and y, then x and both gradients. A CPU has more operations."""
+    """Stands in for RMSNorm, several operations on a CPU, by one a pass that moves what a GPU's fused kernel moves."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
         columns[name] = {
             "products": [first.products, second.products],
             "bytes": [first.bytes, second.bytes],
-            "kernels": first.kernels,
+            "kernels": first.kernels,  # A larger batch makes kernels larger, not more.
         }
     return Outcome("ok", derived=columns)
 

@@ -35,7 +35,7 @@ def _spare_the_compiler() -> None:
 
 
 def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the workload's class of optimizer and its settings; for CUDA graphs it counts on the GPU if it can.
+    """Return the workload's class of optimizer and its settings; for CUDA graphs it counts steps on the GPU if it can.
 
     Raises:
         CapabilityError: it is ours, and Triton is not installed; or it is the user's, with groups of parameters.

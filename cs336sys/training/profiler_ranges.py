@@ -5,7 +5,7 @@ of the blocks' classes, ``scaled_dot_product_attention`` of ``cs336_basics.model
 ``cs336_basics.model.softmax``, and puts everything back when its ``with`` ends. The model's own code stays as it is.
 
 A phase is open for every thread, because the backward pass launches its kernels from autograd's thread, and ends when
-the GPU has done the phase's work. Block and attention ranges lie on the thread that launches their kernels.
+all of it is launched. Block and attention ranges lie on the thread that launches their kernels.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iter
     """Within this, a range for all threads; :mod:`cs336sys.capture.range_names` names the phases of a step.
 
     Args:
-        wait_for: the range ends when this device has done everything launched in it. A phase of a step ends when all of
-            it is launched, which is what attribution goes by: waiting in each took up to 5 % of a step.
+        wait_for: a device; the range of a whole step ends when it has done everything. The phases within a step do not
+            wait: kernels are attributed by their launch, and waiting in each phase took up to 5 % of a step.
     """
     end = marks.start(name)
     try:
@@ -177,7 +177,7 @@ class _AttentionRanges:
     def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call softmax within its range, which ends that of the scores and starts that of the last product."""
         assert self._softmax is not None
-        if self._part is None:
+        if self._part is None:  # Something else than attention calls it.
             return self._softmax(*args, **kwargs)
         self._part.close()
         with self._marks.range(SOFTMAX):

@@ -97,14 +97,14 @@ class TrainStep:
         if self.loss_without_logits is None:
             later_phases = {name: run for name, run in self.phases.items() if name != "forward"}
             self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | later_phases
-        self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
+        self._launched, self._launched_with_loss = self.phases, self.phases_with_loss  # For release_graphs().
 
     def _use_fused_kernels(self) -> None:
         """Compute the loss with the model's fused kernels, and keep copies of weights for them in half precision."""
         workload = self.workload
         self.fused = import_module(FUSED_KERNELS_MODULE).fused_kernels(self.model)
         if self.fused is None:
-            return
+            return  # A model that the caller has built need not be fused.
         if self.fused.computes_loss and workload.user.loss is None:
             self.loss_without_logits = self.fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
@@ -312,7 +312,8 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
     """Return what was wrong with steps that ran, as notes that begin with ``warning:``, which commands print at once.
 
     Either the loss is infinite or no number, or calls went to torch's attention that our kernels were to compute. A
-    compiled or captured model may call it otherwise: transformers then adds a mask (masking_utils.py, torch < 2.14).
+    model may call attention otherwise once it is compiled or captured: transformers then adds a mask (masking_utils.py,
+    torch < 2.14).
     """
     name = workload.user.model or "the model"
     # A step has no loss before it has run.

@@ -96,11 +96,11 @@ def fully_sharded(
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
     torch.manual_seed(training.seed)
-    # FSDP finds our blocks itself.
+    # FSDP finds our blocks itself, and by the same rule those of a model that names none (None).
     blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
     half = AUTOCAST_DTYPES.get(training.precision)
     if blocks is not None and half is not None:
-        cast_outputs_of_replicated(plain, blocks, half)  # Norms of cs336_basics return the dtype that they get.
+        cast_outputs_of_replicated(plain, blocks, half)  # Our norms return the dtype that they get.
     model = FSDP(
         plain,
         half,

@@ -80,7 +80,7 @@ def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *ar
     if operator is torch.ops.aten.mm.default:
         inner, columns = args[0].shape[1], args[1].shape[1]
         # The last product of a block, of inner dimension d_ff, is in the input of the next block, which is kept.
-        is_kept = inner != d_ff and (keeps_gate_and_up or columns != d_ff)
+        is_kept = inner != d_ff and (keeps_gate_and_up or columns != d_ff)  # Gate and up have d_ff columns.
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -182,8 +182,8 @@ def build_plain_model(
 ) -> nn.Module:
     """Build the model that a strategy wraps: with checkpoints around its blocks if the workload says so.
 
-    They are outside the compiled code, which all blocks go on sharing, and inside what a wrapper puts around calls of
-    a block.
+    The checkpoints are outside the compiled code, which all blocks go on sharing, and inside what a wrapper puts around
+    calls of a block.
 
     Args:
         attention: in place of the workload's.
@@ -192,7 +192,7 @@ def build_plain_model(
     model = build_model(workload.training, device, attention, compile_options)
     if workload.checkpointing == "block":
         for block in blocks_of(workload.training, model).values():
-            run = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first.
+            run = block._compiled_call_impl or block._call_impl  # Module.__call__ prefers the first; both run hooks.
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
     kept = kept_blocks(workload.checkpointing)

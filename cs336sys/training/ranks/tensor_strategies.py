@@ -148,7 +148,7 @@ def _as_torch_layers(model: nn.Module) -> None:
             layer: nn.Module = models.torch_linear(weight)
             if name == "token_embeddings":
                 layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
-                layer.weight = weight
+                layer.weight = weight  # The constructor has made another parameter of it.
             setattr(module, name, layer)
 
 
@@ -207,6 +207,7 @@ class KernelBlocks:
 
 
 def _ring(context: ContextGroup, workload: ParallelWorkload) -> RingAttention:
+    """Return ring attention with the workload's kernels; refuse --attention whose kernels a ring cannot use."""
     implementation = _IMPLEMENTATIONS.get(workload.training.attention)
     if implementation is None:
         raise CapabilityError(
@@ -235,7 +236,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     share = (sequences_of_rank(workload), positions)
     of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
     if record.gathers_ahead:
-        # Over all ranks, those of a group, too: each has gradients of other tokens.
+        # FSDP shards over all ranks, also those of one group, because each has gradients of other tokens.
         replica = fully_sharded(workload, device, optimizer, attention)
         models.give_positions(replica.model, positions)
         return replace(replica, **of_this_rank)
@@ -254,7 +255,7 @@ def _attention_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -
     if dist.get_backend(default) == "nccl":
         # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = datetime.timedelta(seconds=timeout_s)
+        options._timeout = datetime.timedelta(seconds=timeout_s)  # torch warns if it is not the argument below.
     groups = [list(range(first, first + ranks)) for first in range(0, default.size(), ranks)]
     timeout = datetime.timedelta(seconds=timeout_s)
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, pg_options=options)[0]

@@ -37,7 +37,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 
 def _collect_blocks(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:
-    """Collect modules that stand in lists of one class and have children, by that class."""
+    """Add to ``by_class`` the modules in each list whose members are of one class and have children."""
     children = {f"{name}.{child_name}" if name else child_name: child for child_name, child in module.named_children()}
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = {type(child) for child in children.values()}
@@ -47,7 +47,7 @@ def _collect_blocks(module: nn.Module, name: str, by_class: dict[type[nn.Module]
         have_children = any(list(child.children()) for child in children.values())
         if have_children and not issubclass(block_class, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             by_class.setdefault(block_class, {}).update(children)
-            return
+            return  # Lists inside a block do not count.
     for child_name, child in children.items():
         _collect_blocks(child, child_name, by_class)
 

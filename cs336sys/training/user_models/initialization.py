@@ -38,12 +38,14 @@ def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
     constructor does besides would be lost, so a copy at a tiny size is built both ways: all buffers, all that is the
     same from seed to seed, and the distributions of all else must be the same.
     """
-    return _by_layers(reference, size)[0]
+    initialize, _ = _by_layers(reference, size)
+    return initialize
 
 
 def why_built_whole(reference: str, size: ModelSize) -> str:
     """Return why nothing fills a model layer by layer; empty where something does."""
-    return _by_layers(reference, size)[1]
+    _, reason = _by_layers(reference, size)
+    return reason
 
 
 @functools.lru_cache(maxsize=16)
@@ -116,7 +118,10 @@ def fill(
     device: torch.device,
     poison: Mapping[str, float | int | bool] | None = None,
 ) -> nn.Module:
-    """Give a meta-device model memory, with ``poison`` by kind of dtype, and values by layer; keep weights tied."""
+    """Give a model on the meta device memory, and each layer its first values; tied weights stay tied.
+
+    New memory holds ``poison``, by kind of dtype, so that a check notices what no layer fills.
+    """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
         before = dict(layer._parameters)

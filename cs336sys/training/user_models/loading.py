@@ -344,7 +344,7 @@ def innermost_line(
     """Return the innermost of these lines that is in one of the files or next to it, ``mine.py, line 12``, or nothing.
 
     Args:
-        in_package: a line of ``cs336_basics``, which counts, too.
+        in_package: the folder of ``cs336_basics``, and a file and line in it that count, too.
     """
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
     # Packages below these folders do not count: a file may lie next to an environment, or in a clone of this project.
