@@ -21,9 +21,10 @@ MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output
 
 @dataclass(frozen=True)
 class Needs:
-    """The values that the setting ``other`` must have where a setting has one of ``values`` (without any: no default).
+    """The values that are ``allowed`` for the setting ``other`` where the setting with this need has one of ``values``.
 
-    ``reason`` follows option and value in the refusal, with ``{}`` for the other setting's value.
+    Without ``values``, each value but the default has the need. ``reason`` follows option and value in the refusal,
+    with ``{}`` for the other setting's value.
     """
 
     other: str
@@ -105,7 +106,7 @@ class Setting:
         return [need for need in self.needs if value in need.values or (value != self.default and not need.values)]
 
     def gives_way(self, value: Any, cell: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> bool:
-        """Return whether a sweep's cell takes the default in place of a value that only fits other cells of it.
+        """Return whether a sweep's cell takes the default in place of a value that only fits other cells of the sweep.
 
         ``lists`` has the values of all cells.
         """
@@ -197,7 +198,7 @@ class Configured:
     def check_settings(self) -> None:
         """Keep each value as its setting reads it; raise a UsageError for one that is not allowed, or needs others."""
         for setting in _settings(type(self)):
-            object.__setattr__(self, setting.name, setting.checked(getattr(self, setting.name)))
+            object.__setattr__(self, setting.name, setting.checked(getattr(self, setting.name)))  # It is frozen.
         configuration = self.configuration()
         for setting in _settings(type(self)):
             value = getattr(self, setting.name)

@@ -210,7 +210,7 @@ def command_line(workload: MemoryWorkload) -> str:
     training, size = workload.training, workload.training.size
     arguments = ["cs336sys", "memprof"]
     for name, value in training.user.configuration().items():
-        if name != "code_digest":
+        if name != "code_digest":  # It follows from the files, and has no option.
             arguments += [f"--{name}", value]
     # A size with other widths is named after these: say how it differs from tiny.
     named_size = SIZES.get(size.name, SIZES["tiny"])

@@ -249,7 +249,7 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def has_own_block_backward(self) -> bool:
-        """Return whether kept blocks have their own backward pass: fused kernels without autocast, as in FSDP."""
+        """Return whether kept blocks have a backward pass of their own: fused, eager, in FSDP without autocast."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
         return is_kept and self.strategy_record.keeps_gathered and training.is_fused and not training.is_compiled
 
@@ -265,7 +265,7 @@ class ParallelWorkload(Configured, HasStrategy):
             return 1
         if self.mesh is not None:
             return read_mesh(self.mesh).get(self.strategy_record.inner_dimension, 1)
-        return self.world_size if self.strategy_record.outer is None else 2
+        return self.world_size if self.strategy_record.outer is None else 2  # The default, as of mesh.
 
     @property
     def data_ranks(self) -> int:
@@ -298,7 +298,7 @@ class ParallelWorkload(Configured, HasStrategy):
 
     @property
     def has_half_weights(self) -> bool:
-        """Return whether slices of weights and their gradients are in half precision from step to step."""
+        """Return whether slices of weights and of gradients are in half precision between steps, in fsdp alone."""
         is_in_bf16 = self.training.precision == "bf16" and self.training.state_dtype != "fp32"
         return is_in_bf16 and self.strategy_record.keeps_gathered
 
@@ -341,13 +341,13 @@ class ParallelWorkload(Configured, HasStrategy):
         """Return the same steps without communication, and without a backward pass of the blocks' own."""
         mesh = None
         if self.strategy_record.inner_dimension and self.data_ranks > 1:
-            # That strategy has no outer dimension: without a mesh, all ranks would be one group.
+            # That strategy has no outer dimension, so any name will do. Without a mesh, all ranks would be one group.
             mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.inner_dimension: self.group_ranks})
         return replace(
             self,
             strategy=self.strategy_record.unsynchronized,
             bucket_mb=None,
-            gradient_dtype="bf16" if self.has_half_gradients else "fp32",
+            gradient_dtype="bf16" if self.has_half_gradients else "fp32",  # Those that stay in bf16 need it.
             transport="collectives",
             trace=None,
             prefetch=None,

@@ -75,7 +75,7 @@ class MemoryWorkload(Configured):
         return replace(self.training, size=replace(size, batch_size=size.batch_size // self.micro_batches))
 
     def moments(self) -> list[PeakMemory]:
-        """Return the moments of a step that can be its peak, on paper: with several passes, those of the second."""
+        """Return the moments of a step that can be its peak, on paper; of several passes the second, with gradients."""
         moments = self.part.widest_moments(self.checkpointing)
         if self.micro_batches == 1:
             return moments

@@ -132,7 +132,7 @@ class Workload(Configured, StepChoices):
 
     def __post_init__(self) -> None:
         self.check_settings()
-        if self.user.loss is not None and "linear-cross-entropy" in self.kernels:
+        if self.user.loss is not None and "linear-cross-entropy" in self.kernels:  # "fused" leaves it out.
             raise UsageError(
                 f"--kernels {self.kernels}: linear-cross-entropy cannot compute --loss {self.user.loss}; "
                 "leave one of them out"
@@ -163,7 +163,7 @@ class Workload(Configured, StepChoices):
         if self.is_fused:
             return fused_moments(self._fused_step, checkpointing)
         moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
-        state_bytes = ELEMENT_BYTES[self.state_dtype]  # These count the optimizer's state in fp32.
+        state_bytes = ELEMENT_BYTES[self.state_dtype]  # Moments count the optimizer's state in fp32.
         return [
             replace(moment, optimizer_state=moment.optimizer_state * state_bytes // ELEMENT_BYTES["fp32"])
             for moment in moments
@@ -219,7 +219,7 @@ class Workload(Configured, StepChoices):
         return model_flops(self.size, backward=self.has_backward) if self.is_ours else None
 
     def rates(self, step: Samples, peak_tflops: float | None, flops: int | None = None) -> dict[str, float | None]:
-        """Return :meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step (ms); ``flops``, if counted."""
+        """Return :meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step; ``flops``: else by formula."""
         seconds = step.mean / 1e3
         flops = self.flops if flops is None else flops
         utilization = None if flops is None else model_flops_utilization(flops, seconds, peak_tflops)

@@ -66,7 +66,7 @@ def source_file(reference: str) -> Path:
             raise UsageError(f"'{reference}': there is no file {where}")
         return Path(where)
     first, *rest = where.split(".")
-    spec = importlib.util.find_spec(first)
+    spec = importlib.util.find_spec(first)  # Of the whole name, it would import the packages around the module.
     if spec is None:
         raise UsageError(f"'{reference}': there is no module {first}; a file is named with its ending, {first}.py")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]

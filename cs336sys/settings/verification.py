@@ -219,7 +219,7 @@ class VerifiedWorkload(Configured):
         groups, stride = [], 1
         for size in reversed(self.dimensions.values()):  # The last dimension changes fastest with the rank.
             if size > 1:
-                firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+                firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]  # Of each group.
                 groups += [list(range(first, first + stride * size, stride)) for first in firsts]
             stride *= size
         return [*groups, list(range(self.world_size))]

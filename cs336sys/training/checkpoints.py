@@ -179,7 +179,7 @@ class MemoryStep(TrainStep):
 
 
 def checkpoint_calls(blocks: Sequence[nn.Module], region: RegionContext) -> None:
-    """Let each call of a block keep its inputs alone, whoever calls it; enter ``region`` around recomputations."""
+    """Let each call of a block keep its inputs and random state alone; enter ``region`` around recomputations."""
 
     def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _recomputation(region):

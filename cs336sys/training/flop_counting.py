@@ -244,7 +244,7 @@ def visible_pairs(visible: Tensor) -> int:
 
 
 def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
-    """Return ``parameters``, and of a user's model ``flops`` and ``notes``; runs its forward pass, so call it early."""
+    """Return ``parameters``, and of a user's model ``flops`` and ``notes``; runs a forward pass: call it uncaptured."""
     workload = step.workload
     if workload.is_ours:
         return {"parameters": workload.parameters}

@@ -301,7 +301,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
 def plainly_trained(workload: Workload) -> Workload:
     """Return the reference of a workload: no CUDA graphs, and in place of our kernels PyTorch's, not compiled."""
     plain = replace(workload, cuda_graph="off")
-    if workload.attention_record.is_ours and workload.is_ours:
+    if workload.attention_record.is_ours and workload.is_ours:  # For a user's model, command flash checks it.
         plain = replace(plain, attention="sdpa", compile="off")  # With scores in memory a long context would not fit.
     if workload.optimizer_record.is_ours:
         # torch's, not cs336_basics': a user's may add eps before it corrects the bias, and checks choose a large eps.

@@ -116,7 +116,7 @@ def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[Non
 
 
 def _on_gradient(value: Any, action: Callable[[], None]) -> None:
-    """Run ``action`` on autograd's thread once the gradient is complete of the first tensor in a value that has one."""
+    """Run ``action`` on autograd's thread once the gradient of a value's first tensor that has one is complete."""
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda gradient: action())

@@ -126,7 +126,7 @@ class TrainStep:
     def use(self, inputs: Tensor, targets: Tensor) -> None:
         """Train on this batch from now on: of the shape of the workload's, on its device."""
         self._batch = inputs, targets
-        if self.graphs is None:
+        if self.graphs is None:  # Else the next replay copies it to where graphs read it.
             self.inputs, self.targets = self._batch
 
     def weights(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -113,7 +113,7 @@ def hardware_of_rank() -> RankHardware:
     device = group_device()
     if device.type == "cpu":
         return RankHardware(platform.node(), None, container_memory_limit_bytes())
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # Memory that torch has cached is free for the tensors, too.
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return RankHardware(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)
 
@@ -200,7 +200,7 @@ def exact_data(dtype: str, ranks: int) -> list[Tensor]:
     # Sums are exact up to this integer: of more ranks, the others send zeros.
     contributing_ranks = min(ranks, _LARGEST_EXACT[dtype])
     values = _LARGEST_EXACT[dtype] // contributing_ranks + 1
-    positions = torch.arange(_PERIOD)
+    positions = torch.arange(_PERIOD)  # In the data of each rank they are shifted by 7 more.
     return [(positions + 7 * rank) % _PERIOD % values * (rank < contributing_ranks) for rank in range(ranks)]
 
 

@@ -142,7 +142,7 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
 
 
 def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]:
-    """Return a row for each cell, with its times by one timing if it was measured."""
+    """Return a row for each cell, with its times by one timing if it was measured, else with the requested size."""
     misfits = _misfits(cells, timing)
     return [
         cell.configuration

@@ -91,7 +91,7 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     flop_columns = {"parameters": step.workload.parameters}
     if not step.workload.is_ours:
         flop_columns = import_module(COUNTING_MODULE).counted_columns(step, progress)
-    reset_peak_memory(device)
+    reset_peak_memory(device)  # Building and counting may have taken more than a step.
     if step.workload.cuda_graph == "on":
         progress("capturing")
         step.capture()
@@ -110,15 +110,15 @@ def training_outcome(
     """Report a measured step: samples, columns derived from them, and what was ``observed`` of clocks and memory."""
     step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
-    peak = None
+    gpu_peak_tflops = None
     # Of FLOPs that are an upper bound there is no MFU.
     if step.device.type == "cuda" and not flop_columns.get("flops_are_upper_bound"):
-        peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
+        gpu_peak_tflops = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
         **flop_columns,
-        "first_step_s": built.build_s + (wall.warmup + wall.measured)[0] / 1e3,
+        "first_step_s": built.build_s + (wall.warmup + wall.measured)[0] / 1e3,  # Without warm-up, a measured one.
         "peak_gib": peak_gib,
-        **workload.rates(samples["step"], peak, flop_columns.get("flops")),
+        **workload.rates(samples["step"], gpu_peak_tflops, flop_columns.get("flops")),
         "gpu_busy_ms": busy_ms,
         **observed,
     }
@@ -156,7 +156,7 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
         setting = configuration["interleave"]
         by_value = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
         workloads = {value: Workload.from_configuration(settings) for value, settings in by_value.items()}
-        with user_models.telling_user_errors(next(iter(workloads.values()))):
+        with user_models.telling_user_errors(next(iter(workloads.values()))):  # All have the same user's code.
             for value, outcome in _measure_in_turn(workloads, progress).items():
                 _unclaimed_outcomes[configuration_key(by_value[value])] = outcome
     return _unclaimed_outcomes.pop(key)
@@ -172,7 +172,7 @@ class _WarmStep:
     peak_gib: float | None
 
     def run(self) -> None:
-        use_attention(self.built.step.workload)
+        use_attention(self.built.step.workload)  # The last step may have set another, for all models of the process.
         self.timer.run()
 
 
@@ -194,7 +194,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         if name in outcomes:
             continue
         stage = f"{name}, {len(warm_steps)} more in memory" if warm_steps else name
-        gc.collect()  # Steps that were refused are not held by the others.
+        gc.collect()  # Else the memory of a refused step would count as held by the others.
         others_gib = held_memory_gib(device) - held_before_gib
         telling = functools.partial(_tell, progress, stage)
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)

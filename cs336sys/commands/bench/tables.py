@@ -45,7 +45,7 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
     # By cause that held clocks down, for each cell: the share of its readings with the cause, and their median clock.
     shares: dict[str, list[float]] = {}
     medians_mhz: dict[str, list[float]] = {}
-    falls: list[tuple[float, float]] = []
+    falls: list[tuple[float, float]] = []  # Of each cell with a fall: its highest clock, and the lowest after it.
     temperatures_c: list[float] = []
     for cell in cells:
         readings = cell.derived.get("gpu_readings") or {}
@@ -152,7 +152,7 @@ def _time_table(
         *named_columns(relative_difference_percent="off eager", replayed_difference_percent="replays off"),
         *named_columns(repeated_difference_percent="launched again off", status="status"),
     ]
-    hidden = [] if "warmup" in settings else ["first_measured_ms"]
+    hidden = [] if "warmup" in settings else ["first_measured_ms"]  # It shows whether warm-up was too short.
     hidden += titles.redundant_wall_column(cell.samples["step"] for cell in cells if cell.status == "ok")
     rows = [_bench_row(cell, percentiles) for cell in cells]
     notes = [
@@ -203,7 +203,7 @@ def _settings_row(cell: Cell) -> dict[str, Any]:
 
 
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Say what peaks of main memory count, where they were measured."""
+    """Say that peaks of main memory count what was there before, the least to the most GiB, where it was measured."""
     before_gib = titles.known_values(cells, "resident_before_gib")
     ends = dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))) if before_gib else ()
     return sentences(__name__, "resident", gib=ends) if ends else ()
@@ -229,7 +229,7 @@ def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> d
     """Read the value of each setting that speed-ups are over: ``cuda-graph=off,precision=fp32``.
 
     Raises:
-        UsageError: none of the configurations has such a setting and value.
+        UsageError: there are configurations, and none of them has such a setting and value.
     """
     choices = list(dict.fromkeys(f"{setting}={cell[setting]}" for cell in cells for setting in COMPARED_SETTINGS))
     values = {}
@@ -270,7 +270,7 @@ def speedup_pairs(
 
 def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
     """Return how many times as fast as the baseline a phase, or the step, is."""
-    ratio = ratio_of_pairs if "interleave" in cell.configuration else ratio_of_medians
+    ratio = ratio_of_pairs if "interleave" in cell.configuration else ratio_of_medians  # Alternating steps make pairs.
     return ratio(baseline.samples[name], cell.samples[name])
 
 

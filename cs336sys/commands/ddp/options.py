@@ -80,5 +80,6 @@ def ddp(
     tables = with_scaling(ddp_tables)
     output.check_selection("ddp", tables)
     sweep = run_sweep("ddp", measure, configurations, sweeping, across_ranks=True)
+    # Pictures are in the order of --plot, --plot-buckets and --plot-scaling.
     drawn = zip(data_parallel.pictures.values(), (plot_timelines, plot_buckets, plot_scaling), strict=True)
     sweep.report(tables, output, *drawn, pooled=pool_ddp_rounds)

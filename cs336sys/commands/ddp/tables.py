@@ -46,7 +46,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     settings = of_steps.PARALLEL_SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
     shown = titles.shown_settings(cells, settings, _ALWAYS_SHOWN)
     identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
-    rows = of_steps.step_rows(cells, "naive", _COMPARED)
+    rows = of_steps.step_rows(cells, baseline="naive", compared=_COMPARED)
     heading = titles.title("ddp", cells, run, settings, shown)
     columns = (
         *identity,
@@ -62,12 +62,13 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     sized_identity = (Column("size", "size"), *identity)
     return [
         of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
-        of_steps.parallel_phase_table(rows, sized_identity, "torch's DDP does"),
+        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
         _bucket_table(cells, (Column("size", "size"), *shown.values())),
     ]
 
 
 def _step_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Explain the columns of steps, with what only some sweeps have: calls that send no gradients, and rounds."""
     calls = [(cell.derived.get("gradient_calls", 0), cell.derived.get("calls", 0)) for cell in cells]
     return sentences(
         __name__,
@@ -148,7 +149,7 @@ _CURVE_POINTS = 61
 
 
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
-    """Draw overhead over the mean size of a bucket, exposed time as points, the model as a curve; axes a sweep."""
+    """Draw, for each sweep, overhead over the mean size of a bucket: exposed times as points, the model as a curve."""
     import numpy as np
 
     sweeps = bucket_sweeps(cells)

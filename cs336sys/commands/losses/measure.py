@@ -52,7 +52,7 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     device = choose_device(training.device)
     set_matmul_precision(training)
     with telling_user_errors(training):
-        checked, failure = check_few_blocks(training, device, progress)
+        check_notes, failure = check_few_blocks(training, device, progress)
         if failure is not None:
             return failure
         progress("building the model")
@@ -63,7 +63,7 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
         losses = _train(TrainStep(training, device, model=model, optimizer=optimizer), batches, progress)
     values = tuple(torch.stack(losses).double().tolist())
     first_infinite = next((value for value in values if not math.isfinite(value)), None)
-    notes = checked if first_infinite is None else training_warnings(first_infinite, training)
+    notes = check_notes if first_infinite is None else training_warnings(first_infinite, training)
     return Outcome(
         "ok" if first_infinite is None else "wrong",
         samples={"loss": Samples("nats", "of every step", values)},

@@ -52,7 +52,7 @@ def _batches_of(cell: Cell) -> tuple[object, ...]:
 
 def _first_on_batches(cells: Sequence[Cell]) -> dict[tuple[object, ...], Cell]:
     """Return the first measured cell on the same batches, by :func:`_batches_of`."""
-    return {_batches_of(cell): cell for cell in reversed(cells) if cell.status == "ok"}
+    return {_batches_of(cell): cell for cell in reversed(cells) if cell.status == "ok"}  # The last entry stays.
 
 
 def _losses_off(cell: Cell, first: Cell) -> list[float]:

@@ -46,6 +46,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Build tables of steps, their phases, where the time of one went, its longest kernels, and the losses."""
     shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
     setting_columns = tuple(shown.values())
+    identity = (Column("size", "size"), *setting_columns)
     rows = [_board_row(cell) for cell in cells]
     measured = [cell for cell in cells if cell.status == "ok"]
     notes = sentences(__name__, "board", measured=[cell.derived for cell in measured])
@@ -60,7 +61,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
-        parallel_phase_table(rows, (Column("size", "size"), *setting_columns), "torch's strategies do"),
+        parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),
         _shares_table(measured, setting_columns),
         _kernels_table(measured, setting_columns),
         _losses_table(measured, setting_columns),
@@ -82,6 +83,7 @@ def _board_row(cell: Cell) -> dict[str, Any]:
 
 
 def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    """Build the table of how long each kind of work took in a profiled step; a cell without a profile has no rows."""
     rows = []
     for cell in cells:
         shares = cell.derived["shares"] or {}
@@ -98,6 +100,7 @@ def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
 
 
 def _kernels_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    """Build the table of a profiled step's longest kernels; a cell without a profile has no rows."""
     columns = (Column("kernel", "kernel"), Column("time_ms", "time", "ms"), Column("launches", "launches", "count"))
     keys = [column.key for column in columns]
     rows = [

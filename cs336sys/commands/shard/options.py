@@ -157,10 +157,12 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
 def with_chosen_options(
     context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
 ) -> tuple[ShardingOptions, options.TrainingOptions]:
-    """Return the options, where they were not given, with those that are fastest on a board, or a mesh's strategy.
+    """Return the options, with those chosen that were not given on the command line.
+
+    With ``--board`` (the leaderboard's step), the fastest of its strategy; with ``--mesh``, the mesh's strategy.
 
     Raises:
-        UsageError: the mesh is none, or a board has not one strategy that it knows.
+        UsageError: the text of ``--mesh`` is no mesh, or ``--board`` has other strategies than one of ``_FASTEST``.
     """
     gives_strategy = is_given(context, "strategy")
     if sharding.board:
@@ -225,6 +227,7 @@ def shard(
     measure = f"cs336sys.commands.rank_training.measure:{function}"
     tables = with_scaling(sharding_tables)
     output.check_selection("shard", tables)
-    run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(
-        tables, output, *zip(sharding.pictures.values(), (plot_memory, plot_scaling), strict=True)
-    )
+    sweep = run_sweep("shard", measure, configurations, sweeping, across_ranks=True)
+    # Pictures are in the order of --plot and --plot-scaling.
+    drawn = zip(sharding.pictures.values(), (plot_memory, plot_scaling), strict=True)
+    sweep.report(tables, output, *drawn)

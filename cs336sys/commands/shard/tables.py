@@ -33,7 +33,7 @@ COMPONENTS = {
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Steps and what they send, their phases, memory at six moments, and how late gathers were."""
+    """Build the tables of steps and what they send, their phases, memory at six moments, and how late gathers were."""
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
     setting_columns = (*shown.values(), *STRATEGY_COLUMNS)
     rows = _step_rows(cells)
@@ -56,7 +56,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     step_notes = sentences(__name__, "steps") if measured else ()
     tables = [of_steps.parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, of_steps.STEADIER)]
     identity = (Column("size", "size"), *setting_columns)
-    tables.append(of_steps.parallel_phase_table(rows, identity, "torch's strategies do"))
+    tables.append(of_steps.parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"))
     return [*tables, _memory_table(measured, identity), _gather_table(measured, identity)]
 
 
@@ -71,7 +71,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         for cell in cells
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
     }
-    rows = of_steps.step_rows(cells, "none", _COMPARED)
+    rows = of_steps.step_rows(cells, baseline="none", compared=_COMPARED)
     for row, cell in zip(rows, cells, strict=True):
         if cell.status != "ok":
             continue
@@ -187,7 +187,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
 
 def _draw_bars(drawing: Axes, moments: Sequence[RankMemory], source: str) -> None:
-    """Stack the components of each moment; predicted ones as outlines."""
+    """Stack the components of each moment, predicted ones as outlines, with a small gap between the two bars."""
     for moment in moments:
         x, bottom_gib = MOMENTS.index(moment.moment) + _OFFSETS[source], 0.0
         for name, color in _COLORS.items():

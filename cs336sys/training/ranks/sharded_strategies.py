@@ -96,7 +96,7 @@ def fully_sharded(
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
     torch.manual_seed(training.seed)
-    # FSDP finds our blocks itself, and by the same rule those of a model that names none (None).
+    # None: FSDP looks for blocks itself, as it does for those of our model.
     blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
     half = AUTOCAST_DTYPES.get(training.precision)
     if blocks is not None and half is not None:

@@ -87,7 +87,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
 
 
 def _gradient_completion(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
-    """Return what completes gradients over groups that share the batch, then over ranks that share layers, if any."""
+    """Return what completes gradients: over groups that share the batch, then over ranks that share layers; or None."""
 
     def finish() -> None:
         model.finish_gradient_synchronization()

@@ -50,7 +50,7 @@ def why_built_whole(reference: str, size: ModelSize) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
-    """Return what fills the model layer by layer, and an empty reason; or None, and why nothing is known to."""
+    """Return what fills the model layer by layer, and an empty reason; or None, and why nothing can fill it."""
     try:
         with torch.device("meta"), copied_code():
             model = build(reference, size)
@@ -242,7 +242,7 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
 
 
 def _identical_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return, for each tensor with more than one value, the names of those that are bitwise the same."""
+    """Return, for each tensor, the names of those bitwise the same, but for constant ones, which many layers have."""
     names: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() > 1 and (tensor != tensor.flatten()[0]).any():
