@@ -88,6 +88,14 @@ def test_where_the_first_cell_has_no_time_there_is_no_speed_up(figures):
     assert len(figures[0].axes) == 1
 
 
+def test_users_model_is_drawn_without_the_parameters_of_ours(figures):
+    cell = saved("bench")[0]
+    users = replace(cell, configuration=cell.configuration | {"model": "mine.py:build"})
+    bench.plot_bench([users], Path("bench.png"))
+    title = figures[0].axes[0].get_title(loc="left")
+    assert title == f"{cell.configuration['size']}, mine.py:build, batch 4 x context 512"
+
+
 def test_lines_of_attn_are_the_cells_and_crosses_the_predictions(figures):
     cells = saved("attn")
     lost = next(cell for cell in cells if cell.configuration["context"] == 16384)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cs336sys.accounting.flops import count_parameters
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.machine.system import SLOWDOWNS
 from cs336sys.results.model import Cell, Run
@@ -352,9 +351,11 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
 
 def _model_text(cell: Cell) -> str:
     workload = Workload.from_configuration(cell.configuration)
-    size, parameters = workload.size, format_number(count_parameters(workload.size), "parameters")
+    size, parameters = workload.size, workload.parameters
+    # No formula counts a user's model, and a cell that failed has not counted it.
+    model = workload.user.model if parameters is None else f"{format_number(parameters, 'parameters')} parameters"
     mode = [] if workload.mode == "train" else [workload.mode]
-    return ", ".join([f"{size.name}, {parameters} parameters, batch {size.batch_size} x context {size.context}", *mode])
+    return ", ".join([f"{size.name}, {model}, batch {size.batch_size} x context {size.context}", *mode])
 
 
 _COMPILE_LABELS = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
