@@ -172,7 +172,7 @@ class AttentionCalls(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self._is_in_attention:
             return result
-        name = getattr(getattr(function, "overloadpacket", function), "__name__", "")
+        name = getattr(getattr(function, "overloadpacket", function), "__name__", "")  # Not all are overloads.
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         from_batch = [tensor for tensor in inputs if tensor in self._from_batch]

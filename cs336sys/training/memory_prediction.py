@@ -125,7 +125,7 @@ class TracedStep:
     Attributes:
         parameters: of its model.
         block: its :func:`block_changes`.
-        guessed: lines that read numbers from tensors, which are zero here, with how often.
+        guessed: lines of a user's code that read numbers from tensors, which are zero here, with how often.
     """
 
     timeline: AllocationTimeline
@@ -150,7 +150,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     Every block is traced after all if the three show that what blocks add does not repeat to the byte.
     """
     size, checkpointing = workload.training.size, workload.checkpointing
-    # Blocks after which memory repeats: those that share a checkpoint.
+    # Blocks after which memory repeats: those that share a checkpoint; only the last one may have fewer.
     period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
     fewest_blocks = 2 * period + size.num_layers % period  # So that whole periods are missing.
     repeats = workload.training.is_ours and checkpointing != "nested"  # Halves of halves depend on the whole depth.

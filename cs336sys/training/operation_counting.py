@@ -146,7 +146,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
-    """Return the parameters, calls of attention (heads, queries, head dimension), and operations by pass."""
+    """Return the parameters, calls of attention (heads, queries, head dimension), and operations by pass, in fp32."""
     launched = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
     calls: list[tuple[int, int, int]] = []
     counts = {"forward": OperationCount(), "backward": OperationCount()}

@@ -69,7 +69,7 @@ class TrainStep:
         self.model = build_model(workload, device) if model is None else model
         self._share = share
         # Steps read inputs and targets, which graphs keep for ever; the next replay copies _batch there.
-        self.inputs, self.targets = self._batch = self._share_of_batch(0)
+        self.inputs, self.targets = self._batch = self._share_of_batch(number=0)
         self.optimizer = optimizer
         if optimizer is None and workload.updates_parameters:
             self.optimizer = build_optimizer(workload, self.model.parameters())
@@ -189,7 +189,7 @@ class TrainStep:
         )
         assert self.loss is not None, "the forward pass has set it"
         self.loss = self.loss.detach()  # Replays write its memory, and need no autograd graph.
-        self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))
+        self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))  # Each replay copies them there.
         phases = dict(self.graphs.phases)
         first_phase, replay = next(iter(phases.items()))
         phases[first_phase] = functools.partial(self._replay_on_batch, replay)

@@ -81,7 +81,8 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
     except RuntimeError as error:
         # The errors for a dtype that a device lacks differ by device and operation; this is their common base.
         raise CapabilityError(str(error).splitlines()[0]) from error
-    return with_layer_norm | {"layer_norm": with_layer_norm.pop("ln"), "rms_norm": with_rms_norm["ln"]}
+    layer_norm = with_layer_norm.pop("ln")
+    return with_layer_norm | {"layer_norm": layer_norm, "rms_norm": with_rms_norm["ln"]}
 
 
 def _train_step(
