@@ -189,7 +189,7 @@ class TrainStep:
         )
         assert self.loss is not None, "the forward pass has set it"
         self.loss = self.loss.detach()  # Replays write its memory, and need no autograd graph.
-        self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))  # Each replay copies them there.
+        self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))  # Apart: a replay copies it.
         phases = dict(self.graphs.phases)
         first_phase, replay = next(iter(phases.items()))
         phases[first_phase] = functools.partial(self._replay_on_batch, replay)
