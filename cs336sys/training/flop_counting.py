@@ -88,7 +88,7 @@ _HIDDEN_SCORE = -1e4  # Masks add -inf, the dtype's least value or, in fp16, -1e
 
 # Products, and which of their arguments are the operands.
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
-_SHAPE_OPERATIONS = re.compile(r"new_|.*_like$")  # Operations that take a shape, and no values, from their argument.
+_TAKES_SHAPE_ALONE = re.compile(r"new_|.*_like$")  # Operations that take a shape, and no values, from their argument.
 
 
 class _MarkedTensors:
@@ -176,7 +176,7 @@ class AttentionCalls(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         from_batch = [tensor for tensor in inputs if tensor in self._from_batch]
-        if from_batch and not _SHAPE_OPERATIONS.match(name):
+        if from_batch and not _TAKES_SHAPE_ALONE.match(name):
             self._from_batch.update(outputs)
         if name in PRODUCTS:
             # Attention's products are batched. No product returns scores that a mask hides: its result is not marked.

@@ -119,7 +119,7 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
         _as_torch_layers(model)
     _parallelize(model, _data_tensor_mesh(workload, device)["tp"], workload.strategy_record.is_sequence_parallel)
     for block in model.layers:
-        block.attn.num_heads //= ranks  # Its projections return the heads of this rank alone.
+        block.attn.num_heads //= ranks  # Projections return this rank's heads; the workload refuses uneven ones.
         if training.compiles_blocks:
             block.compile(dynamic=False)
     parameters = list(model.parameters())
