@@ -36,19 +36,19 @@ _LEAST_BLOCK_BYTES = 25e6
 
 
 def block_of(name: str) -> str:
-    """Return the numbered part of a model in which a parameter of this name is: ``layers.3``; or the model's child."""
-    parts = name.split(".")
+    """Return the block of a parameter: the numbered part that has it, as ``layers.3``, or else the model's child."""
+    parts = name.split(".")  # The last one is the parameter's own name, which may be a number, too.
     last = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), 0)
     return ".".join(parts[: last + 1])
 
 
 @dataclass(frozen=True)
 class BucketRule:
-    """The rule by which a bucket accepts no more tensors.
+    """The rule that says when a bucket is full, so that the next tensor opens another one.
 
     Attributes:
-        cap_bytes: when it would hold more than this, unless it holds a single larger tensor; None sets no cap.
-        whole_blocks: when it holds at least ``cap_bytes`` and the next tensor is of another block.
+        cap_bytes: the most bytes in a bucket, unless it holds a single larger tensor; None sets no cap.
+        whole_blocks: instead fill each bucket to at least ``cap_bytes``, and on to the end of the block.
     """
 
     cap_bytes: float | None
@@ -90,14 +90,14 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule 
     Args:
         tensors: in parameter order, a tied weight once for every name. It counts where it appears first, because its
             gradient is ready only when the backward pass has reached its first use.
-        cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap: one bucket for each kind; or a rule
-            of another sort.
+        cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap: one bucket for each kind. A
+            :class:`BucketRule` may fill buckets with whole blocks instead.
 
     Returns:
         Indices into ``tensors``, bucket by bucket.
     """
     rule = cap_bytes if isinstance(cap_bytes, BucketRule) else BucketRule(cap_bytes)
-    if rule.cap_bytes is not None and not rule.cap_bytes >= 0:
+    if rule.cap_bytes is not None and not rule.cap_bytes >= 0:  # Not "< 0", which would accept NaN.
         raise UsageError(f"bucket cap {rule.cap_bytes} bytes: must be at least 0")
     first_index: dict[Hashable, int] = {}
     for index, tensor in enumerate(tensors):
@@ -152,7 +152,8 @@ class GradientBucket:
             for name, parameter in parameters.items()
         }
         sample = next(iter(parameters.values()))
-        self._dtype = gradient_dtype_of(sample) or sample.dtype
+        self._dtype = gradient_dtype_of(sample) or sample.dtype  # Wrappers refuse parameters with None, any dtype.
+        # Complex gradients are sent as they are.
         self.sent_dtype = gradient_dtype if gradient_dtype and self._dtype.is_floating_point else self._dtype
         self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)
         # For parameters without a gradient here: zeros, which the mean of all ranks' gradients replaces.
@@ -163,18 +164,18 @@ class GradientBucket:
 
     @property
     def sent_sizes(self) -> list[int]:
-        """Return the bytes of each tensor that is handed to the all-reduce: one for all where the dtype is another."""
+        """Return the bytes of each tensor that :meth:`launch` hands to the all-reduce, by which boxes are sized."""
         sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
         return sizes if self.sent_dtype == self._dtype else [sum(sizes)]
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Accept a gradient that autograd has completed; in this class it stays where it is if it can."""
+        """Accept a gradient that autograd has completed: copy it if its memory has other users, else leave it there."""
         require_averageable(name, gradient, self._dtype, self._shapes[name])
         if not owns_memory(gradient):
             parameter.grad = gradient.clone()
 
     def collect_present(self) -> None:
-        """Accept all gradients that there are."""
+        """Accept all gradients that the parameters have now, whatever pass or program has put them there."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.collect(name, parameter, parameter.grad)
@@ -199,10 +200,10 @@ class GradientBucket:
         self._averaged, self._wire = [], None
 
     def finish(self, present_anywhere: list[bool]) -> None:
-        """Give parameters without a gradient here the mean if any rank had one, as the list says; begin a new step."""
+        """Give parameters without a gradient here the mean, where the list says that a rank had one; begin a step."""
         if not all(self.present):
             for (name, parameter), is_anywhere in zip(self.parameters.items(), present_anywhere, strict=True):
-                if is_anywhere and name in self._substitutes:
+                if is_anywhere and name in self._substitutes:  # Only parameters without a gradient here have one.
                     parameter.grad = self._substitutes[name]
             self._substitutes = {}
         self.begin_step()
@@ -259,6 +260,7 @@ class FlatBucket(GradientBucket):
         self._gaps: list[slice] = []
         self._size = 0
         for name, parameter in parameters.items():
+            # In elements. Each view begins at an aligned address, for kernels that read several elements at a time.
             self._offsets[name] = self._size
             end = self._size + parameter.numel()
             self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
@@ -292,8 +294,7 @@ class FlatBucket(GradientBucket):
     def _new_buffer(self, sample: Tensor) -> Tensor:
         buffer = torch.empty(self._size, dtype=self._dtype, device=sample.device)
         for gap in self._gaps:
-            # Zeroed, so that NaN checks on the sent buffer pass.
-            buffer[gap].zero_()
+            buffer[gap].zero_()  # Zeroed, so that NaN checks on the sent buffer pass.
         return buffer
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:

@@ -68,7 +68,12 @@ def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Con
 
 
 def require_same_groups(saved: Groups, current: Callable[[], Groups], path: Path) -> None:
-    """Refuse groups of a checkpoint with other names than those of ``current``, which calls :func:`named_groups`."""
+    """Refuse a checkpoint whose optimizer has groups of other parameters than the optimizer that is to load it.
+
+    Args:
+        saved: the checkpoint's groups with names in place of parameters; empty if it was saved without an optimizer.
+        current: calls :func:`named_groups`, which may refuse the optimizer: only done if the checkpoint has one.
+    """
     if not saved:
         raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
     saved_names, names = [group["params"] for group in saved], [group["params"] for group in current()]
@@ -182,7 +187,8 @@ class StateDictOfSlices(StateDictOfWrapped):
             return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
-        # For a module around this one: what it would load into slices on some ranks is refused on every rank.
+        # The module around this one loads. The hooks of mark_share() would refuse, too, but only on the ranks that are
+        # concerned: here every rank refuses. Metadata and DTensors say whose slices these are, plain tensors do not.
         with same_on_every_rank(self.group):
             self._require_slices()
             kind = type(self).__name__
@@ -238,7 +244,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if parameter is not None and is_slice(parameter) and _is_dtensor(value):
-                shape, dimension = whole_of(parameter) or ((), 0)
+                shape, dimension = whole_of(parameter) or ((), 0)  # No DTensor of a slice has the shape ().
                 is_cut_alike = [placement.is_shard(dimension) for placement in value.placements] == [True]
                 if tuple(value.shape) != shape or not is_cut_alike:
                     raise UsageError(
@@ -260,7 +266,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
 
 
 def require_share(share: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """Refuse slices of another rank, or of as many ranks as there are not."""
+    """Refuse slices that were saved by another rank, or among another number of ranks, than this one in ``group``."""
     if (share["rank"], share["ranks"]) != (group.rank(), group.size()):
         raise UsageError(
             f"the state dict holds the slices of rank {share['rank']} of {share['ranks']}, this is rank "
@@ -279,12 +285,14 @@ def _rank_of_slice(dtensor: Any) -> dict[str, int]:
 
 
 def _refuse_gathering() -> NoReturn:
+    """Refuse, in the place where torch.distributed.checkpoint.state_dict asks a module for modified names."""
     raise UsageError(
         "torch.distributed.checkpoint.state_dict does not know the slices of optimizers: save state_dict() of the "
         "wrapper, whose slices are DTensors, or use save_checkpoint()"
     )
 
 
+# The slices of a state dict all have the same group and device: their mesh is made once.
 _mesh_of = functools.lru_cache(maxsize=1)(DeviceMesh.from_group)
 
 

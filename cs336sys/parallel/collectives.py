@@ -100,7 +100,7 @@ class _Launched:
         self._tensors = self._works = ()
 
     def record_end(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Record ``event`` when the results have arrived; only ``stream``, which must have no other work, waits."""
+        """Record ``event`` when the results have arrived, to time them; only ``stream``, which must be idle, waits."""
         with torch.cuda.stream(stream):
             for work in self._works:
                 work.wait()
@@ -147,7 +147,7 @@ class MeanReduction(_Mean):
 
     def start(self, tensors: list[Tensor]) -> None:
         """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
-        # Gloo coalesces on the CPU only. What averages inside on a GPU is NCCL.
+        # One launch for several tensors. Gloo has it on the CPU only; NCCL is the backend that averages on a GPU.
         is_coalesced = len(tensors) > 1 and (self._device_type != "cuda" or self._averages_inside)
         options = c10d.AllreduceCoalescedOptions() if is_coalesced else c10d.AllreduceOptions()
         options.reduceOp = self._prepare(tensors)
@@ -233,8 +233,7 @@ class SliceExchange(_Launched):
         """
         received, tensor = _real(received), _real(tensor)
         if len({*sizes, *received_sizes}) == 1:
-            # The process group's notation for equal parts.
-            sizes = received_sizes = []
+            sizes = received_sizes = []  # The process group's notation for equal parts.
         if through_host(tensor):
             on_host = received.cpu()
             dist.all_to_all_single(on_host, tensor.cpu(), received_sizes, sizes, group=self._group)
@@ -275,7 +274,7 @@ class Broadcasts(_Launched):
         with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:
             works = []
             for tensor, source in zip(self._tensors, self._sources, strict=True):
-                # Not by dist.broadcast, for the reason in _Launched.
+                # Not by dist.broadcast, for the reason in _Launched. The root tensor is the first in a list of one.
                 options = c10d.BroadcastOptions()
                 options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
                 works.append(group.broadcast([tensor], options))
@@ -284,10 +283,9 @@ class Broadcasts(_Launched):
     def wait(self) -> None:
         received = self._tensors
         super().wait()
-        # A second wait finds no tensors.
-        for target, tensor in zip(self._targets, received, strict=False):
+        for target, tensor in zip(self._targets, received, strict=False):  # A second wait finds no tensors.
             if not is_dense(target):
-                # It was perhaps sent as bytes.
+                # The copy that was received for it, perhaps as bytes.
                 target.copy_(tensor.view(target.dtype).view(target.shape))
 
 

@@ -74,7 +74,7 @@ class CopyEngines:
         failure = None
         try:
             self._make_boxes(box_bytes, device)
-        except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # By what is missing.
             failure = str(error).strip().partition("\n")[0] or type(error).__name__
         failures = [text for text in gather_objects(failure, self._group) if text is not None]
         if failures:
@@ -89,7 +89,7 @@ class CopyEngines:
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Within this context, collectives average; all ranks enter it together."""
+        """Within this context, collectives average, which a profiler can record; all ranks enter it together."""
         self.switched_on = False
         try:
             yield
@@ -120,7 +120,7 @@ class CopyEngines:
             if number == 0:
                 self._averaged_events = []
                 # Both ranks' streams have waited for the last step's means: after the barrier, all boxes are empty.
-                handle.barrier(channel=1)
+                handle.barrier(channel=1)  # Its signals are not those of the barrier below.
             for tensor, offset in zip(flat, offsets, strict=True):
                 _in_box(other_box, offset, tensor).copy_(tensor)
             # The next call fills the box of three calls ago. The barrier below, which tells the other rank that its
@@ -157,6 +157,7 @@ class CopiedMean(MeanReduction):
             super().start(tensors)
             return
         self._tensors = tensors
+        # wait() calls wait() of an event as of a collective's work: the current stream waits.
         self._works = [self._engines.average(tensors, self._number)]
 
 

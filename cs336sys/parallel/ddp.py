@@ -85,8 +85,7 @@ class _Replicated(StateDictOfWrapped):
 
     overlaps: bool
     _bucket_type: type[GradientBucket] = GradientBucket
-    # Each parameter in a bucket of its own.
-    _rule = BucketRule(0.0)
+    _rule = BucketRule(0.0)  # Each parameter in a bucket of its own.
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class _Replicated(StateDictOfWrapped):
             raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
         self.module = module
         self._gradient_dtype = gradient_dtype
-        self._group = None if group is None else process_group(group)
+        self._group = None if group is None else process_group(group)  # A group could not be pickled; None can.
         self._take_up(dict(module.named_parameters()), dict(module.named_buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +127,7 @@ class _Replicated(StateDictOfWrapped):
             UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
                 :meth:`refresh`.
         """
-        # The compiler is to trace the module alone.
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # The compiler is to trace the module alone.
             self._held.require_unchanged(allows_exchanged=not torch.is_grad_enabled())
         return self.module(*args, **kwargs)
 
@@ -173,14 +171,12 @@ class _Replicated(StateDictOfWrapped):
         named_parameters = self.module.named_parameters()
         parameters = {name: tensor for name, tensor in named_parameters if id(tensor) not in self._taken_up}
         buffers = {name: tensor for name, tensor in self.module.named_buffers() if name not in self._buffer_names}
-        # Its hooks go with it: _take_up() makes another.
-        self._synchronizer.drop()
+        self._synchronizer.drop()  # Finish what it has launched; its hooks are removed when _take_up() replaces it.
         rank_consistency.require_same_lines([f"new: {', '.join((*parameters, *buffers)) or 'nothing'}"], self._group)
         self._take_up(parameters, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A process group cannot be copied: the copy communicates in the same one.
-        memo[id(self._group)] = self._group
+        memo[id(self._group)] = self._group  # A process group cannot be copied: the copy communicates in the same one.
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self._copied_state(), memo))
@@ -199,7 +195,7 @@ class _Replicated(StateDictOfWrapped):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        # Of these parameters and their hooks: __setstate__ lets _watch_gradients() make others.
+        # These refer to the parameters of this object and their hooks: __setstate__ makes new ones for the copy's.
         left_out = ("_synchronizer", "_held", "_taken_up", "_buffer_names")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -214,12 +210,10 @@ class _Replicated(StateDictOfWrapped):
             require_unsynchronized(new_parameters.items())
             require_whole(new_parameters.items(), self._group)
             require_own_gradient_dtype(self.module.named_parameters(), self._gradient_dtype)
-            # One rank alone cannot drift apart from others.
-            if dist.get_world_size(self._group) > 1:
+            if dist.get_world_size(self._group) > 1:  # One rank alone cannot drift apart from others.
                 _require_no_max_norm(self.module)
             for name, _ in self.named_parameters():
-                # Nobody would average its gradients.
-                if not name.startswith(_PREFIX):
+                if not name.startswith(_PREFIX):  # Nobody would average its gradients.
                     raise UsageError(f"{name} was added to the wrapper: add it to the module in it")
             lines += [self._settings(), *rank_consistency.describe_module(self.module)]
             for name, parameter in self.module.named_parameters():
@@ -240,8 +234,8 @@ class _Replicated(StateDictOfWrapped):
         self._buffer_names = {name for name, _ in self.module.named_buffers()}
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         buckets = [
-            self._bucket_type(parameters, self._gradient_dtype, self._group)
-            for parameters in divide_into_buckets(trained, self._rule)
+            self._bucket_type(parameters_by_name, self._gradient_dtype, self._group)
+            for parameters_by_name in divide_into_buckets(trained, self._rule)
         ]
         self._synchronizer = GradientSynchronizer(buckets, self.overlaps, self._group)
 
@@ -280,7 +274,7 @@ class BucketedDDP(_Replicated):
     """All-reduces gradients in buckets while the backward pass computes those of the next bucket.
 
     Attributes:
-        copy_engines: what sends buckets, where NCCL or Gloo does not.
+        copy_engines: the memory and streams by which copy engines send buckets; None if NCCL or Gloo sends them.
     """
 
     overlaps = True
@@ -309,7 +303,7 @@ class BucketedDDP(_Replicated):
             CapabilityError: with ``copy_engines``: the ranks are not two, communicate by another backend than NCCL, or
                 have no memory that both GPUs can write.
         """
-        self._rule = bucket_rule(bucket_size_mb)
+        self._rule = bucket_rule(bucket_size_mb)  # Before the base class's constructor, which makes the buckets.
         self._by_copy_engines = copy_engines
         self.copy_engines: CopyEngines | None = None
         super().__init__(module, gradient_dtype=gradient_dtype, group=group)

@@ -50,8 +50,9 @@ def require_elementwise(
     # The matrix, and its gradient in each step.
     tensors = torch.randn(1 + _STEPS, *_MATRIX, generator=torch.Generator().manual_seed(0)).to(device)
     shape, dim, size = _CUTS[cut]
+    # Dimension 0 counts the tensors.
     slices = [part.contiguous() for part in tensors.view(-1, *shape).tensor_split([size], 1 + dim)]
-    # What the class raises about its options is passed on unchanged.
+    # Outside of the "try" below: what the class raises about its options is passed on unchanged.
     optimizer_cls([{**group_options, "params": [nn.Parameter(tensors[0])]}], **options)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -69,9 +70,10 @@ _accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDic
 
 
 def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Options, device: torch.device) -> None:
-    """Refuse an optimizer that somebody else has made, as :func:`require_elementwise`.
+    """Refuse to step slices by an optimizer of the user's that does not update each element by itself.
 
-    A class with the attribute ``updates_elementwise = True`` is believed: it may need more than its options to be made.
+    It is tried once for each kind of options. A class with the attribute ``updates_elementwise = True`` is not: it may
+    need more than its options to be constructed.
 
     Args:
         group_options: all options of one of its groups.
@@ -81,6 +83,7 @@ def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Op
     kind = device, options_kind(group_options)
     if getattr(optimizer_cls, "updates_elementwise", False) or kind in _accepted.setdefault(optimizer_cls, set()):
         return
+    # Groups have entries that the constructor does not take, for example a scheduler's initial_lr.
     arguments = inspect.signature(optimizer_cls).parameters
     options = {key: value for key, value in {**optimizer.defaults, **group_options}.items() if key in arguments}
     refusal = "slices of FSDP or TensorParallel cannot be updated by"

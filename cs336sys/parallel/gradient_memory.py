@@ -60,7 +60,8 @@ def graph_refusal(name: str) -> UsageError:
     )
 
 
-# Compiled autograd would trace it, and torch's compiler refuse what comes after it.
+# Compiled autograd would trace it instead of running it, and end in an error of torch's compiler. The outer decorator
+# keeps the inner one from importing that compiler.
 @importing_no_compiler
 @torch._disable_dynamo
 def require_eager_backward() -> None:

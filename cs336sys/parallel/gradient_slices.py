@@ -31,7 +31,10 @@ _CLIP_VALUES = inspect.getclosurevars(clip_grad.clip_grad_value_).nonlocals["fun
 def mark_slice(
     parameter: nn.Parameter, ranks: Collection[int] | None = None, whole: tuple[tuple[int, ...], int] | None = None
 ) -> None:
-    """Let what decides by this parameter or its gradient alone refuse it: it is a slice of this rank.
+    """Mark a parameter as this rank's slice of a whole one, and let functions that would treat it as whole refuse it.
+
+    At the first slice of a process, what clips or selects gradients, scales losses or updates parameters in torch is
+    wrapped, so that it looks at the mark.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
@@ -122,8 +125,7 @@ def clip_over_ranks(
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
-    # The norm of a tensor is that of the norms of its parts.
-    norm = _norm(slices, norm_type)
+    norm = _norm(slices, norm_type)  # The norm of a tensor is that of the norms of its parts.
     for group in groups:
         norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
     norm = torch.linalg.vector_norm(torch.stack((norm, _norm(whole, norm_type).to(norm.device))), norm_type)
@@ -135,7 +137,10 @@ def clip_over_ranks(
 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the gradients, (), in float64, where squares cannot overflow; 0 if there are none."""
+    """Return the norm of the gradients, (), in float64; 0 if there are none.
+
+    The norm of each tensor is computed as torch does, in at least fp32, and that of these norms in float64.
+    """
     gradients_of_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.grad is not None and tensor.grad.numel():
@@ -247,7 +252,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if getattr(optimizer, "updates_slices", False):
             # A ShardedOptimizer's groups have parameters without gradients. torch reads nothing but groups here.
             sliced: Any = optimizer
-            sliced.finish_gradient_synchronization()
+            sliced.finish_gradient_synchronization()  # It gives own_tensors their gradients.
             optimizer = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": sliced.own_tensors}]))
         overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # This rank may hold nothing of these parameters, and takes part nevertheless.

@@ -59,14 +59,11 @@ class GradientSynchronizer(SynchronizationSwitch):
         self._group = group
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
-        # How many buckets of this step, from the first on.
-        self._launched = 0
-        # Whether the end of this step's backward pass will launch what is left.
-        self._ends_with_pass = False
+        self._launched = 0  # How many buckets have been launched in this step: the first so many of the list.
+        self._ends_with_pass = False  # Whether the end of this step's backward pass will launch what is left.
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._hooks = contextlib.ExitStack()
-        # Not at exit, when the parameters end as well.
-        weakref.finalize(self, self._hooks.close).atexit = False
+        weakref.finalize(self, self._hooks.close).atexit = False  # Not at exit, when the parameters end as well.
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
@@ -141,8 +138,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         require_eager_backward()
         if not self._is_launching:
             _launching.append(weakref.ref(self))
-        # Else the first hook outside of the nested pass comes here again.
-        if not _is_in_nested_pass():
+        if not _is_in_nested_pass():  # Else the first hook outside of the nested pass comes here again.
             self._ends_with_pass = True
             torch.autograd.Variable._execution_engine.queue_callback(self._launch_remaining)
 
@@ -197,6 +193,7 @@ def _is_in_nested_pass() -> bool:
 
 
 def _hook(reference: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
+    """Make the hook for the parameters of a bucket, which outlive the synchronizer and must not keep it alive."""
     names = {id(parameter): name for name, parameter in bucket.parameters.items()}
 
     def gradient_ready(parameter: nn.Parameter) -> None:

@@ -72,7 +72,7 @@ class HeldParameters:
             self._note_contents()
 
     def _exchanged_names(self, now: dict[str, _Held]) -> frozenset[str]:
-        """Return the names that stand for tensors from outside of the module, in the modules that had them before."""
+        """Return the names under which a module that had a parameter before has a tensor from outside of it now."""
         ids_before = {id(entry.parameter) for entry in self._entries.values()}
         unmoved = [name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner]
         return frozenset(name for name in unmoved if id(now[name].parameter) not in ids_before)
@@ -80,11 +80,13 @@ class HeldParameters:
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""
         owners = list(self._module.modules())
-        # The modules' dictionaries, and copies of them. Those of scripted modules are none, and made at each access.
+        # The modules' own dictionaries, which change with them, and copies of these. Scripted modules have objects of
+        # another type, new at each access, which could not be compared.
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
         self._attributes_then, self._ids_then = self._attributes(), self._parameter_ids()
+        # Of a tied parameter, one entry.
         entries = {id(entry.parameter): entry for entry in self._entries.values()}.values()
         # Parameters that exist no longer: a new one may have the id of one of them.
         self._gone: list[weakref.ref[Tensor]] = []
@@ -102,6 +104,7 @@ class HeldParameters:
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._parameters))))
 
     def _is_unchanged(self) -> bool:
+        """Compare with what :meth:`_note_contents` noted: layouts late, because parameters that are gone have none."""
         return (
             self._children == self._children_then
             and self._parameter_ids() == self._ids_then

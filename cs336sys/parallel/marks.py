@@ -72,8 +72,7 @@ def require_unsynchronized(named_parameters: Iterable[tuple[str, nn.Parameter]])
     """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
     for name, parameter in named_parameters:
         if is_synchronized(parameter):
-            # A synchronizer to which nothing refers any more may still exist as part of a cycle.
-            gc.collect()
+            gc.collect()  # A synchronizer to which nothing refers any more may still exist as part of a cycle.
             if is_synchronized(parameter):
                 raise UsageError(
                     f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "

@@ -69,8 +69,7 @@ class PlainReader(dcp.FileSystemReader):
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it holds {a_value(metadata)}")
-        # As torch's reader does.
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()  # As torch's reader does.
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

@@ -74,7 +74,7 @@ class ContextGroup:
 
     @property
     def loss_weight(self) -> float:
-        """Return the weight of the mean loss over this rank's tokens with which the mean over ranks is that over all.
+        """Return the factor of the mean loss over this rank's tokens that makes the ranks' mean that of all tokens.
 
         Every token must have a target, see :meth:`mean_loss`.
         """
@@ -118,6 +118,7 @@ class ContextGroup:
             self._has_compared = True
             with same_on_every_rank(self._group) as lines:
                 self._require_local_tokens(kind, query, key, value)
+                # In place of the number of tokens, which may differ between ranks, "S".
                 shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
                 lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
         device_type = query.device.type

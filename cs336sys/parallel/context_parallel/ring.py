@@ -33,8 +33,7 @@ def merge_block(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsume
         block_logsumexp: (..., S_q).
     """
     weight = torch.sigmoid(block_logsumexp - logsumexp)
-    # -inf - -inf is NaN where neither has seen a key.
-    weight.masked_fill_(block_logsumexp == -math.inf, 0.0)
+    weight.masked_fill_(block_logsumexp == -math.inf, 0.0)  # -inf - -inf is NaN where neither has seen a key.
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
 
@@ -160,8 +159,7 @@ class _RingAttention(torch.autograd.Function):
                     arriving = ring.pass_on(block, step, _BLOCKS)
                 queries, keys = ring.seen(step)
                 seeing_query = query[..., queries, :]
-                # A sequence of fewer tokens than chunks leaves some empty.
-                if seeing_query.shape[-2]:
+                if seeing_query.shape[-2]:  # A sequence of fewer tokens than chunks leaves some empty.
                     block_key, block_value = block[..., keys, :]
                     partial = attention.forward(seeing_query, block_key, block_value, _IS_FULL)
                     merge_block(whole[..., queries, :], logsumexp[..., queries], *partial)

@@ -19,6 +19,7 @@ class UnitCall:
 
     Args:
         unit: the unit that the module is of; None for the whole module, if it is of none.
+        compute_dtype: the dtype to which floating-point inputs of a unit are cast; None leaves them as they are.
         begin: for the whole module, called before each forward pass.
     """
 
@@ -70,7 +71,8 @@ class UnitCall:
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        # With pairs of their parts, which stay alive by this: another object could have the id of one that was removed.
+        # Lists and dictionaries that were copied, with the copy and the original of each part: these stay alive by it
+        # until ids are compared below, because another object could get the id of one that the call has removed.
         containers = [
             (original, copied, list(zip(_values_of(copied), _values_of(original), strict=True)))
             for original, copied in zip(originals, cast, strict=True)

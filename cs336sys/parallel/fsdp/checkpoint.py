@@ -65,8 +65,7 @@ def save_checkpoint(
     partial = path.with_name(f"{path.name}.partial")
     with same_on_every_rank(sharded.group) as lines:
         require_plain("extra", extra)
-        # In a list, because a tensor alone would be saved as such.
-        state = _model_state(sharded) | {"extra": [extra]}
+        state = _model_state(sharded) | {"extra": [extra]}  # In a list, because a tensor alone would be saved as such.
         if optimizer is not None:
             state |= _sharded_optimizer_state(sharded, optimizer)
         lines += [f"{key} {tuple(value.shape) if isinstance(value, DTensor) else ''}" for key, value in state.items()]
@@ -153,7 +152,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
     """Return the module's state dict by keys of the checkpoint, with slices as DTensors over this rank's memory."""
     pairs = sharded.held_parameters().values()
     slices = {_memory_of(shard): parameter for shard, parameter in pairs if parameter is not None}
-    # Then its rows are no simple slice of a whole parameter, as DTensors are.
+    # Rows of another wrapper's part are no simple slice of a whole parameter, which a DTensor must be.
     if any(parameter.is_part_of_more for parameter in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
@@ -287,7 +286,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
 
 
 def _shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes of a model's tensors, or of their entries in the metadata, by name; other data has none."""
+    """Return the shapes of a model's tensors, or of their entries in the metadata, by name; "data" for other data."""
     shapes: dict[str, Any] = {}
     for key, entry in entries.items():
         kind, _, name = key.partition("/")
@@ -309,8 +308,7 @@ def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
             f"checkpoint {path} belongs to ranks {holders}, and ranks {ranks} have slices of their own: save on one "
             "group alone, or give each group a path of its own"
         )
-    # A run that was killed while it saved may have left one.
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # A run that was killed while it saved may have left one.
     partial.mkdir(parents=True)
 
 
@@ -334,8 +332,7 @@ def _check_whole(path: Path) -> None:
         saved = PlainReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"checkpoint {path} is not whole: its .metadata cannot be read ({error}){instead}") from error
-    # For each file, the byte up to which entries are in it.
-    ends: dict[str, int] = {}
+    ends: dict[str, int] = {}  # For each file, the byte up to which entries are in it.
     for entry in saved.storage_data.values():
         ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
     for name, end in ends.items():

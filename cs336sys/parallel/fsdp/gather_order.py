@@ -19,8 +19,7 @@ class GatherOrder:
     def __init__(self) -> None:
         self._expected: list[ShardedUnit] = []
         self._used: list[ShardedUnit] = []
-        # Position of the next use in the expected order.
-        self._next = 0
+        self._next = 0  # Position of the next use in the expected order.
 
     def begin(self) -> None:
         """Begin a step: the uses of the last one are expected now."""
@@ -73,8 +72,7 @@ class GatherWatch:
             self._stream = self._stream or torch.cuda.Stream(unit.device)
             needed, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             needed.record()
-            # Before the unit is used, which forgets the collective.
-            unit.record_arrival(arrived, self._stream)
+            unit.record_arrival(arrived, self._stream)  # Before the unit is used, which forgets the collective.
             unit.use()
             self._delays.append((unit.name, is_backward, lambda: _elapsed_ms(needed, arrived)))
         else:
@@ -89,7 +87,6 @@ class GatherWatch:
 
 
 def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    # Both, because either may come first.
-    start.synchronize()
+    start.synchronize()  # Both, because either may come first.
     end.synchronize()
     return start.elapsed_time(end)

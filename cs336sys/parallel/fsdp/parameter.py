@@ -47,8 +47,7 @@ class StandIn(nn.Parameter):
     @staticmethod
     def of(whole: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
         """Make the stand-in of a parameter, which shares its memory, if any, and its attributes."""
-        # Integers have no gradients.
-        has_gradients = whole.is_floating_point() or whole.is_complex()
+        has_gradients = whole.is_floating_point() or whole.is_complex()  # Integers have no gradients.
         stand_in: StandIn = Tensor._make_subclass(StandIn, whole.data, has_gradients)
         vars(stand_in).update(vars(whole))
         stand_in.stands_for, stand_in.whole = name, gather
@@ -57,7 +56,7 @@ class StandIn(nn.Parameter):
 
         def hand_on(accumulated: Tensor) -> None:
             # An autograd.Function that was given the stand-in leaves its gradient there. Torch holds this hook where
-            # Python's collector does not look: it must not refer to the stand-in.
+            # Python's collector does not look: it must not refer to the stand-in. __torch_function__() would gather.
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, accumulated.grad = accumulated.grad, None
             if gradient is not None:
@@ -130,8 +129,7 @@ class ShardedParameter:
         # The gradient of the shard and its version when the last one was kept, and whether it is a view of those kept.
         self._seen_gradient: tuple[Tensor, int] | None = None
         self._shows_kept = False
-        # Whether refuse_outside_gradients() has put its hook on the shard.
-        self._is_guarded = False
+        self._is_guarded = False  # Whether refuse_outside_gradients() has put its hook on the shard.
 
     def gather_into(self, memory: Tensor, gather: Callable[[], object]) -> Tensor:
         """Let ``full`` be a view of ``memory`` (uint8), in which rows will be gathered; return where this rank's go.
@@ -157,7 +155,7 @@ class ShardedParameter:
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """Return the dtype of ``full``, which follows that of the shard when it is gathered into new memory."""
+        """Return the dtype in which :meth:`gather_into` makes ``full``; the shard's may have changed since it did."""
         if self._compute_dtype is not None and self.shard.is_floating_point():
             return self._compute_dtype
         return self.shard.dtype
@@ -228,8 +226,7 @@ class ShardedParameter:
         if gradient is None:
             return
         if self.kept is None:
-            # Later ones are added to it in place.
-            self.kept = in_own_memory(gradient.to(self.shard.dtype))
+            self.kept = in_own_memory(gradient.to(self.shard.dtype))  # Later ones are added to it in place.
         else:
             self.kept.add_(gradient)
         if self.shard.grad is None:

@@ -99,8 +99,7 @@ class UnitRunner(SynchronizationSwitch):
         self._keep_gathered = keep_gathered
         # Of the forward pass that is running, or that the backward pass belongs to.
         self._order: GatherOrder | None = None
-        # Units that have been gathered ahead of use.
-        self._ahead: set[ShardedUnit] = set()
+        self._ahead: set[ShardedUnit] = set()  # Units that have been gathered ahead of use.
         # Units whose memory is used outside of their calls, with the versions of their slices. Hooks of each forward
         # pass have those of their own, for a second backward pass through it.
         self._lent: dict[ShardedUnit, SliceVersions] = {}
@@ -138,13 +137,11 @@ class UnitRunner(SynchronizationSwitch):
             a function to call with the output.
         """
         if self._in_forward or self._in_backward:
-            # The module calls itself, or a checkpoint computes it again.
-            yield lambda output: None
+            yield lambda output: None  # The module calls itself, or a checkpoint computes it again.
             return
         self._recover()
         begin()
-        # A failed pass may have left units gathered.
-        self._free_all()
+        self._free_all()  # A failed pass may have left units gathered.
         for unit in self.units:
             unit.calls_ahead = unit.depth = 0
             unit.begin_pass()
@@ -177,8 +174,7 @@ class UnitRunner(SynchronizationSwitch):
         is_in_use = unit.depth > 0 or unit in self._inside
         if not is_in_use:
             if not (self._in_forward or self._in_backward):
-                # Weights that a forward pass has left gathered may be older than the slices.
-                unit.free()
+                unit.free()  # Weights that a forward pass has left gathered may be older than the slices.
             self._use(unit)
         arguments = (*args, *kwargs.values())
         inputs = tensors_in(arguments)
@@ -268,8 +264,7 @@ class UnitRunner(SynchronizationSwitch):
     def finish(self) -> None:
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
         self._recover()
-        # A forward pass without a backward pass leaves units gathered.
-        self._free_all()
+        self._free_all()  # A forward pass without a backward pass leaves units gathered.
         for unit in self.units:
             unit.require_no_gradient()
             if unit.has_kept:
@@ -389,8 +384,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.keep_gradients()
 
     def _start_reduction(self, unit: ShardedUnit) -> None:
-        # One at a time, because the buffers of a reduction are as large as the unit.
-        self._finish_reduction()
+        self._finish_reduction()  # One at a time, because the buffers of a reduction are as large as the unit.
         shards = [parameter.shard for parameter in unit.trained]
         self._note(shards, unit.start_reduction())
         self._reducing = unit
@@ -405,7 +399,8 @@ class UnitRunner(SynchronizationSwitch):
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)
-            # A gradient from before this step counts as present, even if zeroed, but the mean of no rank's does not.
+            # A gradient from before this step counts as present, even if it was zeroed. One that an earlier reduction
+            # of this step has put there counts if this rank had one then: else it may be the mean of no gradients.
             had_before = parameter.grad is not None and self._present.get(parameter, parameter not in self._new)
             self._present[parameter] = is_present or had_before
 
@@ -444,8 +439,7 @@ class UnitRunner(SynchronizationSwitch):
         self._show_slices()
 
     def _show_slices(self) -> None:
-        # A backward pass may run within a forward pass, which goes on with whole parameters.
-        if not self._in_forward:
+        if not self._in_forward:  # A backward pass may run within a forward pass, which goes on with whole parameters.
             for unit in self.units:
                 unit.end_pass()
 
@@ -454,7 +448,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.free()
 
     def _free_all(self) -> None:
-        if not self._in_forward:
+        if not self._in_forward:  # Otherwise the forward pass, in which a backward pass has run, still uses them.
             self._lent = {}
         for unit in self.units:
             self._free(unit)
@@ -491,7 +485,7 @@ class _Arrival:
         """Report the first gradient of each backward pass; refuse a pass with ``create_graph=True``."""
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
-            if self.unit is None:
+            if self.unit is None:  # The units that the pass reaches refuse it, by their names.
                 return
             raise UsageError(
                 f"the backward pass through {self.unit.name} has create_graph=True, and FSDP frees the weights that a "

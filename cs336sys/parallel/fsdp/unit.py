@@ -213,7 +213,7 @@ class ShardedUnit:
         for parameter, owner, attribute in uses:
             is_plain = type(owner).__setattr__ is nn.Module.__setattr__
             self._places.append((owner._parameters, attribute, None if is_plain else owner))
-            if not is_plain:
+            if not is_plain:  # It may keep the parameter elsewhere, too, as nn.LSTM's does in a list.
                 setattr(owner, attribute, parameter.shard)
         self._slices: list[nn.Parameter] = [parameter.shard for parameter, _, _ in uses]
         self._stand_ins: list[nn.Parameter] = [parameter.stand_in for parameter, _, _ in uses]
@@ -298,8 +298,7 @@ class ShardedUnit:
         try:
             address = tensor.data_ptr()
         except RuntimeError:
-            # It has no memory of this kind, as a sparse tensor.
-            return False
+            return False  # It has no memory of this kind, as a sparse tensor.
         start = self._storage.data_ptr()
         return start <= address < start + self._storage.nbytes()
 
@@ -340,7 +339,7 @@ class ShardedUnit:
                 gradient = parameter.take_gradient()
             present.append(gradient is not None)
             if gradient is None:
-                # The dtype of other ranks' gradients, which are kept in that of the slices.
+                # The dtype that other ranks' gradients have: those kept under no_sync() have that of the slices.
                 dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
                 gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
             if self._gradient_dtype is not None and gradient.is_floating_point():

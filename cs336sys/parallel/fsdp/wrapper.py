@@ -155,7 +155,7 @@ class FSDP(StateDictOfSlices):
                 than those that were wrapped, or one has a hook, and :meth:`refresh` was not called; the module was
                 compiled as a whole; a weight was changed, or is returned.
         """
-        # The call of the module itself is one of ours.
+        # Modules that contain units; the compiled call of the whole module may be our UnitCall, which gathers.
         for part in self._around_units:
             if part._compiled_call_impl not in (None, self._root_call):
                 raise UsageError(
@@ -326,8 +326,7 @@ class FSDP(StateDictOfSlices):
 
     def _shard(self) -> None:
         """Plan what is in which unit, cut the parameters that are not cut yet, and begin to run these units."""
-        # With them the module would be refused as wrapped already.
-        for call in self._calls:
+        for call in self._calls:  # With them the module would be refused as wrapped already.
             call.remove()
         try:
             plan, distributed = self._plan_alike()
@@ -494,7 +493,7 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
         if id(parameter) in cut
     ]
     for parameters_of_part, attribute, parameter in places:
-        parameter.follow_freezing()
+        parameter.follow_freezing()  # Descriptions of the module say whether it is trained.
         parameters_of_part[attribute] = parameter.full
     try:
         yield

@@ -137,8 +137,7 @@ def serve(connection: Connection, identity: RankIdentity, backend: str, timeout_
 
 def _failure(rank: int, error: BaseException) -> Failure:
     """Describe what a rank has raised, with the collective that it was in, for the parent."""
-    # Without the first frame, which is serve().
-    frames = error.__traceback__ and error.__traceback__.tb_next
+    frames = error.__traceback__ and error.__traceback__.tb_next  # Without the first frame, which is serve().
     lines = str(error).strip().splitlines()
     reason = ": ".join([type(error).__name__, *lines[:1]])
     collectives = [frame.name for frame in traceback.extract_tb(frames) if "distributed_c10d" in frame.filename]
@@ -204,15 +203,13 @@ class _Rank:
         return self.process.pid
 
     def send(self, job: bytes) -> None:
-        # That a rank has died is noticed when its answer is read.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # That a rank has died is noticed when its answer is read.
             self.connection.send_bytes(job)
 
     def receive(self) -> Any:
         """Return the rank's result, or a Failure. Call it when there is an answer or the process has ended."""
         answer = None
-        # A rank may have died in the middle of its answer.
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError):  # A rank may have died in the middle of its answer.
             if self.connection.poll():
                 answer = self.connection.recv_bytes()
         if answer is None:
@@ -230,8 +227,7 @@ class _Rank:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
-            # It has not created its own process group yet, or has already ended.
-            self.process.kill()
+            self.process.kill()  # It has not created its own process group yet, or has already ended.
         self.process.join()
         self.connection.close()
 
@@ -258,8 +254,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
                     args = (os.getpid(), service, theirs, identity, backend, timeout_s, self._directory)
                     process = _CONTEXT.Process(target=run_spawned, args=args)
                     start_for_good(process)
-                    # Otherwise the pipe would not break when the rank dies.
-                    theirs.close()
+                    theirs.close()  # Otherwise the pipe would not break when the rank dies.
                     self._ranks.append(_Rank(number, process, ours, kills_before))
         except BaseException:
             self._end()
@@ -296,7 +291,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
         try:
             if error_type is None and self.alive:
                 for rank in self._ranks:
-                    rank.send(b"")
+                    rank.send(b"")  # An empty job lets serve() return.
                 deadline = time.monotonic() + _EXIT_TIMEOUT_S
                 for rank in self._ranks:
                     rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -306,8 +301,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
     def _results(self) -> list[Any]:
         """Return all ranks' results; after the first, the others have the timeout to follow."""
         results: dict[int, Any] = {}
-        # The first may take as long as it wants.
-        deadline = math.inf
+        deadline = math.inf  # The first may take as long as it wants.
         while missing := [rank for rank in self._ranks if rank.number not in results]:
             ready = _wait(missing, deadline)
             if not ready:
@@ -332,7 +326,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
             answers = [rank.receive() for rank in ready]
             failures += [answer for answer in answers if isinstance(answer, Failure)]
             others = [rank for rank in others if rank not in ready]
-        # The others are running still.
+        # Those left in ``others`` are still running.
         cause, *consequences = sorted(failures, key=_cause_before_consequence)
 
         raised = _exception_chain(cause)

@@ -53,8 +53,8 @@ def gather_states(
             parts.setdefault(index, []).extend(received)
     if sliced:
         return {index: _join_states(parts[index], parameters[index]) for index in sorted(parts)}
-    # Each parameter is one rank's.
-    return {index: with_strides(parts[index][0][1], parameters[index]) for index in sorted(parts)}
+    # Each parameter is one rank's, whose part is the whole state.
+    return {index: with_strides(state, parameters[index]) for index, ((_, state),) in sorted(parts.items())}
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -78,7 +78,12 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
 def cut_state(
     state: State, parameter: nn.Parameter, elements: range, scalars: Container[str], dtype: torch.dtype | None = None
 ) -> State:
-    """Copy the state of some elements, (n,) each, in memory order and ``dtype``; values of ``scalars`` as they are."""
+    """Copy the state of some elements of a parameter: elementwise tensors as (n,), in memory order.
+
+    Args:
+        scalars: keys whose values hold for the whole parameter, even if they have its shape: they are copied whole.
+        dtype: of the elementwise copies; None keeps that of the state.
+    """
     cut: State = {}
     for key, value in state.items():
         if key not in scalars and _is_elementwise(key, value, parameter.shape):
@@ -125,8 +130,9 @@ def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
 
 def _join_states(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
     """Join the states of slices to a whole state; entries that are not elementwise are the same in all of them."""
-    # Those of the first part, where no slices of them replace them below.
-    whole = dict(parts[0][1])
+    # Entries of the first part stay where no joined slices replace them below.
+    _, first_state = parts[0]
+    whole = dict(first_state)
     for key, value in whole.items():
         if all(_is_elementwise(key, state[key], (len(elements),)) for elements, state in parts):
             joined = torch.empty(parameter.numel(), dtype=value.dtype)

@@ -79,8 +79,7 @@ class ParameterExchange:
             updated: the parameters that have changed, on whatever rank. A backward pass of an earlier forward pass,
                 which needs what they were, then raises, as where an optimizer has changed them in place.
         """
-        # A module that did not run has not waited for its buckets.
-        self.wait()
+        self.wait()  # A module that did not run has not waited for its buckets.
         torch.autograd.graph.increment_version(list(updated))
         self._is_pending = True
         if not self.is_deferred:
@@ -113,8 +112,7 @@ class ParameterExchange:
             torch.compiler.reset()
         while isinstance(wrapped := getattr(module, "module", None), nn.Module):
             module = wrapped
-        # Of all modules, because a part may be saved or loaded by itself.
-        for part in module.modules():
+        for part in module.modules():  # Of all modules, because a part may be saved or loaded by itself.
             exchanges = _exchanges.setdefault(part, [])
             if self not in exchanges:
                 exchanges.append(self)

@@ -129,8 +129,7 @@ class StepAgreement:
     def __init__(self) -> None:
         # On GPUs: the digests of every rank, on their way to the CPU, and the events of their arrival.
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []
-        # Whether there was a comparison before the step since the last one.
-        self._has_asked_in_step = False
+        self._has_asked_in_step = False  # Whether there was a comparison before the step since the last one.
 
     @contextlib.contextmanager
     def compared(self, *, is_step: bool = True) -> Iterator[list[str]]:

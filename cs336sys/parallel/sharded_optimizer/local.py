@@ -178,8 +178,7 @@ class LocalOptimizer:
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""
         copy_options(groups, self.optimizer.param_groups)
-        # A rank may own nothing, for which a class need not be prepared.
-        if self.tensors:
+        if self.tensors:  # A rank may own nothing, for which a class need not be prepared.
             self.optimizer.step(**arguments)
         copy_options(self.optimizer.param_groups, groups)
 

@@ -124,8 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         self._agreement = parameter_groups.StepAgreement()
-        # The memory address of each parameter that is sharded.
-        self._addresses: dict[nn.Parameter, int] = {}
+        self._addresses: dict[nn.Parameter, int] = {}  # The memory address of each parameter that is sharded.
         self._frozen: list[nn.Parameter] = []
         # Of the module: what it was, the tensors that have rank 0's values, by id, and parameters that are in no group.
         self._module_guard: HeldParameters | None = None
@@ -192,7 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._adopt_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups, self._check_options(self.param_groups))
-        # take_members() cuts the states of unfrozen parameters: others, as many, which _remember_groups() overlooks.
+        # take_members() has replaced the states of unfrozen parameters by slices of them: as many as before, and
+        # _remember_groups() compares nothing but their number.
         self._link_state()
         self._remember_groups()
 
@@ -311,8 +311,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_parameters()
             lines_of_rank += self._changed_options()
             self._adopt_changed_state()
-        # Parameters that the last step sent may still be under way.
-        self._partition.exchange.wait()
+        self._partition.exchange.wait()  # Parameters that the last step sent may still be under way.
         try:
             self._local.step(self.param_groups, kwargs)
         finally:
@@ -493,8 +492,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             now = parameter_groups.options_now(group)
             changed = {key: now.get(key, "gone") for key in {*now, *noted} if now.get(key) != noted.get(key)}
             if changed:
-                # They may make the class update otherwise than element by element.
-                self._check_options([group])
+                self._check_options([group])  # They may make the class update otherwise than element by element.
                 lines.append(f"group {number} with {parameter_groups.describe_options(changed)}")
         return lines
 

@@ -92,8 +92,7 @@ class ScatteredBucket(GradientBucket):
         sample = members[0]
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._layout = flat_pieces([parameter.numel() for parameter in members], world_size)
-        # Where this rank's slice of a piece begins in its slices of all pieces.
-        slice_start = 0
+        slice_start = 0  # Where this rank's slice of a piece begins in its slices of all pieces.
         for piece in self._layout:
             if piece.is_packed:
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
@@ -120,13 +119,12 @@ class ScatteredBucket(GradientBucket):
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
         # In the order of the parameters, by whose numbers pieces know them.
         gradients = [memory.view(-1) for memory in self._memory()]
-        self._substitutes = {}
+        self._substitutes = {}  # The zeros are sent, and no parameter gets a mean in them.
         sent = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
             members = [gradients[index] for index in piece.starts]
             if piece.is_packed:
-                # Zeroed, gaps included, so that NaN checks on the sent buffer pass.
-                packed = torch.zeros_like(memory)
+                packed = torch.zeros_like(memory)  # Zeroed, gaps included, so that NaN checks on the sent buffer pass.
                 starts = piece.starts.values()
                 targets = [packed[start : start + len(member)] for start, member in zip(starts, members, strict=True)]
                 torch._foreach_copy_(targets, members)
@@ -229,17 +227,19 @@ class SlicePartition:
         self._buckets: list[ScatteredBucket] = []
         self._names: dict[int, str] = {}
         self._segments: dict[nn.Parameter, ParameterSegment] = {}
-        # How often each parameter had been changed when its values were last those of its master.
+        # Each parameter's ``_version`` when it was last equal to its master: a higher one says that a user wrote it.
         self._versions: dict[nn.Parameter, int] = {}
         self.synchronizer = SliceSynchronizer([], overlap=True)
         # By id, the names of parameters whose gradients the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
         # Whether zero_grad() of a module was called while its gradients were being averaged, and could not drop them.
         self._is_undropped = False
+        # Torch's clipping, scalers and Module.zero_grad() look at ``grad`` of parameters, which is None here: from the
+        # first partition of a process on, the first two refuse what is sharded, and the last drops its gradients.
         refuse_clipping_alone()
         refuse_other_scalers()
         _drop_slices_in_zero_grad()
-        _partitions.add(self)
+        _partitions.add(self)  # Where Module.zero_grad() looks.
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, given in the order in which the forward pass needs them."""
@@ -266,16 +266,22 @@ class SlicePartition:
         )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what this rank updates: its slice; None of a parameter of which it has none; one that is not cut."""
         segment = self._segments.get(parameter)
         if segment is None:
-            return None if id(parameter) in self._names else parameter
+            return None if self._is_cut(parameter) else parameter
         return segment.updated
 
     def owned(self, parameter: nn.Parameter) -> range:
+        """Return the elements of a parameter, in memory order, that :meth:`local` returns."""
         segment = self._segments.get(parameter)
         if segment is None:
-            return range(0 if id(parameter) in self._names else parameter.numel())
+            return range(0 if self._is_cut(parameter) else parameter.numel())
         return segment.elements
+
+    def _is_cut(self, parameter: nn.Parameter) -> bool:
+        """Return whether ranks have slices of a parameter, perhaps not this one; frozen and empty ones are not cut."""
+        return id(parameter) in self._names
 
     def require_between_steps(self) -> None:
         """Refuse a change of parameters or groups while gradients are being averaged."""

@@ -63,7 +63,7 @@ def save_checkpoint(
         extra_states = {name: part.get_extra_state() for name, part in _with_extra_state(shared.module).items()}
         require_plain("extra state", extra_states)
         require_plain("the optimizer's state", states)
-        # In this order they are gathered.
+        # Tensors are gathered one after the other, so every rank must have the same ones in the same order.
         lines += [f"{key} of {name}" for name in updated for key in ("parameter", *states.get(name, ()))]
     saved: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": groups, "extra": extra}
     is_first = dist.get_rank() == 0
@@ -108,7 +108,7 @@ def load_checkpoint(
         saved_shapes: Any = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in ties}
         shapes: Any = {name: tuple(shared.shapes[name]) for name in updated}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        extra_states = _with_extra_state(shared.module)
+        extra_states = _with_extra_state(shared.module)  # It has no shape: both sides must have it, whatever it is.
         saved_shapes |= {f"extra state of {name}": "data" for name in saved["extra_states"]}
         shapes |= {f"extra state of {name}": "data" for name in extra_states}
         if different := checkpoint_state.differences(saved_shapes, shapes):
@@ -192,12 +192,12 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         torch.save(saved, partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:
-        # torch raises RuntimeError, on a full disk too.
-        partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)  # torch raises RuntimeError, on a full disk too.
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
 
 
 def _read_parts(path: Path) -> dict[str, Any]:
+    """Return the parts of a checkpoint, see the module's docstring; its tensors are mapped and not read yet."""
     if not path.is_file():
         raise UsageError(f"there is no checkpoint {path}")
     try:
@@ -207,5 +207,4 @@ def _read_parts(path: Path) -> dict[str, Any]:
         raise UsageError(f"checkpoint {path} is damaged, or more than plain data: {reason}") from error
     if not isinstance(saved, dict) or not {"model", "optimizer", "groups", "extra"} <= saved.keys():
         raise UsageError(f"{path} is no checkpoint of tensor parallel training: choose one that save_checkpoint wrote")
-    # Checkpoints of earlier versions have no extra_states.
-    return {"extra_states": {}} | saved
+    return {"extra_states": {}} | saved  # Checkpoints of earlier versions have no extra_states.

@@ -86,7 +86,7 @@ class _SequenceSlices(torch.autograd.Function):
 
 
 def refuse_graph(grad: Tensor) -> None:
-    """Refuse a backward pass with ``create_graph=True``, for which every backward function of this folder asks.
+    """Refuse a backward pass with ``create_graph=True``. Every backward function of this folder calls it.
 
     What ranks send each other is in no graph: differentiated again, gradients were those of one rank alone, or wrong.
     """
@@ -101,15 +101,14 @@ def refuse_graph(grad: Tensor) -> None:
 def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:
     """Return ``x`` reduced over the group by ``sum`` or ``max``, in new memory; without a name, a view of ``x``."""
     if not group:
-        # A function of autograd may not return its input.
-        return x.view_as(x)
+        return x.view_as(x)  # A function of autograd may not return its input.
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
 
 
 def _gathered(x: Tensor, group: str, size: int) -> Tensor:
     """Join every rank's slice of the sequence, in rank order: (..., S / size, d) -> (..., S, d)."""
-    # Without communication, this rank's own data as often.
+    # Without communication, copies of this rank's slice take the places of all others.
     if not group:
         return torch.cat([x] * size, -2)
     functional = torch.ops._c10d_functional

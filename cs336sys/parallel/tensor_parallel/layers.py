@@ -63,6 +63,7 @@ class FirstCalls:
         before = self._generators
         states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(token_ids.device)] if token_ids.is_cuda else [])
         self._generators = after = _digest(torch.cat(states))
+        # Only a pass that draws random numbers needs the same state on every rank.
         if kind == "targets" and before is not None and before != after:
             lines.append(f"random numbers from generator state {before} to {after} (seed all ranks alike)")
         require_same_lines(lines, dist.distributed_c10d._resolve_process_group(self._group))
@@ -73,7 +74,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def as_int64(token_ids: Tensor, kind: str) -> Tensor:
-    """Return token ids in int64: narrower ones overflow where rows of other ranks are taken off.
+    """Return token ids in int64: in narrower integers, subtracting this rank's first token could overflow.
 
     Raises:
         UsageError: they are no integers.
@@ -130,7 +131,7 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of the model: its head knows which method was called, ``generate()`` or ``forward()``."""
+    """Make the class of the model, which tells its head which method was called: it refuses ``generate()``."""
 
     def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -144,7 +145,7 @@ def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
 
         return call
 
-    # Those that the model adds to nn.Module's.
+    # forward(), and the methods that the model adds to those of nn.Module.
     methods = {
         name: telling_head(name, method)
         for name, method in inspect.getmembers_static(original, inspect.isfunction)
@@ -254,8 +255,7 @@ def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
 
 def _input_gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
     """Return the gradient of the logits, in their dtype."""
-    # The loss is the mean over positions.
-    grad_each = grad_loss / column.numel()
+    grad_each = grad_loss / column.numel()  # The loss is the mean over positions.
     columns = torch.arange(logits.size(-1), device=logits.device)
     # The mask has no name, because it would be alive at the peak of memory.
     return ((logits - m).exp() * (grad_each / s) - torch.where(columns == column, grad_each, 0)).to(logits.dtype)

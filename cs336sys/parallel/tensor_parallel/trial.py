@@ -118,13 +118,13 @@ def _trial_tokens(vocabulary: int, ranks: int) -> Tensor:
 
 def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple[nn.Module, list[int]]:
     """Return a copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
-    # The number of the first block of each kind.
-    kinds: dict[Any, int] = {}
+    kinds: dict[Any, int] = {}  # The number of the first block of each kind.
     for number, block in enumerate(model.layers):
         kinds.setdefault(_block_kind(block), number)
     layers = copy.copy(model.layers)
     layers._modules = {str(number): model.layers[original] for number, original in enumerate(kinds.values())}
-    # What deepcopy() takes for its copies: parameters, those of left-out blocks aside, without values, and the blocks.
+    # What deepcopy() takes for copies that it has made already: for each parameter an empty one (for none of the blocks
+    # that are left out, which are not copied), and below, for the list of all blocks, a copy of the shorter list.
     memo: dict[int, Any] = {}
     for parameter in {*model.parameters()} - ({*model.layers.parameters()} - {*layers.parameters()}):
         empty = torch.empty_like(parameter, device=device)
@@ -182,7 +182,7 @@ def _run_trial(
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             if group is None:
                 gradient = part_of(gradient, name, rank, size)
-            elif tensor_group.sequence_parallel and cut_dimension(name) is None:
+            elif tensor_group.sequence_parallel and cut_dimension(name) is None:  # It has the terms of its tokens.
                 dist.all_reduce(gradient, group=group)
             results.append((name.removesuffix(".weight"), gradient))
 

@@ -25,8 +25,7 @@ def require_shareable(model: nn.Module, world_size: int) -> None:
             ranks outnumber heads, tokens or inner features, or do not divide the heads.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # It refuses names that it does not know.
-        cut_dimension(name)
+        cut_dimension(name)  # It refuses names that it does not know.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(
                 f"{name} has a hook, which would be lost: register it on the parameter of the wrapped module, where it "
@@ -89,6 +88,7 @@ def cut_weights(
     parts: dict[nn.Parameter, tuple[nn.Parameter, torch.Size]] = {}
     for module_name, layer in model.named_modules(remove_duplicate=False):
         tensors = [*layer._parameters.values(), *layer._buffers.values()]
+        # Read before to_empty(), which makes new parameters without them.
         attributes = {name: vars(whole).copy() for name, whole in layer._parameters.items() if whole is not None}
         if initialize is not None and any(tensor is not None and tensor.is_meta for tensor in tensors):
             assert device is not None
@@ -110,7 +110,7 @@ def cut_weights(
 
 
 def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, torch.Size]) -> None:
-    """Let what decides by a parameter or its gradient alone refuse those that are this rank's part of one."""
+    """Mark parameters that are this rank's part of a whole one, so that functions that need it whole refuse them."""
     size = group.size()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dimension = cut_dimension(name)

@@ -59,7 +59,10 @@ class PartialGradients:
                 parameter.register_post_accumulate_grad_hook(gradient.after_pass)
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
+        """Sum over ranks each gradient to which passes have added since its last sum.
+
+        Every rank calls it with the same parameters, after the same passes.
+        """
         states = self._gradients.items()
         summed = {parameter for parameter, state in states if state.is_summed and not state.is_captured}
         partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
@@ -70,8 +73,7 @@ class PartialGradients:
         dist.all_reduce(flat, group=self._group)
         sums = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
-        # A layer that was frozen and is trained now is watched from its first sum on.
-        self.watch(partial)
+        self.watch(partial)  # A layer that was frozen and is trained now is watched from its first sum on.
         for parameter in partial:
             if parameter in self._gradients:
                 self._gradients[parameter].is_summed = True
@@ -177,8 +179,7 @@ class TensorParallel(StateDictOfSlices):
                 f"TensorParallel with {sequence_parallel=}, {communicates=}",
                 *describe_module(module, moves=True),
             ]
-        # An empty name sends nothing.
-        name = self.group.group_name if communicates and size > 1 else ""
+        name = self.group.group_name if communicates and size > 1 else ""  # An empty name sends nothing.
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         require_same_results(module, self.group, self._tensor_group, initialize, device)
         self.shapes = weights.cut_weights(module, self.group, initialize, device)
@@ -198,6 +199,7 @@ class TensorParallel(StateDictOfSlices):
                 parallelism, ranks do not divide the sequence; tokens are no integers; or on every rank, in the first
                 training and the first evaluating call: they give other tokens.
         """
+        # Without gradients, other tensors may replace parameters, as torch.func.functional_call() puts them there.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._require_unchanged()
         if self._tensor_group.sequence_parallel and token_ids.size(-1) % self.group.size():
@@ -227,6 +229,7 @@ class TensorParallel(StateDictOfSlices):
 
         Every rank of the group must call it. No gradient goes through it.
         """
+        # The tokens come first, because ranks share the rows of lm_head.weight, for which logits pass here.
         shape = torch.Size([self._vocabulary])
         whole = weights.whole_tensor(logits.movedim(-1, 0), "lm_head.weight", shape, self.group)
         return whole.movedim(0, -1)
@@ -318,7 +321,7 @@ class TensorParallel(StateDictOfSlices):
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole parameters, whatever mesh they come from. Call it before the other wrapper.
+        """Take this rank's parts of whole parameters from any mesh. Call it before FSDP or DDP wraps the module.
 
         Raises:
             UsageError: names or shapes are not those of this model (the message says which).
@@ -333,8 +336,7 @@ class TensorParallel(StateDictOfSlices):
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = type(self).__new__(type(self))
-        # Made anew below, for the copied parameters.
-        left_out = ("_partial_gradients", "_held")
+        left_out = ("_partial_gradients", "_held")  # Made anew below, for the copied parameters.
         members = {name: value for name, value in self.__dict__.items() if name not in left_out}
         copied.__dict__.update(copy.deepcopy(members, memo))
         for parameter, original in zip(copied.module.parameters(), self.module.parameters(), strict=True):
@@ -356,12 +358,12 @@ class TensorParallel(StateDictOfSlices):
         self._held = HeldParameters(self, "module.")
 
     def _require_unchanged(self) -> None:
+        """Refuse a module with other parameters than those that were cut; FSDP's slices of them FSDP itself checks."""
         if self._is_sharded:
             return
         try:
             self._held.require_unchanged()
         except UsageError:
-            # FSDP looks after its slices itself.
             self._is_sharded = any(map(is_unit, self.module.modules()))
             if not self._is_sharded:
                 raise
