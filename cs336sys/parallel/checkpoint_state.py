@@ -139,7 +139,8 @@ class StateDictOfWrapped(nn.Module):
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         metadata = getattr(state, "_metadata", None)
         if prefix and metadata is not None:
-            # Unlike values, the module around this one looks for metadata under "wrapper.module.part".
+            # The module around this one needs no "module." for values, and looks for metadata under it:
+            # "wrapper.module.part".
             wrapper = prefix.removesuffix(".")
             inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
             metadata |= {f"{wrapper}.module{name.removeprefix(wrapper)}": value for name, value in inner.items()}
@@ -224,7 +225,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             # With keep_vars=True it is the parameter itself.
             if parameter is None or not is_slice(parameter) or value is None or value is parameter:
                 continue
-            # The hook of another wrapper, or a user's, has made something else of it.
+            # The hook of another wrapper, or a user's, has put something else in place of the slice.
             if _is_dtensor(value) or value.shape != parameter.shape:
                 continue
             if (whole := whole_of(parameter)) is None:
@@ -254,8 +255,8 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
                 require_share(_rank_of_slice(value), group)
                 state_dict[prefix + name] = value.to_local()
 
-    # torch.distributed.checkpoint.state_dict asks for it: with an optimizer, whose state is no DTensors, it would save
-    # slices of one rank for those of all.
+    # torch.distributed.checkpoint.state_dict calls this. Otherwise it would save an optimizer's state, which is no
+    # DTensors, from one rank, as if all ranks had the same.
     module.__dict__["_fqn_modifiers"] = _refuse_gathering
     for part in module.modules():
         # A module that was deep-copied with its hooks has this mark, too.
@@ -280,7 +281,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _rank_of_slice(dtensor: Any) -> dict[str, int]:
-    # The coordinate is None if this rank is not in the mesh: then it is no rank's.
+    # The coordinate is None if this rank is not in the mesh; no rank is -1.
     return {"rank": (dtensor.device_mesh.get_coordinate() or [-1])[0], "ranks": dtensor.device_mesh.size()}
 
 

@@ -83,7 +83,7 @@ class CopyEngines:
                 "choose transport collectives"
             )
         self._copy_stream, self._average_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # For each call of this step, when it has averaged, so that its box is empty.
+        # For each call of this step, the event at which its means are computed, so that its box is empty.
         self._averaged_events: list[torch.cuda.Event] = []
         self.switched_on = True
 

@@ -125,7 +125,7 @@ def clip_over_ranks(
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
-    norm = _norm(slices, norm_type)  # The norm of a tensor is that of the norms of its parts.
+    norm = _norm(slices, norm_type)  # The norm of all gradients is the norm of the norms of their parts.
     for group in groups:
         norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
     norm = torch.linalg.vector_norm(torch.stack((norm, _norm(whole, norm_type).to(norm.device))), norm_type)

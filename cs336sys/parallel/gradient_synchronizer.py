@@ -81,7 +81,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         if torch.is_grad_enabled():
             raise graph_refusal("a parameter")
         with _lock:
-            # All are launched when a pass has ended, those that lacked a gradient, too.
+            # The end of a pass launches all buckets, those that lack a gradient, too: later ones are of a second pass.
             if id(parameter) not in bucket.waiting or self._launched == len(self.buckets):
                 raise UsageError(
                     "a parameter got a gradient from a second backward pass before finish_gradient_synchronization(): "
@@ -130,7 +130,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         with _lock:
             for bucket in self.buckets[: self._launched]:
                 bucket.wait()
-            # Other synchronizers would wait for its turn.
+            # Otherwise other synchronizers would wait until this one has launched.
             _launching[:] = [reference for reference in _launching if reference() is not self]
 
     def _begin(self) -> None:
@@ -153,7 +153,7 @@ class GradientSynchronizer(SynchronizationSwitch):
                 earlier = _launching.pop(0)()
                 if earlier is not None:
                     earlier._launch(len(earlier.buckets))
-            # Without overlap, and where this pass reached none of its parameters, it is not in the list.
+            # Without overlap, and if no pass reached any of its parameters, this synchronizer is not in the list.
             self._launch(len(self.buckets))
 
     def _launch_ready(self) -> bool:

@@ -91,6 +91,8 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Looks up nothing but the globals of torch's lists: whatever else a pickle names could be called by it."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _METADATA_GLOBALS:

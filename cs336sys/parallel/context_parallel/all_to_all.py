@@ -69,6 +69,7 @@ class AllToAllAttention:
         out = self.attention(*received.movedim(0, -2).split(heads, dim=-3))
         # (..., h, S, D) -> (S, ..., h, D)
         received = _TradeRows.apply(out.movedim(-2, 0), lengths, rows, "attention's output", context)
+        # (W S_r, ..., h, D) -> (..., W h, S_r, D)
         return received.unflatten(0, (world_size, -1)).movedim((0, 1), (-4, -2)).flatten(-4, -3)
 
 

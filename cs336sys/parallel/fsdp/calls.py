@@ -80,12 +80,12 @@ class UnitCall:
         ]
         copies = list(_tensor_copies(originals, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
-        # The call may have changed copies in place: the caller expects that of its own tensors and containers.
+        # The call may have changed copies in place: the caller expects these changes in its own tensors and containers.
         for original, copied, version in copies:
             if version_of(copied) != version:
                 original.copy_(copied)
         for container, changed, parts in containers:
-            # Parts that the call has left there, as the caller knows them, and those that it has added.
+            # The caller's own parts where the call has left copies of them, and parts that the call has added.
             original_of = {id(copied): original for copied, original in parts}
             if isinstance(container, list):
                 container[:] = [original_of.get(id(part), part) for part in changed]

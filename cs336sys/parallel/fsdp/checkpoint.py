@@ -171,7 +171,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             continue
         memory = _memory_of(value)
         if memory not in slices:
-            # A hook has made it: of slices it could not be saved.
+            # A hook has made this tensor: if of slices, it could not be saved.
             if memory not in module_memory:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()

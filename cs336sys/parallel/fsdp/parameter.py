@@ -16,7 +16,7 @@ from cs336sys.parallel.fsdp.plan import PlannedParameter
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_slices import is_slice, mark_slice
 
-# Operations that need no values (memory is asked for by code that counts it). All others get the whole weight.
+# Operations that need no values; untyped_storage() is used to count memory. All others get the whole weight.
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn is_cuda is_cpu is_meta "
     "is_sparse is_quantized"
@@ -126,7 +126,7 @@ class ShardedParameter:
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
-        # The gradient of the shard and its version when the last one was kept, and whether it is a view of those kept.
+        # When a gradient was last kept: the shard's ``grad`` and its version. And whether that is a view of ``kept``.
         self._seen_gradient: tuple[Tensor, int] | None = None
         self._shows_kept = False
         self._is_guarded = False  # Whether refuse_outside_gradients() has put its hook on the shard.

@@ -100,8 +100,8 @@ class UnitRunner(SynchronizationSwitch):
         # Of the forward pass that is running, or that the backward pass belongs to.
         self._order: GatherOrder | None = None
         self._ahead: set[ShardedUnit] = set()  # Units that have been gathered ahead of use.
-        # Units whose memory is used outside of their calls, with the versions of their slices. Hooks of each forward
-        # pass have those of their own, for a second backward pass through it.
+        # Units whose memory is used outside of their calls, with the versions of their slices. The hooks of a forward
+        # pass hold its dictionary, for a second backward pass through the same graph.
         self._lent: dict[ShardedUnit, SliceVersions] = {}
         self._in_forward = self._in_backward = self._has_failed = False
         # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
@@ -109,8 +109,8 @@ class UnitRunner(SynchronizationSwitch):
         self._inside: set[ShardedUnit] = set()
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
-        # Since the last finish(), also over a refresh(): of parameters whose gradients were reduced, as the optimizer
-        # updates them, whether this rank had a gradient, and those that had none before.
+        # Since the last finish(), even if refresh() came between, for each tensor of the optimizer whose gradient was
+        # reduced: whether this rank had a gradient. And the tensors whose ``grad`` was None before.
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
         self.units: Sequence[ShardedUnit] = ()
@@ -121,7 +121,7 @@ class UnitRunner(SynchronizationSwitch):
         self._recover()
         self._free_all()
         self.units = units
-        # Besides the last, which is there anyway when the backward pass begins with it.
+        # The units before the last. The last stays anyway, because the backward pass begins with it.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
         # By whether gradients are enabled, because only then does a backward pass follow.
         self._orders = {True: GatherOrder(), False: GatherOrder()}
@@ -275,9 +275,9 @@ class UnitRunner(SynchronizationSwitch):
         self._finish_reduction()
         for bucket in self.replicated:
             bucket.wait()
-            # As if some rank had each gradient: which of them none had is asked below, of slices, too.
+            # As if some rank had each gradient: those that no rank had are found below, together with those of slices.
             bucket.finish([True] * len(bucket.parameters))
-        # Every parameter has a mean now. One of no rank's gradient is taken back, unless an earlier mean is in it.
+        # Every parameter has a mean now. If no rank had a gradient, ``grad`` becomes None again, if it was before.
         parameters = list(self._present)
         if parameters:
             anywhere = AnyRank(list(self._present.values()), parameters[0].device, self._group).wait()
@@ -395,7 +395,7 @@ class UnitRunner(SynchronizationSwitch):
             self._reducing = None
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
-        """Note which gradients this rank had, before means are added to ``grad``; those dropped since do not count."""
+        """Note which gradients this rank had, before means are added to ``grad``; one dropped since does not count."""
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)
@@ -522,7 +522,7 @@ class _InGraph(torch.autograd.Function):
 
 
 def _as_new_node(tensor: Tensor) -> Tensor:
-    """Return the same values as a new node of the graph, where the backward pass arrives if it can."""
+    """Return the same values as a new node of the graph, whose hook sees the backward pass; integers as they are."""
     if tensor.requires_grad:
         return tensor.view_as(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -314,7 +314,7 @@ class ShardedUnit:
         """Release the memory of the gathered parameters, after :meth:`hide`."""
         if not self.is_gathered:
             return
-        self.wait()
+        self.wait()  # Memory that is being filled must not be released.
         self._ready = False
         self._storage.resize_(0)
 

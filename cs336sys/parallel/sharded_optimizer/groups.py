@@ -46,7 +46,7 @@ def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[st
     order and spread evenly over the model: often one group holds the matrices of all layers and another their norms.
     """
     parameters = dict(zip(names_of(groups), parameters_of(groups), strict=True))
-    # In a group: where in the model a parameter is, between 0 and 1. In the module: negative, before all others.
+    # Sort keys: where in the model a parameter is assumed to be, between 0 and 1; negative for those of the module.
     positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
     position_of = dict(zip(parameters.values(), positions, strict=True))
     if module is not None:
@@ -150,7 +150,8 @@ class StepAgreement:
                 raise
             return
         lines = []
-        # A step does not wait for the answer to a comparison before it, which has read those of the last step.
+        # If there was a comparison before this step, as for clipping, it has read the answers of the last step, and its
+        # own answer is perhaps still under way: the next step reads it.
         if not (is_step and self._has_asked_in_step):
             self._read_answers()
         self._has_asked_in_step = not is_step

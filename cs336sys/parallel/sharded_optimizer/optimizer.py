@@ -126,7 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._agreement = parameter_groups.StepAgreement()
         self._addresses: dict[nn.Parameter, int] = {}  # The memory address of each parameter that is sharded.
         self._frozen: list[nn.Parameter] = []
-        # Of the module: what it was, the tensors that have rank 0's values, by id, and parameters that are in no group.
+        # Of the module: a snapshot of its parameters, its tensors that have rank 0's values, by id, and its parameters
+        # that are in no group.
         self._module_guard: HeldParameters | None = None
         self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
@@ -235,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradient_synchronization(self) -> None:
         """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so."""
         slices = self._require_slices("finish_gradient_synchronization")
-        # Gradients are late only where others were complete, which they are on every rank or on none.
+        # Gradients can be late only after others were complete; that is the same on every rank, so all compare or none.
         if slices.synchronizer.is_complete:
             with self._agreement.compared(is_step=False):
                 slices.require_no_late_gradients()
@@ -303,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._slices is not None:
             self._slices.prepare_gradients()
-        # At its end, ranks compare these lines; an error in it is raised on every rank.
+        # At the end of this context, ranks compare the lines; an error within it is raised on every rank.
         with self._agreement.compared() as lines_of_rank, torch.no_grad():
             if self._slices is not None:
                 self._slices.require_no_late_gradients()
@@ -315,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._local.step(self.param_groups, kwargs)
         finally:
-            # A class may raise on the ranks alone that update something: collectives of the others must meet theirs.
+            # Also if the class raises, perhaps only on ranks that update something: the others wait in collectives.
             with torch.no_grad():
                 self._partition.publish()
         self._remember_groups()

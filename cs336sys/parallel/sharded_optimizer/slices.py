@@ -117,7 +117,7 @@ class ScatteredBucket(GradientBucket):
 
     def launch(self) -> None:
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
-        # In the order of the parameters, by whose numbers pieces know them.
+        # In the order of the parameters: pieces know each by its index.
         gradients = [memory.view(-1) for memory in self._memory()]
         self._substitutes = {}  # The zeros are sent, and no parameter gets a mean in them.
         sent = []
@@ -137,7 +137,7 @@ class ScatteredBucket(GradientBucket):
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.predecessor is not None:
-            self.predecessor.wait()
+            self.predecessor.wait()  # It keeps whole gradients alive until then.
 
     def wait(self) -> None:
         """Return when this rank's slices may be used; the whole gradients are dropped."""
@@ -200,7 +200,7 @@ class SliceSynchronizer(GradientSynchronizer):
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         if self.is_complete:
-            # Refused not here, where another rank may have no gradient, but by what all ranks call next.
+            # Another rank may have no gradient, and would not refuse here: the next method that all ranks call refuses.
             self.late.add(id(parameter))
             return
         if not self.holds_back:
@@ -291,7 +291,8 @@ class SlicePartition:
     def prepare_gradients(self) -> None:
         """Give every segment its mean gradient, unless this has been done."""
         if self._used:
-            # Accumulating over a step would be right, but it looks the same as ``parameter.grad = None``.
+            # To keep gradients over a step would be right, but it looks the same here as the program's attempt to drop
+            # them by ``parameter.grad = None``, which leaves the slices.
             name = next(iter(self._used.values()))
             raise UsageError(
                 f"{name} still has the gradient of the last step, which is kept in slices: call zero_grad() of the "
@@ -337,17 +338,20 @@ class SlicePartition:
         # Where gradients are complete or held back, they are on all ranks, and none are being averaged. Else another
         # rank may have begun a backward pass, and its reductions wait for this rank's, which finish() launches.
         is_open = not (self.synchronizer.is_complete or self.synchronizer.holds_back)
-        # In a CUDA graph, finish() refuses parameters without a gradient: it is for a pass that has begun.
+        # In a CUDA graph, finish() refuses parameters without a gradient, so it is only called if a pass has begun.
         if is_open and (self._under_way or not is_stream_captured()):
             self.synchronizer.finish()
         self._is_undropped = False
         self._drop(self._names.keys(), set_to_none)
 
     def drop_gradients_of_module(self, ids: AbstractSet[int], set_to_none: bool) -> None:
-        """Drop or zero the gradients of parameters with these ids, of which other optimizers may update some."""
+        """Drop or zero gradients for ``zero_grad()`` of a module, whose parameters have these ids.
+
+        Some of them may be another optimizer's.
+        """
         ids_here = ids & self._names.keys()
         if ids_here:
-            # The next step refuses this on every rank. Here it cannot be: on another rank there may have been no pass.
+            # The next step refuses this on every rank. Another rank may have had no pass, and would not refuse here.
             for bucket in self._buckets:
                 if bucket.is_under_way and not ids_here.isdisjoint(map(id, bucket.parameters.values())):
                     self._is_undropped = True
@@ -382,7 +386,7 @@ class SlicePartition:
         self._versions = {parameter: parameter._version for parameter in self._segments}
 
     def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set this rank's master copies, those not given from the parameters; then round all to the parameters."""
+        """Set this rank's master copies, from the parameters where none is given; then round all to the parameters."""
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))

@@ -162,7 +162,7 @@ def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.Process
     if dimension is None:
         return part.clone()
     sizes = [len(own_part(shape[dimension], rank, group.size())) for rank in range(group.size())]
-    # Of equal sizes, as all-gathers want them, with the dimension that is cut first.
+    # All-gathers need parts of equal size along the first dimension.
     padded = part.new_zeros(max(sizes), *part.movedim(dimension, 0).shape[1:])
     padded[: part.size(dimension)] = part.movedim(dimension, 0)
     gathered = padded.new_empty(len(sizes), *padded.shape)

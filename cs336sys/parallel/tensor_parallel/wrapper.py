@@ -252,7 +252,7 @@ class TensorParallel(StateDictOfSlices):
             self._partial_gradients.sum(self._whole_parameters())
 
     def refresh(self) -> None:
-        """Take up parameters that were replaced by others of this rank's, or unfrozen, between two steps.
+        """Take up parts of this rank that were replaced by others of the same shapes, or unfrozen, between two steps.
 
         Every rank must call it. Norms get the values of the group's first rank.
 
