@@ -241,7 +241,7 @@ class _Replicated(StateDictOfWrapped):
 
 
 def _require_no_max_norm(module: nn.Module) -> None:
-    """Refuse embeddings that shorten rows of their weight in the forward pass: each rank others, by its own inputs."""
+    """Refuse embeddings that shorten rows of their weight in the forward pass: each rank would shorten other rows."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise UsageError(

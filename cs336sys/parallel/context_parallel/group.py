@@ -74,7 +74,7 @@ class ContextGroup:
 
     @property
     def loss_weight(self) -> float:
-        """Return the factor of the mean loss over this rank's tokens that makes the ranks' mean that of all tokens.
+        """Return the factor for the mean loss of this rank's tokens, with which the mean over ranks is that of all.
 
         Every token must have a target, see :meth:`mean_loss`.
         """

@@ -185,6 +185,7 @@ class _RingAttention(torch.autograd.Function):
             return *attention.backward(query, key, value, grad_out, logsumexp, delta, _IS_CAUSAL), None
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
         # Of this rank's block, all queries with the keys of the first chunk now, and the rest alongside the last hop.
+        # Gradients come in the order of query, key and value; those of a block are of its keys and its values.
         first, second = ring.own_chunks
         keys_and_values = key[..., first, :], value[..., first, :]
         computed = attention.backward(query, *keys_and_values, grad_out, logsumexp, delta, _IS_CAUSAL)

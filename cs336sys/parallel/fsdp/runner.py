@@ -406,9 +406,9 @@ class UnitRunner(SynchronizationSwitch):
 
     def end_backward(self) -> None:
         """Free all units and finish their reductions: called by autograd when a backward pass has come to its end."""
-        # Units that are lent, contained others or came last are not reduced yet.
         self._leave_backward()
         self._free_all()
+        # Units that are lent, contained others or came last are not reduced yet.
         for unit in list(self._unreduced):
             self._reduce(unit)
         self._finish_reduction()

@@ -151,7 +151,7 @@ class JoinedRanks(AbstractContextManager["JoinedRanks"]):
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` here and return the results of all ranks; errors are passed on.
 
-        A function that refuses (UsageError, CapabilityError) must do so on every rank; then others can still be run.
+        A function that refuses (UsageError, CapabilityError) must do so on every rank; then the next can still be run.
         """
         try:
             return gather_objects(function(*args))

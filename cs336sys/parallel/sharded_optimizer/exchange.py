@@ -76,8 +76,8 @@ class ParameterExchange:
         """Launch every bucket, and wait for those with a parameter that no module waits for.
 
         Args:
-            updated: the parameters that have changed, on whatever rank. A backward pass of an earlier forward pass,
-                which needs what they were, then raises, as where an optimizer has changed them in place.
+            updated: the parameters that some rank has changed. A backward pass of an earlier forward pass needs their
+                old values, and raises from now on, as after any optimizer that changes parameters in place.
         """
         self.wait()  # A module that did not run has not waited for its buckets.
         torch.autograd.graph.increment_version(list(updated))

@@ -174,6 +174,7 @@ class StepAgreement:
         self._answers.append((on_host, event))
 
     def _read_answers(self) -> None:
+        """Wait for the digests that comparisons have sent to the CPU, and refuse to go on if ranks differ in one."""
         answers, self._answers = self._answers, []
         for on_host, event in answers:
             event.synchronize()

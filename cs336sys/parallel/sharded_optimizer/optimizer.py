@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for name, parameter in module.named_parameters():
                     parameter_groups.refuse_slice(name, parameter)
             lines += self._describe()
-        # With flat=True the partition is of slices, which has gradients and master copies besides.
+        # With flat=True the partition consists of slices, and cares for gradients and master copies, too.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         self._agreement = parameter_groups.StepAgreement()

@@ -88,7 +88,7 @@ class _SequenceSlices(torch.autograd.Function):
 def refuse_graph(grad: Tensor) -> None:
     """Refuse a backward pass with ``create_graph=True``. Every backward function of this folder calls it.
 
-    What ranks send each other is in no graph: differentiated again, gradients were those of one rank alone, or wrong.
+    What ranks send each other is in no graph: differentiated again, gradients would lack the other ranks' terms.
     """
     # Compiled code refuses by itself.
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and grad.requires_grad:

@@ -182,7 +182,8 @@ def _run_trial(
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             if group is None:
                 gradient = part_of(gradient, name, rank, size)
-            elif tensor_group.sequence_parallel and cut_dimension(name) is None:  # It has the terms of its tokens.
+            elif tensor_group.sequence_parallel and cut_dimension(name) is None:
+                # Each rank has the gradient that its own tokens give.
                 dist.all_reduce(gradient, group=group)
             results.append((name.removesuffix(".weight"), gradient))
 
