@@ -152,7 +152,7 @@ class GradientBucket:
             for name, parameter in parameters.items()
         }
         sample = next(iter(parameters.values()))
-        self._dtype = gradient_dtype_of(sample) or sample.dtype  # Wrappers refuse parameters with None, any dtype.
+        self._dtype = gradient_dtype_of(sample) or sample.dtype  # None means any dtype, which wrappers refuse.
         # Complex gradients are sent as they are.
         self.sent_dtype = gradient_dtype if gradient_dtype and self._dtype.is_floating_point else self._dtype
         self.reduction = MeanReduction(self.sent_dtype, sample.device, f"gradients of {', '.join(parameters)}", group)

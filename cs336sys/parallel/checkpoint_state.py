@@ -286,7 +286,7 @@ def _rank_of_slice(dtensor: Any) -> dict[str, int]:
 
 
 def _refuse_gathering() -> NoReturn:
-    """Refuse, in the place where torch.distributed.checkpoint.state_dict asks a module for modified names."""
+    """Refuse the call by which torch.distributed.checkpoint.state_dict asks a module for names that it modifies."""
     raise UsageError(
         "torch.distributed.checkpoint.state_dict does not know the slices of optimizers: save state_dict() of the "
         "wrapper, whose slices are DTensors, or use save_checkpoint()"

@@ -74,7 +74,12 @@ class CopyEngines:
         failure = None
         try:
             self._make_boxes(box_bytes, device)
-        except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # By what is missing.
+        except (
+            ImportError,
+            AttributeError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # Symmetric memory is missing or fails.
             failure = str(error).strip().partition("\n")[0] or type(error).__name__
         failures = [text for text in gather_objects(failure, self._group) if text is not None]
         if failures:

@@ -72,8 +72,8 @@ _accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDic
 def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Options, device: torch.device) -> None:
     """Refuse to step slices by an optimizer of the user's that does not update each element by itself.
 
-    It is tried once for each kind of options. A class with the attribute ``updates_elementwise = True`` is not: it may
-    need more than its options to be constructed.
+    Its class is tried once for each kind of options, unless it has the attribute ``updates_elementwise = True``: some
+    classes need more than their options to be constructed.
 
     Args:
         group_options: all options of one of its groups.

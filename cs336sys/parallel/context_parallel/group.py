@@ -118,7 +118,7 @@ class ContextGroup:
             self._has_compared = True
             with same_on_every_rank(self._group) as lines:
                 self._require_local_tokens(kind, query, key, value)
-                # In place of the number of tokens, which may differ between ranks, "S".
+                # "S" stands for the number of tokens, which may differ between ranks.
                 shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
                 lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
         device_type = query.device.type
@@ -157,7 +157,7 @@ class ContextGroup:
             rows: for each rank; they add up to ``len(tensor)``.
             received_rows: from each rank.
         """
-        row_bytes = tensor[:1].nbytes
+        row_bytes = tensor[:1].nbytes  # Every rank holds at least one token, and so a row.
         received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
         sizes, received_sizes = [count * row_bytes for count in rows], [count * row_bytes for count in received_rows]
         return self._exchange(received, tensor, received_sizes, sizes, contents)

@@ -301,7 +301,7 @@ def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
     """Claim the path for this group, and make an empty partial folder."""
     # Another group of this run, with another state, would otherwise replace this checkpoint, and nobody would notice.
     ranks = str(dist.get_process_group_ranks(group))
-    # It sets the value where there is none, and returns the one that is there then.
+    # compare_set() sets the value where there is none yet, and returns the one that is there afterwards.
     holders = _get_default_store().compare_set(f"cs336sys checkpoint {path.absolute()}", "", ranks).decode()
     if holders != ranks:
         raise UsageError(

@@ -155,7 +155,7 @@ class ShardedParameter:
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """Return the dtype in which :meth:`gather_into` makes ``full``; the shard's may have changed since it did."""
+        """Return the dtype in which :meth:`gather_into` makes ``full``; the shard's may have changed afterwards."""
         if self._compute_dtype is not None and self.shard.is_floating_point():
             return self._compute_dtype
         return self.shard.dtype

@@ -207,7 +207,7 @@ class LocalOptimizer:
         Args:
             state_dict: a whole one, or one rank's, which has the key ``share``.
             share: what this rank's own state dict has under ``share``.
-            scalars: keys with one value for a parameter, which shapes do not show if it has no dimensions.
+            scalars: keys with one value for a whole parameter; shapes do not show it of parameters without dimensions.
         """
         # In a state dict of torch's, groups and states know a parameter by a key, usually its number.
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -131,7 +131,7 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of the model, which tells its head which method was called: it refuses ``generate()``."""
+    """Make the class of the model, which tells its head what method was called, so that this refuses ``generate()``."""
 
     def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
