@@ -91,7 +91,6 @@ def cut_weights(
         # Read before to_empty(), which makes new parameters without them.
         attributes = {name: vars(whole).copy() for name, whole in layer._parameters.items() if whole is not None}
         if initialize is not None and any(tensor is not None and tensor.is_meta for tensor in tensors):
-            assert device is not None
             layer.to_empty(device=device, recurse=False)
             initialize(layer)
         for attribute, whole in layer._parameters.items():

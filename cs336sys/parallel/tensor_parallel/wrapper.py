@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, differences, mark_share
-from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.collectives import group_device, process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
@@ -157,7 +157,7 @@ class TensorParallel(StateDictOfSlices):
             group: a process group, or a mesh of one dimension; None takes all ranks.
             sequence_parallel: share the sequence between the layers.
             initialize: fills parameters of one module on the meta device, see :class:`~cs336sys.parallel.fsdp.FSDP`.
-            device: where to put a module on the meta device.
+            device: where to put a module on the meta device; None is the device of the process group.
             communicates: False computes as much and sends nothing, which gives wrong results: what a step without its
                 communication takes.
 
@@ -179,6 +179,8 @@ class TensorParallel(StateDictOfSlices):
                 f"TensorParallel with {sequence_parallel=}, {communicates=}",
                 *describe_module(module, moves=True),
             ]
+        if device is None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            device = group_device()
         name = self.group.group_name if communicates and size > 1 else ""  # An empty name sends nothing.
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         require_same_results(module, self.group, self._tensor_group, initialize, device)

@@ -192,6 +192,20 @@ def round_trip(sequence_parallel):
     return shared.full_state_dict()
 
 
+def round_trip_from_meta_device():
+    """The same of a model on the meta device, without a device to put it on."""
+
+    def initialize(module):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            torch.nn.init.constant_(tensor, 0.5)
+
+    with torch.device("meta"):
+        plain = BasicsTransformerLM(**SIZES)
+    shared = TensorParallel(plain, initialize=initialize)
+    shared.load_full_state_dict(model(seed=2).state_dict())
+    return shared.full_state_dict()
+
+
 def _of_class(name, kind):
     def change(plain):
         plain.get_submodule(name).__class__ = kind

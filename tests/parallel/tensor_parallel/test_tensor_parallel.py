@@ -88,6 +88,13 @@ def test_whole_state_dict_comes_out_as_it_went_in(ranks, sequence_parallel):
         assert all(value.equal(expected[name]) for name, value in whole.items())
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_module_on_meta_device_goes_to_device_of_process_group(ranks, world_size):
+    expected = tensor_parallel_ranks.model(seed=2).state_dict()
+    for whole in ranks(world_size).run(tensor_parallel_ranks.round_trip_from_meta_device):
+        assert all(value.equal(expected[name]) for name, value in whole.items())
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_integers_of_any_width_are_tokens(ranks, world_size):
     for losses, expected, has_all_logits in ranks(world_size).run(tensor_parallel_ranks.losses_of_integers):
