@@ -164,7 +164,7 @@ class GradientBucket:
 
     @property
     def sent_sizes(self) -> list[int]:
-        """Return the bytes of each tensor that :meth:`launch` hands to the all-reduce, by which boxes are sized."""
+        """Return the bytes of each tensor that :meth:`launch` hands over: copy engines make memory for them."""
         sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
         return sizes if self.sent_dtype == self._dtype else [sum(sizes)]
 

@@ -73,13 +73,8 @@ class CopyEngines:
         self._boxes: list[tuple[Tensor, Tensor, Any]] = []
         failure = None
         try:
-            self._make_boxes(box_bytes, device)
-        except (
-            ImportError,
-            AttributeError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # Symmetric memory is missing or fails.
+            self._make_boxes(box_bytes, device)  # How it fails depends on what torch or the GPUs lack.
+        except (ImportError, AttributeError, RuntimeError, ValueError) as error:
             failure = str(error).strip().partition("\n")[0] or type(error).__name__
         failures = [text for text in gather_objects(failure, self._group) if text is not None]
         if failures:

@@ -266,7 +266,7 @@ class SlicePartition:
         )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what this rank updates of a parameter: its slice, None if that is empty, or one that is not cut."""
+        """Return this rank's slice of a parameter, None if that is empty, or the parameter itself if it is not cut."""
         segment = self._segments.get(parameter)
         if segment is None:
             return None if self._is_cut(parameter) else parameter

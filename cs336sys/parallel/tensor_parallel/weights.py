@@ -109,7 +109,7 @@ def cut_weights(
 
 
 def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, torch.Size]) -> None:
-    """Mark parameters that are this rank's part of a whole one, so that functions that need it whole refuse them."""
+    """Mark parameters that are this rank's part of a whole one, so that functions for whole ones refuse them."""
     size = group.size()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dimension = cut_dimension(name)
