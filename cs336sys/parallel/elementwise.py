@@ -130,6 +130,7 @@ def _run_steps(
 
 
 def _is_same_in_slices(whole: Any, parts: list[Any], dim: int) -> bool:
+    """Return whether a value of the whole matrix, such as its update, is that of its slices joined along ``dim``."""
     # A single value, as "step", is not cut. If it depends on other elements, so does the update, which is compared.
     if not isinstance(whole, Tensor) or whole.numel() == 1:
         return True

@@ -107,6 +107,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enumeration_member(enumeration: Any, name: Any) -> enum.Enum:
+    """Stand in for getattr() in a pickle, but return members of enumerations only."""
     if not (isinstance(enumeration, enum.EnumMeta) and name in enumeration.__members__):
         raise UsageError(
             f"the checkpoint's .metadata asks for {name} of {enumeration}, which is no member of an enumeration "

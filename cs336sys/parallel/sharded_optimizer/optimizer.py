@@ -458,6 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_moved(self) -> None:
+        """Refuse parameters whose memory is no longer that from which buckets and slices are sent."""
         for parameter, address in self._addresses.items():
             if parameter.data_ptr() != address:
                 name = self._noted_names[parameter]

@@ -187,6 +187,7 @@ def _part(whole: Tensor, name: str, slices: ShardedParameter | None, shared: Ten
 
 
 def _write(path: Path, saved: dict[str, Any]) -> None:
+    """Write the file under another name, and rename it when it is complete: an earlier one stays whole until then."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         torch.save(saved, partial)

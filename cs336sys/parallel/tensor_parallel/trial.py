@@ -109,7 +109,8 @@ def _trial_refusal(
 
 def _trial_tokens(vocabulary: int, ranks: int) -> Tensor:
     """Return two short random sequences, (2, S), without the tokens of ranks' first rows if there are others."""
-    # A first row stands in for the tokens of other ranks; _run_trial() tries it by the embedding alone.
+    # In the shared embedding, a rank's first row stands in for all tokens of other ranks. Its own token is tried at the
+    # end of _run_trial(), by the embedding alone.
     stand_in_rows = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
     choices = torch.tensor([token for token in range(vocabulary) if token not in stand_in_rows] or [0])
     # At least 4 tokens, and as many for each rank, which may share the sequence.
