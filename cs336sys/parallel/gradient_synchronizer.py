@@ -27,8 +27,7 @@ _BACKWARD_FUNCTIONS = frozenset(
 # Synchronizers that have begun to launch and have buckets left, in the order of their first gradients.
 _launching: "list[weakref.ref[GradientSynchronizer]]" = []
 
-# Hooks run on autograd's threads, of which there is one per device.
-_lock = threading.RLock()
+_lock = threading.RLock()  # Hooks run on autograd's threads, of which there is one per device.
 
 
 class GradientSynchronizer(SynchronizationSwitch):

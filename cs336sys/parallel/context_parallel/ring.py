@@ -66,8 +66,7 @@ class BlockAttention(Protocol):
 
 _BLOCKS, _GRADIENTS = "keys and values", "the gradients of keys and values"
 
-# Values of ``is_causal``.
-_IS_CAUSAL, _IS_FULL = True, False
+_IS_CAUSAL, _IS_FULL = True, False  # Values of ``is_causal``.
 
 
 class RingAttention:

@@ -176,8 +176,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
         elif (parameter := slices[memory]) not in seen:
-            # A tied weight is saved under its first name.
-            seen.add(parameter)
+            seen.add(parameter)  # A tied weight is saved under its first name.
             state[f"model/{key}"] = as_dtensor(parameter.shard.detach(), parameter.shape, 0, sharded.group)
     return state
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-# Modules that are never called themselves; only their children are.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # Modules that are never called themselves; only their children are.
 
 
 @dataclass(eq=False)

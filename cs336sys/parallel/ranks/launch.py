@@ -79,8 +79,7 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
     return SpawnedRanks(world_size, backend, timeout_s)
 
 
-# The ranks of the last call of kept(), if any, by its arguments.
-_kept: dict[tuple, "Ranks"] = {}
+_kept: dict[tuple, "Ranks"] = {}  # The ranks of the last call of kept(), if any, by its arguments.
 
 
 def kept(world_size: int, *, backend: str | None = None, timeout_s: float = 120.0) -> "Ranks":

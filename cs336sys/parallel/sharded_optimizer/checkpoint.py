@@ -15,8 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.sharded_optimizer.groups import Group, given_names, parameters_of
 
-# The key of a parameter's master copy in its state.
-MASTER = "master_parameter"
+MASTER = "master_parameter"  # The key of a parameter's master copy in its state.
 
 State = dict[str, Any]
 

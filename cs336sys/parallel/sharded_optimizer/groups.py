@@ -16,8 +16,7 @@ from cs336sys.parallel.rank_consistency import describe_parameter, digest_of, re
 
 Group = dict[str, Any]
 
-# The entries of a group that are not options.
-_MEMBERS = ("params", "param_names")
+_MEMBERS = ("params", "param_names")  # The entries of a group that are not options.
 
 # Types whose values read the same in every process if they are equal.
 _PLAIN = (bool, int, float, str, type(None), list, tuple, torch.dtype)
