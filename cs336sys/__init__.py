@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from cs336sys.settings.course_package import telling_import_errors
 
-        # By name: the package itself is plain data, which knows no commands.
+        # By name, because the layers (tests/test_layers.py) let this package, which all import, import no commands.
         with telling_import_errors():
             return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cs336sys' has no attribute '{name}'")

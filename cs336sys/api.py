@@ -213,6 +213,7 @@ def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Any
         b: the candidate.
         settings: options of the command; with ``fail_above`` the answer's ``ok`` is False for a regression.
     """
+    # Files are named as they are, and results in memory after their side, under which ``run`` gets them.
     sides = {"baseline": a, "candidate": b}
     sources = {name: side.saved for name, side in sides.items() if isinstance(side, Results)}
     names = {name: name if name in sources else str(side) for name, side in sides.items()}
@@ -276,11 +277,13 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
     """Return a command as a function, whose signature lists the command's options with types and defaults."""
 
     def call(*positional: Any, **values: Any) -> Results:
+        """Run the command with these options; a value without a name is that of the argument ``first``."""
         if len(positional) > bool(first):
             raise TypeError(f"{command}() takes {'one argument' if first else 'none'} without a name")
         for value in positional:
             option = first
             if first == _TRAINING:
+                # A function, or FILE.py:NAME of one, is a model of the user's; other values are names of sizes.
                 is_model = any(callable(part) or is_user_code(str(part)) for part in values_of(value))
                 option = "model" if is_model else "size"
             values = {option: value} | values

@@ -48,7 +48,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
         if (sentence := sentence_of(error)) is None:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            # Its message is the help, unless rich has printed that already.
+            # A group without a command: the message is its help, and empty where rich has printed that already.
             message = error.format_message().strip()  # type: ignore[attr-defined]
             typer.echo(message or None, err=True, nl=bool(message))
         else:
@@ -99,7 +99,7 @@ def interruptions_deferred() -> Iterator[None]:
     # Python runs handlers in its main thread alone, which alone may set them.
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Others ignore the signal or end the process at once, and stay.
+    # SIG_IGN and SIG_DFL are no functions: an ignored signal stays ignored, and one that ends the process still does.
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda *arguments: arrived.append(arguments))

@@ -25,12 +25,12 @@ MOST_USED = (
 
 
 def _as_shown(parameter: Any) -> Any:
-    """Return a copy of a parameter as help shows it: no ``--no-`` next to a flag that is off."""
+    """Return a copy of a parameter as help shows it: a flag that is off without ``--no-``, a value next to its name."""
     shown = copy.copy(parameter)
     if getattr(parameter, "secondary_opts", None) and parameter.default is False:
         shown.secondary_opts, shown.show_default = [], False
     if parameter.param_type_name == "option":
-        # A value's name next to the option's takes less width than a column of its own.
+        # Less wide than a column of its own, which typer makes for values.
         value = "" if parameter.is_flag else parameter.metavar or ""
         shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
     return shown
@@ -71,12 +71,13 @@ class _CommandBase:
         shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
         parameters = [parameter for parameter in self.get_params(ctx) if "--help" not in parameter.opts]
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-        if len(options) > 12 and not self.shows_all:
+        if len(options) > 12 and not self.shows_all:  # To hide one or two is not worth the line that says so.
             shown.epilog = f"The 10 most used of {len(options)} options; --help-all shows all."
+            # By the place in MOST_USED of the first name that is an option's: True sorts after False, so reversed.
             options.sort(key=lambda option: [name in option.opts for name in MOST_USED], reverse=True)
             parameters = [parameter for parameter in parameters if parameter not in options[10:]]
         vars(shown)["get_params"] = lambda ctx: [*map(_as_shown, parameters)]
-        # One space after a column: four of typer's six are empty in our rows.
+        # A space after a column and none before it: four of the six columns that typer draws are empty in our rows.
         wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
         rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
         try:
@@ -93,17 +94,17 @@ class _Command(_CommandBase, TyperCommand):
 
     def parse_args(self, ctx, args):
         """Parse with the defaults of a settings file, and check the command's variables."""
-        if ctx.default_map:
-            # From Python the names of a request's values, else the words that begin with dashes.
+        if ctx.default_map:  # the settings file's table of this command
+            # What the user gave: from Python the names of options, else all words of the line, without leading dashes.
             typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
             ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:
             rest = super().parse_args(ctx, args)
         except UsageError:
-            # A refused value may be one of the file's.
+            # The refused value may be the file's, and the user has to know that there is a file.
             settings_file.tell_settings(ctx)
             raise
-        if not ctx.resilient_parsing:
+        if not ctx.resilient_parsing:  # which completion and ``show`` of saved arguments ask for: they run nothing
             settings_file.check_variables(ctx, self.get_params(ctx))
             settings_file.tell_settings(ctx)
         return rest
@@ -151,8 +152,8 @@ class LazyGroup(_CommandBase, TyperGroup):
         super(LazyGroup, listed).format_help(ctx, formatter)
 
     def _described(self, ctx, name):
-        """Return a command for lists, with help and panel alone, unless it is a group, which is imported."""
-        described = _docstring(self.modules[name], name)
+        """Return a command for lists, which has only its help and panel, so that its module need not be imported."""
+        described = _docstring(self.modules[name], name)  # None for a group: no function has its name, so import it.
         command = self.get_command(ctx, name) if described is None else TyperCommand(name, help=described)
         command.rich_help_panel = self.panels.get(name)
         return command

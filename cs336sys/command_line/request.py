@@ -85,7 +85,7 @@ class RequestParser:
             )
         module = sys.modules.get(str(getattr(value, "__module__", None)))
         file, object_name = getattr(module, "__file__", None), getattr(value, "__qualname__", "")
-        # A function of a module's top level, which others can import by this name.
+        # A function of a module's top level, which workers can import: of a package by dotted name, else from its file.
         if module and file and object_name.isidentifier() and getattr(module, object_name, None) is value:
             return f"{module.__name__ if '.' in module.__name__ else file}:{object_name}"
         sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"

@@ -141,7 +141,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
 
     @functools.cache
     def parse(name: str, arguments: tuple[str, ...]) -> Presentation:
-        """Parse the options about presentation alone."""
+        """Return how a saved command line wants cells shown; other options, also unknown ones, are ignored."""
         assert isinstance(ctx.command, LazyGroup)
         command = ctx.command.get_command(ctx, name)
         names = {field.name for field in fields(Presentation)}
@@ -150,9 +150,11 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
         context = command.make_context(
             name, list(arguments), resilient_parsing=True, ignore_unknown_options=True, allow_extra_args=True
         )
+        # What the line does not set is None or empty here, and keeps the default of Presentation.
         return Presentation(**{name: value for name, value in context.params.items() if value})
 
     def presentation(invocation: "Invocation") -> Presentation:
+        """Return what the last run's command line asks for; defaults where it is not known."""
         if not can_be_shown(invocation.command):
             return Presentation()
         # Cells may come from a script, whose arguments are no command line of this program.

@@ -159,6 +159,7 @@ def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_nod
     option, needed = f"--world-size {','.join(map(str, sizes))}", math.ceil(max(sizes) / nodes)
     if nodes > 1 and set(sizes) != {nodes * gpus_per_node}:
         raise UsageError(f"{option}: torchrun starts {nodes} x {gpus_per_node} ranks; leave it out")
+    # allreduce takes a list of backends, other commands one.
     on_cpu = command_options["backend"] in ("gloo", ["gloo"]) or command_options.get("device") == "cpu"
     if gpus_per_node < needed and not on_cpu:
         raise UsageError(f"--gpus-per-node {gpus_per_node}: {option} needs {needed}, one for each rank")
@@ -181,16 +182,16 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     ``ranks`` is how many ranks torchrun will start; None without torchrun.
     """
     command_options = context.params
-    # The script adds --save where it is not given.
+    # The script adds --save where it is not given, and --resume is refused without it.
     saved = {"save": command_options.get("save") or Path(f"{name}.jsonl.gz")} if "save" in command_options else {}
     if ranks is not None:
         command_options["world_size"] = [ranks]
     groups = command.callback.read_options(command_options | saved)
-    # verify has no plan, but makes its cells from its options.
+    # verify has no --dry-run; making its cells refuses what does not go together.
     if "verification" in groups:
         groups["verification"].workloads(groups["model"])
     if name in _PLANNED:
-        # A plan writes no files here.
+        # The files that options name are the job's: this plan writes none.
         declared = command.callback.declared
         written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}

@@ -32,13 +32,13 @@ _watch = _CompilerWatch()
 
 
 def importing_no_compiler(disabled: Function) -> Function:
-    """Let a function that ``torch._disable_dynamo`` has wrapped be called without importing torch's compiler.
+    """Return a function that ``torch._disable_dynamo`` has wrapped, which now imports no compiler when it is called.
 
     At its first call torch would import the compiler to exclude it, 1.1 of the 3 CPU seconds in which a rank starts and
     takes a first step. Here that waits until somebody else imports the compiler; before, nothing is compiled.
     """
     function = getattr(disabled, "__wrapped__", None)
-    if function is None or _COMPILER in sys.modules:
+    if function is None or _COMPILER in sys.modules:  # a torch that wraps in another way, or nothing left to save
         return disabled
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)

@@ -213,7 +213,10 @@ def gpu_capacity(device: str) -> Capacity | None:
 
 
 def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
-    """Return the GPU that CUDA_VISIBLE_DEVICES names first; numbers are nvidia-smi's if all GPUs are of one kind."""
+    """Return the GPU that CUDA_VISIBLE_DEVICES names first, by its number or the beginning of its UUID; None if empty.
+
+    CUDA numbers the fastest GPU first, nvidia-smi by bus: with GPUs of several kinds the number may be another's.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus[0] if gpus else None

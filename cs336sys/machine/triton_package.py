@@ -38,7 +38,7 @@ def why_no_triton() -> str | None:
         import triton.language  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways: a missing library, a clash of versions.
-        cause = error.__cause__ or error
+        cause = error.__cause__ or error  # TritonFinder has made an ImportError of it.
         message = (str(cause).splitlines() or ["no message"])[0]
         return f"the package triton, whose import fails here ({type(cause).__name__}: {message}): install it again"
     return None

@@ -165,8 +165,8 @@ def format_number(value: float | None, unit: str | None = None) -> str:
 def format_mean_std(mean: float, std: float | None, unit: str) -> str:
     """Write ``12.34 ± 0.05``, both in the same unit with the same number of decimals.
 
-    A std that is large compared with its mean has two digits, and the mean then as few as three; one that would
-    be rounded to 0 gets one decimal more where that shows it.
+    The larger of the two has the digits of the unit, or one less where that is enough for two digits of the std. A std
+    that would be rounded to 0 gets one decimal more where that shows it.
     """
     if std is None or not math.isfinite(mean):
         return format_number(mean, unit)
@@ -206,7 +206,7 @@ def in_shown_unit(value: float, unit: str) -> tuple[float, str]:
     A unit that has no scales, ``tokens``, is its own label.
     """
     divisor, label = _scale(value, _SHOWN_UNITS.get(unit, ((1, unit),)))
-    return value if divisor == 1 else value / divisor, label
+    return value if divisor == 1 else value / divisor, label  # A division would make a float of an integer.
 
 
 def format_operand(value: float) -> str:

@@ -165,9 +165,10 @@ def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
     """Return keys and rows for programs: a column of samples or intervals becomes one for each of their statistics."""
     keys: list[str] = []
     rows: list[dict[str, Value]] = [{} for _ in table.rows]
-    flat: list[list[Any]]  # by row the values of the columns that one column becomes
+    flat: list[list[Any]]  # for each row the values of the columns that one column becomes
     for column in table.all_columns:
         values = [row.get(column.key) for row in table.rows]
+        # By declaration, so that a file has the same columns where no row has a value, or by what the rows have.
         if column.spread == "interval" or any(isinstance(value, Interval) for value in values):
             names = [column.key, f"{column.key}_low", f"{column.key}_high"]
             flat = [
@@ -192,7 +193,7 @@ def _statistic_of(value: Value, statistic: str) -> Value:
 
 
 def _csv(tables: Sequence[Table]) -> str:
-    name = tables[0].name
+    name = tables[0].name  # Rows of other tables have other columns: the output options' note says how to get them.
     flat = [flat_rows(table) for table in tables if table.name == name]
     keys = list(dict.fromkeys(key for table_keys, _ in flat for key in table_keys))
     stream = io.StringIO()
@@ -221,7 +222,7 @@ def _json(tables: Sequence[Table]) -> str:
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in row.items()
             }
-            for row in flat_rows(table)[1]
+            for row in flat_rows(table)[1]  # without the keys, which every row has
         ]
         documents.append({"name": table.name, "title": table.title, "rows": rows, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"

@@ -208,7 +208,7 @@ def select_in_groups(
 def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
     """Return the tables with these columns alone, in this order; those that have none of them are left out.
 
-    A column is named by its key (``step_ms``), or by its header (``step``) in any case. Notes of others are left out.
+    A column is named by its key (``step_ms``), or by its header (``step``) in any case. Notes on other columns go, too.
     """
     selected = []
     for table in tables:
@@ -219,6 +219,7 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
             hidden.add("no speed-ups")
         parts = ([part for part in note.split("; ") if part.partition(":")[0] not in hidden] for note in table.notes)
         notes = ["; ".join(kept) for kept in parts if kept]
+        # Programs, too, get the chosen columns alone, and people get a chosen column that is hidden otherwise.
         selected.append(replace(table, columns=columns, notes=notes, hidden=(), settings=(), origin=()))
     return [table for table in selected if table.columns]
 
@@ -228,7 +229,7 @@ def _sorted(table: Table, order: str) -> Table:
     columns = _columns_named(table, order.removeprefix("-"))
     if not columns:
         return table
-    column = columns[0]
+    column = columns[0]  # Several have one header: the first decides.
     keys_and_rows = [(_sort_key(row.get(column.exact or column.key)), row) for row in table.rows]
     with_value = [(key, row) for key, row in keys_and_rows if key is not None]
     with_value.sort(key=lambda key_and_row: key_and_row[0], reverse=order.startswith("-"))

@@ -52,6 +52,7 @@ def tidy(
     if command == "nsys":
         # Its tables have a column "kernels" for the number of kernels that a phase launched.
         names = dict.fromkeys("model_kernels" if name == "kernels" else name for name in names)
+    # The rows of a table are cells if all name their run; other tables, of verdicts or sums, stay as they are.
     return [
         replace(table, settings=table.settings or setting_columns(names), origin=() if are_planned else _ORIGIN_COLUMNS)
         if are_planned or all("run_id" in row for row in table.rows)

@@ -54,7 +54,7 @@ WALL_COLUMN = Column("wall_ms", "CPU wall", "ms", spread="samples")
 
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
-    """Return the columns of a plan: the settings that memory depends on, and where there is user code, those of it."""
+    """Return the columns of a plan: settings that memory depends on, without those of user code that nobody gave."""
     unset = UserCode.settings().keys() - {name for workload in workloads for name in workload.user.configuration()}
     # Memory does not depend on the last three.
     return [column for name, column in settings.items() if name not in (*unset, "tf32", "synchronize", "seed")]
@@ -92,7 +92,7 @@ def machine_words(run: Run | None) -> list[str]:
     if run is None:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
-    theirs = run.environment.get("cs336_basics")
+    theirs = run.environment.get("cs336_basics")  # recorded only of a package that is not ours
     parts = [str(device), f"torch {run.machine.get('torch')}"]
     return parts if theirs is None else [*parts, f"cs336_basics of {theirs}"]
 

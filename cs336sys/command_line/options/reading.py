@@ -56,6 +56,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
+        """Return the command's arguments for the options' values: those of a group become one instance of it."""
         values = dict(values)
         _refuse_one_file_for_two(values, declared)
         for name, group in groups.items():
@@ -195,7 +196,7 @@ def types_in(kind: Any) -> set[Any]:
 
 
 def _number_reader(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
-    """Return what reads the numbers of an option; None where its value is none."""
+    """Return the function that reads an option's numbers within their bounds; None where its values are no numbers."""
     if float in types:
         highest = LARGEST_NUMBER if option.max is None else option.max
         return between(-highest if option.min is None else option.min, highest)

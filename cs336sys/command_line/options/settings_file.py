@@ -62,7 +62,7 @@ def _refuse_other_owner(path: Path) -> None:
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0 and os.environ.get("SUDO_UID", "").isdecimal():
         trusted.add(int(os.environ["SUDO_UID"]))
-    # A link of a stranger's may lead to a file of this user's.
+    # The owners of a link and of its target: a stranger's link may lead to a file that this user wrote for other uses.
     for owner in (path.lstat().st_uid, path.stat().st_uid):
         if owner not in trusted:
             name = str(owner)
@@ -108,8 +108,9 @@ def check_tables(ctx: Any, commands: Collection[str]) -> None:
 def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings of the context's command by the names of its parameters, as texts of a command line.
 
-    Of :data:`_ALTERNATIVES` of options that the user has ``typed``, the file's are ignored. A UsageError names a key
-    that is no option of the command, and a value that cannot be one or is not harmless.
+    Where the user has ``typed`` an option, or set its variable, the file's value of an alternative is ignored, too: of
+    ``precision`` for ``--bf16``. A UsageError names a key that is no option of the command, or a value that cannot be
+    one or is not harmless.
     """
     # By every name of an option, without those that end the command, as --help.
     options = {
@@ -166,7 +167,7 @@ def tell_settings(ctx: Any) -> None:
     names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not names:
         return
-    # The command refuses variables of ranks that are wrong.
+    # Wrong variables of ranks do not matter here: the command itself refuses them.
     with contextlib.suppress(UsageError):
         if not is_first_rank():
             return
@@ -202,7 +203,7 @@ def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
 
 
 def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[str] = ()) -> None:
-    """Raise a UsageError for a variable that begins like those of a command or group of ``commands``, and is none.
+    """Raise a UsageError for a variable that begins like those of a command (or a group of ``commands``) and is none.
 
     ``parameters`` are as :func:`with_own_variables` returns them; commands of a group check variables when they run.
     """
@@ -220,6 +221,7 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
         if not commands:
             names = sorted(variable.removeprefix(prefix) for variable in option_variables)
             raise UsageError(f"{variable}: {_no_such_option(ctx, name, names, prefix)}")
+        # Of a group: the variable should name one of its commands next, which checks the rest itself.
         word = name.partition("_")[0].lower()
         if word not in commands and difflib.get_close_matches(word, commands, cutoff=_MISSPELLING_SIMILARITY):
             raise UsageError(f"{variable}: unknown command '{word}': {choose_from(word, commands)}")

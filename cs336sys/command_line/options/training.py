@@ -75,12 +75,12 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
     """
 
     def add(group: type[Group]) -> type[Group]:
-        """Declare a field for each option, with its type and default, before those that the class declares."""
+        """Declare a field for each option, with its type and default, before the others of the class, as in help."""
         declared = {name: kind for base in group.__mro__ for name, kind in get_annotations(base).items()}
         annotations: dict[str, Any] = {}
         for name in names:
             if name in declared:
-                annotations[name] = declared[name]
+                annotations[name] = declared[name]  # An option of the class itself: ``names`` gives its place alone.
                 continue
             described = owner.settings()[name]
             option = described.option or name
@@ -147,7 +147,7 @@ class PrecisionOptions(OptionGroup):
     fp16: Annotated[bool, setting("--fp16", help="Short for --precision fp16.", rich_help_panel=WHAT_RUNS)] = False
 
     def precisions(self) -> Sequence[str] | Sequence[None]:
-        """Return the precisions of one option, of several a UsageError; without any None, for the size's own."""
+        """Return the requested precisions, or None for the size's own; a UsageError if two options name them."""
         if bool(self.precision) + self.bf16 + self.fp16 > 1:
             raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
         return ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision or [None]
@@ -200,7 +200,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
         for option, reference in references.items():
             if reference is not None:
                 try:
-                    read_function(reference)
+                    read_function(reference)  # Refuses a file without that name; nothing is run.
                 except UsageError as error:
                     raise UsageError(f"--{option} {error}") from error
         names = [name for name in (*references.values(), *self.optimizer) if name and is_user_code(name)]

@@ -36,7 +36,7 @@ def times(value: float) -> str:
     """Write a factor in three digits, ``2.10x``; ``4x`` where it is exactly that."""
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}x"
-    return f"{value:#.3g}x".replace(".x", "x")
+    return f"{value:#.3g}x".replace(".x", "x")  # 99.97 is written as "100."
 
 
 def compare_speed(before: Samples, after: Samples) -> str:

@@ -124,7 +124,7 @@ class Evidence:
         self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]
     ) -> list[Selection]:
         """As :meth:`find`, with all cells of every invocation, so that cells of one can be compared with each other."""
-        # A board's cells have columns of their own: whoever wants them requires ``board``.
+        # Cells of ``shard --board`` (the leaderboard's step) have other columns: only ``board=(True,)`` finds them.
         settings = {"board": (None, False), **required}
         groups = _narrowed([Selection(*shown) for shown in self.shown if shown[0].command == command], settings)
         for name, values in (preferred or {}).items():

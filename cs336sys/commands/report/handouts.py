@@ -28,7 +28,7 @@ def _problem(name: str, *answers, commands=lambda target: (), letters: str = "",
 
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
-    """As :func:`_problem`, of 2026 and a parallel strategy; ``first`` answer the first letters, formulas the others."""
+    """As :func:`_problem`, of 2026, about a parallel strategy: its formulas answer the letters that ``first`` leaves."""
     answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
@@ -139,6 +139,7 @@ def _commands_here(part: Part, target: Target) -> list[Command]:
     commands: list[Command] = []
     for command in part.commands(target):
         reason = why_not(command, target) if command.gpus > 1 else None
+        # Where the CPU is too small as well, the command stays, so that the plan says why it cannot be run.
         commands += [command] if reason is None else _on_cpu_ranks(part, target, reason) or [command]
     return [command for command in commands if command.is_saved]
 
@@ -148,7 +149,7 @@ def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
     note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
     for local in (target_of(target.handout, size, "cpu") for size in _CPU_SIZES):
         commands = [command for command in part.commands(local) if command.is_saved]
-        # Every rank holds in this machine's memory what it would hold in a GPU's; and none of them needs a GPU.
+        # Every rank holds in this machine's memory what it would hold in a GPU's; gpus=1: no GPU is missed.
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
             return [replace(command, gpus=1, note=note) for command in commands]
     return []

@@ -50,7 +50,7 @@ class WriteUpOptions:
     skip: Annotated[Sequence[str], setting(help="Leave out these problems.", parser=str)] = ()
 
     def problems(self) -> list[Problem]:
-        """Return the year's problems that are written up; a UsageError if it or one is unknown, or none is left."""
+        """Return the year's problems to write up; a UsageError for an unknown year or problem, or if none is left."""
         from cs336sys.commands.report.handouts import PROBLEMS
 
         if self.year not in PROBLEMS:
@@ -192,7 +192,7 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
     from cs336sys.tables.outputs import check_writable
     from cs336sys.tables.render import render
 
-    check_writable(folder / "results", "--folder")
+    check_writable(folder / "results", "--folder")  # No such file is kept: this finds out whether files can be made.
     say(render([plan_table(plan, target)], "table").rstrip())
     failed = []
     for number, (command, _) in enumerate(plan, 1):

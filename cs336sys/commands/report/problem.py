@@ -159,6 +159,7 @@ def training_sweep(
     flops, peaks_gib = 0.0, []
     for name, context, mode, precision in combinations:
         size = choose_size(name, context=context)
+        # The course's attention, which the handouts time, computes the masked half of the scores, too.
         flops += repetitions * model_flops(size, backward=MODES[mode].has_backward, causal=False)
         peaks_gib.append(plain_peak_gib(name, context, precision, mode))
     compilations = sum(compiled != "off" for compiled in lists["compile"]) * len(lists["size"])

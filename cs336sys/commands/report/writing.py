@@ -110,7 +110,7 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
         return "".join(marked)
 
     def mark_up(kind: str, facts: dict[str, Any]) -> str:
-        """Write a piece by the block of its kind, or as it is where the format has none for it."""
+        """Fill the template's block that is named after the kind of piece; where it has none, return the text alone."""
         if "text" in facts:
             facts = facts | {"text": inline(facts["text"])}
         block = template.blocks.get(kind)
@@ -121,7 +121,7 @@ def document_text(document: Document, format: str, place_picture: PlacePicture) 
         for kind, facts in _pieces(document, place_picture)
     )
     body = "\n\n".join(filter(None, marked))
-    if format == "html":
+    if format == "html":  # html_page() makes pages of all commands; other templates have a block "document".
         return html_page(document.title, [body], (files(__package__) / "formats" / "document.css").read_text().rstrip())
     return mark_up("document", {"title": inline(document.title), "body": body}) + "\n"
 
@@ -162,7 +162,10 @@ def write_document(document: Document, format: str, output: Path | None) -> list
     file_names: list[str] = []
 
     def place_picture(name: str, draw: Callable[[Path], None]) -> str | None:
-        """Draw a picture into a page, or of other formats to the next file; written to stdout, they have none."""
+        """Return a picture as a page's HTML, or draw it to a file next to the document and return the file's name.
+
+        None where it is left out: next to stdout there can be no file, and some pictures cannot be drawn.
+        """
         try:
             if format in _PAGES:
                 return html_picture(draw, name)

@@ -12,8 +12,8 @@ from cs336sys.commands.account.tables.communication import parallel_tables
 from cs336sys.commands.report.answer import Answer
 from cs336sys.settings.sizes import SIZES
 
-# As `account xxl` and `account parallel` have them, where the handout gives no number.
-_TOKENS = 4 * 512
+# The defaults of `account xxl` and `account parallel`, where the handout gives no number.
+_TOKENS, _LAYER_TOKENS = 4 * 512, 131_072
 _DEVICES, _LINK_BYTES_PER_S = 8, 450e9
 
 # All devices along one axis; along two axes for 2D parallelism, so that both communicate.
@@ -28,13 +28,17 @@ _MESHES = {
 def _answer_of(
     question: str, derived: Sequence[Derived], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
-    """Return a function that answers with the values derived for a question, after a template's block with numbers."""
+    """Return a function that answers with the values derived for a question, ``PROBLEM (LETTER)``, as a table.
+
+    The sentences of a template's ``block``, if any is given, say the ``numbers`` that were put in.
+    """
 
     def answer_with_values(answer: Answer) -> None:
+        table_name, _, _ = question.partition(" ")
         steps = _with_definitions([value for value in derived if value.question == question], derived)
         if block:
             answer.write(f"calculations.{block}", **numbers)
-        answer.derive(steps, question.partition(" ")[0], question)
+        answer.derive(steps, table_name, title=question)
 
     return answer_with_values
 
@@ -67,10 +71,11 @@ ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVI
 
 
 def _layer() -> Layer:
+    """Return the layer that all parallel problems are computed for: one of 2.7b on H200s, as ``account parallel``."""
     tflops, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
     assert tflops is not None
     flops_per_s = tflops * 1e12
-    return Layer(131_072, size.d_model, size.d_ff, flops_per_s, _LINK_BYTES_PER_S, element_bytes=2)
+    return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, flops_per_s, _LINK_BYTES_PER_S, element_bytes=2)
 
 
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:

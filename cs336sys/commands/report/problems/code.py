@@ -34,6 +34,7 @@ class Code:
         cells = [facts_of(cell) for selection in selections for cell in selection.measured]
         facts = [fact for cell in cells for fact in cell.items()]
         errors = [value for name, value in facts if name.endswith("_error") and isinstance(value, float)]
+        # ddp and shard compare a trained parameter with one process; the other commands have errors.
         checked = [cell for cell in cells if cell.get("relative_difference_percent") is not None]
         outcomes = {"tests": self.tests, "passed": passed, "failed": failed}
         answer.write("code.code", name=self.name, cells=cells, errors=errors, checked=checked, **outcomes)

@@ -21,7 +21,7 @@ _KINDS = ("parameters", "gradients", "optimizer_state", "activations", "temporar
 
 
 def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, precisions=("fp32",), **options: Any):
-    """Answer with steps of the handouts' model without checkpoints; ``options`` are arguments of :func:`measured`."""
+    """Return a function that answers with steps without checkpoints; ``options`` are arguments of :func:`measured`."""
     settings = {"checkpointing": ("none",), "mode": modes or (*_CALLED,), "precision": precisions}
     defaults: dict[str, Any] = {
         # Where the longest context that a handout asks for does not fit, shorter ones say what does.
@@ -67,7 +67,7 @@ def _precision_pairs(groups: list[Selection]) -> list[dict[str, Any]]:
 
 
 def _peaks(block: str, *precisions: str):
-    """Answer with the peaks of a forward pass and a training step in these precisions, predicted where they failed."""
+    """Return a function that answers with peaks of a forward pass and a training step, predicted where they failed."""
     steps = {"mode": (*_CALLED,), "precision": precisions}
     return _profiled(
         block,
@@ -105,6 +105,7 @@ block = _profiled(
 
 
 def memory_commands(target: Target) -> list[Command]:
+    """Plan one sweep for all parts; a cell takes a warm-up step, one to count peaks, a recorded and a timed one."""
     options: dict[str, Any] = {"mode": ("forward", "train"), "precision": ("fp32", "bf16")}
     contexts = sorted(target.handout.memory_contexts)
     flags = ("--no-predict", "--steps", "1")
@@ -135,7 +136,7 @@ def nested(answer: Answer) -> None:
 
 
 def one_recomputation(answer: Answer) -> None:
-    """Answer with the size of groups of blocks that holds least: by the rule, and measured by each run."""
+    """Answer with how many blocks a checkpoint should span to hold least: by the rule, and measured by each run."""
     runs = _checkpointed_runs(answer)
     answer.show(runs, "checkpointing", *_COLUMNS, "status")
     for run in runs:
@@ -144,6 +145,7 @@ def one_recomputation(answer: Answer) -> None:
         # The blocks that a checkpoint spans: half a block where attention and feed-forward layer have one each.
         blocks = {"sublayer": 0.5, "block": 1.0, **{f"every={count}": count for count in range(2, size.num_layers)}}
         cells = [facts_of(cell) | {"blocks": blocks.get(cell.configuration["checkpointing"])} for cell in run.measured]
+        # Other strategies (none, nested, ...) have no such number, and are not compared with the rule.
         cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
         rule = best_group_size(size, precision, "train", "reference")
         if cells:

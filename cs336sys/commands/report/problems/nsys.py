@@ -19,11 +19,15 @@ _profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
 
 
 def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
-    """Draw the shares; return forward passes, with their time over that unprofiled, and those over 10 % ``far`` off."""
+    """Add the pictures; return profiled forward passes for the sentences, and which are ``far`` from unprofiled ones.
+
+    None, and no answer, where no profile was made.
+    """
     answer.draw(groups)
     passes = []
     for row in where(joined_selection(groups).rows("phases"), phase="forward"):
         if row["unprofiled_ms"]:
+            # From the first kernel's start to the last one's end, over the same pass timed without a profiler.
             ratio = row["span_ms"] / row["unprofiled_ms"].median
             passes.append({**row, "ratio": ratio, "running_percent": 100 * row["busy_ms"] / row["span_ms"]})
     far = [row for row in passes if abs(row["ratio"] - 1) > 0.1]

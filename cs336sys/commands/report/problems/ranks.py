@@ -96,12 +96,13 @@ def _ddp_series(answer: Answer) -> Selection | None:
 
 
 def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy") -> Callable[[Answer], None]:
-    """Return a function that answers with the series' steps of these strategies, if naive and the last are among them.
+    """Return a function that answers with DDP steps of these strategies, if naive and the last one were measured.
 
     It shows the pictures whose name is ``draws``, and every step must have the column ``needs``.
     """
 
     def answer_with_steps(answer: Answer) -> None:
+        """Answer from the one invocation that all problems about DDP share, if it has the strategies and the column."""
         series = _ddp_series(answer)
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
@@ -150,11 +151,12 @@ def ddp_commands(target: Target) -> list[Command]:
 
 
 def bucket_equation(answer: Answer) -> None:
-    """Answer with the equation, by the numbers of the series' link where its costs were fitted."""
+    """Answer with the equation for bucket sizes, with the costs that the DDP sweep's buckets were fitted by, if any."""
     group = _ddp_series(answer)
+    # Unless measured: fp32 gradients of xl in 100 buckets, at 200 GB/s and 20 us a call, which the template names.
     gradient_bytes, buckets, bytes_per_s, call_s = 4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6
     if group is not None and (sweeps := bucket_sweeps(group.measured)):
-        smallest_buckets = sweeps[0][0]
+        smallest_buckets = sweeps[0][0]  # A sweep begins with its smallest buckets; one is enough for the equation.
         link, derived = link_of(smallest_buckets), smallest_buckets.derived
         if link.has_bandwidth and link.latency_s:
             gradient_bytes, buckets = derived["communicated_bytes"], derived["gradient_calls"]
@@ -171,10 +173,13 @@ _SHARDED = ("optimizer", "optimizer-flat")
 
 
 def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
-    """Find steps of the handout's xl by these strategies on two ranks; ``cuda_graph="on"``: in CUDA graphs alone."""
+    """Find steps of the handout's xl by these strategies on two ranks: launched ones, or else those in CUDA graphs.
+
+    With ``cuda_graph="on"`` those in CUDA graphs alone.
+    """
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
-    groups = answer.find("shard", wanted, strategy=strategies)
+    groups = answer.find("shard", wanted, strategy=strategies)  # ``wanted`` is a preference: others may be found.
     return [group for group in groups if cuda_graph == "off" or group.setting("cuda_graph") == "on"]
 
 
@@ -198,7 +203,7 @@ def _sharded_steps(answer: Answer) -> list[Selection]:
 
 
 def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
-    """Show what a rank holds, at one moment or at all, titled by how its steps were measured; return the rows."""
+    """Show what a rank holds (``moment="peak"``: only then), titled by how its steps were measured; return the rows."""
     answer.show([group], "memory", *_MEMORY_COLUMNS, keep=lambda rows: where(rows, source="measured", **moment))
     steps = group.tables("shard")[0].title
     answer.tables[-1] = replace(answer.tables[-1], title=f"{answer.tables[-1].title}; {steps}")
@@ -207,6 +212,7 @@ def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
 
 
 def memory(answer: Answer) -> None:
+    """Answer with what a rank holds with and without a sharded optimizer, best with the handout's model and AdamW."""
     runs = sorted(_sharded_steps(answer), key=lambda group: not _is_as_asked(group))
     # Every precision of the first invocation.
     for group in [run for run in runs if run.invocation is runs[0].invocation]:
@@ -232,6 +238,7 @@ def speeds(answer: Answer) -> None:
 
 
 def against_zero(answer: Answer) -> None:
+    """Answer part (c) by formulas: what both sharded optimizers send, and how that compares with ZeRO."""
     size = SIZES[answer.handout.xl]
     derived = [value for strategy in _SHARDED for value in state_answers(size, 2, strategy)]
     sent = [value for value in derived if value.question.endswith("(c)")]
@@ -245,12 +252,14 @@ def shard_commands(target: Target) -> list[Command]:
 
 
 def fsdp_memory(answer: Answer) -> None:
+    """Answer with the state of a rank by formulas, and with the peak that one run measured with and without FSDP."""
     answers = state_answers(SIZES[answer.handout.xl], 2, "fsdp")
     answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
     for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
         peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
-        # Bytes a parameter of fp32 state that FSDP shards and these do not: all of it, or all but AdamW's moments.
+        # Bytes of fp32 state a parameter that FSDP shards and the other strategy holds whole: weight, gradient and two
+        # moments of AdamW, 4 each; with a sharded optimizer only the first two.
         per_parameter = {name: count for name, count in (("none", 16), ("optimizer", 8)) if name in peaks}
         facts = {"cell": facts_of(group.by("strategy")["fsdp"]), "peaks": peaks, "per_parameter": per_parameter}
         answer.write("ranks.fsdp_memory", parts=COMPONENTS, **facts)

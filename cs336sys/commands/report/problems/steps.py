@@ -57,12 +57,13 @@ _PHASES = ("forward", "backward", "step")
 
 
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
-    """Answer with the cells of ``precision`` that have a setting, on a GPU if there are such."""
+    """Return a function that answers with the cells of ``precision`` that have a setting, preferably on a GPU."""
 
     def has_setting(cell: Cell) -> bool:
         return cell.configuration.get(setting) is not None
 
     on_gpu = {"device": ("cuda",)}
+    # required={}: these cells are single operations, without the settings of a training step.
     return measured("precision", block, tables, wanted=lambda handout: on_gpu, required={}, only=has_setting)
 
 
