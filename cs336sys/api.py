@@ -309,10 +309,10 @@ def _annotation(declared: Parameter) -> Any:
     """Return the type of an option's values in Python, where lists may be any iterable."""
     option_type, declaration, *_ = get_args(declared.annotation)
     types = types_in(option_type)
-    accepted: Any = next(scalar for scalar in (bool, int, float, Path, str) if scalar in types)
+    accepted: Any = next(scalar for scalar in (bool, int, float, Path, str) if scalar in types)  # str last: see below
     if effect_of(declaration) is Effect.RUNS_CODE:
         accepted = _CODE
-    elif accepted is Path or str in types:
+    elif accepted is Path or str in types:  # A path can be given as text, too.
         accepted = str | accepted
     accepted = accepted | Iterable[accepted] if {list, Sequence} & types else accepted
     return accepted | None if declared.default is None else accepted

@@ -38,6 +38,7 @@ class CommandTable(LazyGroup):
         return super().parse_args(ctx, with_config_first(args))
 
     def main(self, *args, **settings):
+        """Run the command line and exit; without typer's standalone mode, as :mod:`cs336sys.api` calls it, return."""
         if not settings.get("standalone_mode", True):
             return super().main(*args, **settings)
         settings["standalone_mode"] = False

@@ -123,6 +123,7 @@ class LazyGroup(_CommandBase, TyperGroup):
     panels: ClassVar[dict[str, str]] = {}
 
     def parse_args(self, ctx, args):
+        """Parse; refuse tables of the settings file, and variables, that name no command of this group."""
         if ctx.default_map:
             settings_file.check_tables(ctx, self.modules)
         rest = super().parse_args(ctx, args)

@@ -129,7 +129,7 @@ def measure_users_function(
     Args:
         odd_cases: prepare shapes that no tile divides.
         odd_shapes: names the cases in reports of progress.
-        find_least_ms: returns the parts to time: no GPU of this kind does them in less.
+        find_least_ms: returns the parts to time, each with the ms that its work needs at least: less is refused.
         rates: returns derived columns.
     """
     reference = workload.implementation

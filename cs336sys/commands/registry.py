@@ -224,7 +224,7 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
         try:
             saved_tables(single, shown_cells(single), presentation)
         except UsageError as error:
-            # _refusing_faults has made a sentence of the whole invocation of it.
+            # The error's sentence is about the invocation. What _refusing_faults() made it from says it of the cell.
             cause = error.__cause__
             faults[key] = fault_words(cause) if isinstance(cause, FAULTS) else f"cannot be shown: {error}"
     if len(faults) == len(invocation.cells):

@@ -122,7 +122,10 @@ def format_value(value: Value, unit: str | None = None) -> str:
 
 
 def _format_interval(interval: Interval, unit: str | None) -> str:
-    """Write an estimate, with its interval if it is a ratio, or what the interval says in place of the estimate."""
+    """Write an estimate, with its interval if it is a ratio, or what the interval says in place of the estimate.
+
+    The order of the cases matters: a range, and an undecided ratio, contain "no difference" as noise does.
+    """
     low, high = (format_number(end, unit) for end in (interval.low, interval.high))
     if interval.is_range:
         return f"{low} to {high}"
@@ -157,7 +160,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
         return f"{value:,}{suffix}"
     scaled = value / divisor
     decimals = _decimals(scaled, rule.digits, rule.most_decimals)
-    if scaled and not round(scaled, decimals):
+    if scaled and not round(scaled, decimals):  # It would be written as 0.00.
         return f"{scaled:.1e}{suffix}"
     return _fixed(scaled, decimals) + suffix
 
@@ -242,6 +245,7 @@ def _fixed(value: float, decimals: int) -> str:
 
 
 def _format_bare(value: float) -> str:
+    """Write a number without a unit: an integer whole, another with up to four decimals, a tiny one as ``1.2e-05``."""
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-4:

@@ -44,19 +44,20 @@ def limit_words(time: StepTime) -> str:
 def step_row(
     configuration: StepConfiguration, time: StepTime, rates: Rates, memory_bytes: float | None = None
 ) -> dict[str, Value]:
-    """Return a configuration's row, with no time where it is unlike everything that was measured.
+    """Return a configuration's row for ``tune`` and ``account step``; no time if it is unlike all that was measured.
 
     ``memory_bytes`` are a rank's; None stands for those that formulas predict for our model.
     """
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
     row["peak_gib"] = (step_peak_bytes(configuration) if memory_bytes is None else memory_bytes) / GIB
-    # Where only communication is unlike what was measured, the GPU's and the CPU's part of the step are still known.
+    # Where nothing is unlike what was measured, or communication alone, the GPU's and the CPU's part are known.
     if time.only_ranks_unknown:
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
     peak = peak_tflops(rates.gpu, configuration.training.precision)
+    # Of one rank and its GPU: ``size`` has the rank's micro-batch, and no strategy that is predicted splits layers.
     tflops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
     return row | {
         "exposed_ms": 1e3 * time.exposed_s or None,

@@ -100,6 +100,7 @@ def check_output(output: Path | None, format: str | None = None) -> None:
         )
     if output is not None and output != STDOUT:
         outputs.require_folder(output, "--output")
+        # In a folder any file will do: the names of tables are not known before.
         outputs.check_writable(output / "tables.csv" if output.is_dir() else output, "--output")
 
 
@@ -107,7 +108,7 @@ def _tabulate(grid: Grid, style: str) -> str:
     from tabulate import tabulate
 
     # disable_numparse: the numbers are formatted already, and 1,024 must not become 1024.
-    alignment = grid.alignment if grid.rows else None
+    alignment = grid.alignment if grid.rows else None  # tabulate 0.9 aligns no columns without rows.
     return tabulate(grid.rows, grid.headers, tablefmt=style, disable_numparse=True, colalign=alignment)
 
 

@@ -40,7 +40,7 @@ class Column:
     @property
     def title(self) -> str:
         """Return header and unit, ``forward, ms``; a header that ends with its unit (``tokens/s``) stands alone."""
-        label = unit_label(self.unit)
+        label = unit_label(self.unit)  # empty without a unit, which every header ends with
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
 
 
@@ -58,7 +58,7 @@ def named_columns(*keys: str, spread: str = "", **headers: str) -> tuple[Column,
     columns = []
     for key, header in (dict.fromkeys(keys, "") | headers).items():
         name, _, ending = key.rpartition("_")
-        # A key that is nothing but a unit, as "bytes", is the header itself.
+        # A key without a name before its unit, as "bytes", is its own header, which needs no unit.
         unit = key if key in _RATES else _KEY_UNITS.get(ending) if name or header else None
         columns.append(Column(key, header or (name if unit else key).replace("_", " "), unit, spread=spread))
     return tuple(columns)

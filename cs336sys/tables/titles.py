@@ -26,10 +26,11 @@ _FIRST_COLUMNS = (
 def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
     """Return the columns of settings for people, in their order, without those that are ``omitted``."""
     settings = kind.settings()
-    first = _FIRST_COLUMNS if "context" in settings else ()
+    first = _FIRST_COLUMNS if "context" in settings else ()  # Those of kernels and collectives keep their own order.
     columns = {}
     for name in dict.fromkeys((*first, *settings)):
         if name in settings and name not in omitted and settings[name].header is not None:
+            # A title names a setting that has no column, unless it has its default, which most titles leave out.
             usual = () if settings[name].in_titles else (settings[name].default,)
             columns[name] = Column(name, settings[name].header or name.replace("_", " "), usual=usual)
     return columns
@@ -119,7 +120,7 @@ def title(
     """Return the command, ``phrases``, the settings that have no column and not their usual value, and the machine."""
     if not cells:
         return f"{command}: nothing measured"
-    configuration = cells[0].configuration
+    configuration = cells[0].configuration  # Settings without a column are the same in all cells.
     constant = [
         f"{column.header} {configuration[name]}"
         for name, column in settings.items()

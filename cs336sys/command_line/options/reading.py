@@ -170,6 +170,7 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     convert = option.parser or _number_reader(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
+        # A list that is empty by default may be left out; of any other, an empty text is a mistake.
         option.callback = _callback(convert, is_list=is_list, may_be_empty=is_list and not default)
         option.parser = option.min = option.max = None
         kind = list[str] if is_list else str
@@ -207,6 +208,8 @@ def _number_reader(types: set[Any], option: OptionInfo) -> Callable[[str], float
 
 
 def _callback(convert: Callable[[str], Any], *, is_list: bool, may_be_empty: bool) -> Callable[..., Any]:
+    """Return typer's callback of an option: it reads texts by ``convert``, and keeps None or, if allowed, no values."""
+
     def read(param: typer.CallbackParam, value: Any) -> Any:
         if value is None or (may_be_empty and not value):
             return value
@@ -257,7 +260,7 @@ def between(lowest: float, highest: float, read: Callable[[str], Any] | None = N
 
     def convert(text: str) -> Any:
         value = (read or _read_finite)(text)
-        if value < lowest and highest >= _OUT_OF_REACH:
+        if value < lowest and highest >= _OUT_OF_REACH:  # Nobody reaches that maximum, so the error need not name it.
             raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")
@@ -270,7 +273,7 @@ def _read_whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        exact = _read_finite(text)
+        exact = _read_finite(text)  # 1e3 and 1000.0 are whole, too; int() above keeps all digits of larger ones.
         if int(exact) != exact:
             raise UsageError("must be a whole number") from None
         return int(exact)
@@ -284,7 +287,7 @@ def _read_finite(text: str) -> float:
 
 
 def among(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Return what completes an option's value in a shell, with one of the names that do not stand there already."""
+    """Return a function that completes ``a,b,...`` in a shell by the names that do not stand there already."""
 
     def complete(incomplete: str) -> list[str]:
         earlier, comma, last = incomplete.rpartition(",")

@@ -189,12 +189,12 @@ _MISSPELLING_SIMILARITY = 0.75
 
 
 def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
-    """Give every option a variable of its name; Typer's are called after parameters, and exist for --help, too."""
+    """Let every option be set by a variable of its own name, where Typer's would have that of the Python parameter."""
     for parameter in parameters:
         if parameter.param_type_name != "option":
             continue
         parameter.allow_from_autoenv = False
-        # The rule stands in one line of the help.
+        # The rule stands in one line of the help. Options that end a command, as --help, get no variable.
         parameter.show_envvar = False
         if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
             name = next(name for name in parameter.opts if name.startswith("--"))

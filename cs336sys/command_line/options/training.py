@@ -126,6 +126,7 @@ class SizeOptions(OptionGroup):
         shape = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")}
         return [
             choose_size(name, context=context, batch_size=batch_size, **shape)
+            # None: the size's own.
             for name, context, batch_size in product(self.size, self.context or (None,), self.batch_size or (None,))
         ]
 

@@ -311,7 +311,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Compare cells with those of their own invocation that have the base value of a setting, a row for each.
 
-    Rows are sorted by the settings ``order``. To a cell's facts they add its ``group``, ``peak_before_gib``, the fewest
+    Rows are sorted by the settings ``order``. A row has a cell's facts, its ``group``, ``peak_before_gib``, the fewest
     ``samples`` of a phase and the number of ``undecided`` phases, and of each phase ``PHASE_before_ms`` and
     ``PHASE_ms`` (medians; ``_std_ms`` with deviations), ``PHASE_speedup`` (an interval) and ``PHASE_is_sure`` (it is
     narrow). Of several invocations with the same cells, the first with the fewest undecided phases counts.

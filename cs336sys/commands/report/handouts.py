@@ -28,7 +28,7 @@ def _problem(name: str, *answers, commands=lambda target: (), letters: str = "",
 
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
-    """As :func:`_problem`, of 2026, about a parallel strategy: its formulas answer the letters that ``first`` leaves."""
+    """As :func:`_problem`, of 2026, on a parallel strategy: its formulas answer the letters that ``first`` leaves."""
     answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))

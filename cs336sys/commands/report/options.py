@@ -173,7 +173,7 @@ def _document_format(format: str | None, output: Path | None) -> str:
     if chosen == "pdf":
         if output in (None, STDOUT):
             raise UsageError("--format pdf: a PDF is written to a file, not to stdout; give --output writeup.pdf")
-        find_browser(f"--output {output}")
+        find_browser(f"--output {output}")  # Without one this refuses now, and not after an hour of measuring.
     return chosen
 
 

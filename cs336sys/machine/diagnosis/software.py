@@ -187,10 +187,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_host() -> list[Check]:
+    """Check memory and disks; this folder and the temporary one are one check if one file system holds both."""
     checks = [check_ram()]
     if SHARED_MEMORY.exists():
         checks.append(check_shared_memory())
-    # By device: of two on one file system this folder alone is checked, else it comes first.
+    # By device, for which the last folder stays: this one. Reversed, it comes first.
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
     checks += [check_disk(folder) for folder in reversed(folders.values())]
     if is_wsl():

@@ -21,6 +21,7 @@ def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
     run = groups[0].invocation.run
     sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
     out = where(cells, status="oom")
+    # Where all fitted, search on from the longest context, at the head dimension that needs least.
     shape = out[0] if out else {**cells[-1], "head_dim": min(cell["head_dim"] for cell in cells)}
     batch = shape["batch_size"] * shape["heads"]
     context, head_dim, dtype = shape["context"], shape["head_dim"], shape["dtype"]
@@ -94,6 +95,7 @@ def flash_benchmarking(answer: Answer) -> None:
     tried = [cell for group in groups for cell in group.cells]
     answer.write_failures(tried, "{implementation} at context {context}, head dim {head_dim}, {dtype}")
     shapes = {name: dict.fromkeys(row[name] for row in rows) for name in settings[1:]}
+    # Shapes that failed have a sentence already, and are not missing as well.
     failed = [cell.configuration for cell in tried if cell.status != "ok"]
     label = "regular PyTorch attention at context {context}, head dim {head_dim} in {dtype}"
     answer.lack_unmeasured(label, [*rows, *failed], {"dtype": dict.fromkeys(row["dtype"] for row in rows), **shapes})

@@ -91,10 +91,10 @@ def training_step(answer: Answer) -> None:
     measured = [
         (cell.samples.get("wall", cell.samples["step"]), cell, group) for group in selections for cell in group.measured
     ]
-    by_protocol = [candidate for candidate in measured if sum(candidate[0].measured) >= _PROTOCOL_MS]
+    by_protocol = [(steps, cell, group) for steps, cell, group in measured if sum(steps.measured) >= _PROTOCOL_MS]
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     if measured:
-        best, cell, group = min(by_protocol or measured, key=lambda candidate: candidate[0].median)
+        best, cell, group = min(by_protocol or measured, key=lambda steps_cell_group: steps_cell_group[0].median)
         # do_bench divides these times by that of a step, and takes the whole number.
         counts = (cell.configuration["warmup"], len(best.measured))
         as_asked = counts == (int(_WARMUP_MS / best.median), int(_REPETITION_MS / best.median))

@@ -58,8 +58,9 @@ softmax = _profiled("nsys.softmax", {"attention": (*_TIMES, *_RATES)})
 
 
 def profile_commands(target: Target) -> list[Command]:
+    """Plan one sweep of profiles for all parts; a small write-up has two contexts, enough to compare."""
     contexts, sizes = target.handout.profile_contexts, target.handout.profile_sizes
     if target.is_small:
         contexts = contexts[-2:]
-    # The steps stand for the profile, steps without a profiler, and nsys, which writes and exports its report.
+    # 25 steps take about as long as a cell's steps with and without the profiler, and nsys's report, which it exports.
     return [training_sweep(target, "nsys", sizes, contexts, steps=25, mode=("train", "forward"))]

@@ -7,7 +7,6 @@ from typing import Any
 
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.accounting.sharding.ideal import state_answers
 from cs336sys.commands.allreduce.tables import groups_of
 from cs336sys.commands.ddp.tables import bucket_sweeps, link_of
@@ -30,7 +29,7 @@ def all_reduce(answer: Answer) -> None:
         return
     answer.show(groups, "allreduce", *_COLUMNS, medians=True, join=True, keep=_with_rates_of_medians)
     answer.show(groups, "fit", *_FITTED, join=True, keep=lambda rows: where(rows, timing="back to back"))
-    answer.draw(groups[:1])
+    answer.draw(groups[:1])  # Of the invocation with most cells.
     sweeps: list[dict[str, Any]] = []
     for sweep, cells in (item for group in groups for item in groups_of(group.cells).items()):
         smallest, largest = (cell.samples["back_to_back"] for cell in (cells[0], cells[-1]))
@@ -128,7 +127,10 @@ buckets = _steps("buckets", "naive", "flat", "overlap", "bucketed", draws="bucke
 
 
 def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
-    """Plan a sweep of so many ``cells`` of the handout's xl on two ranks; the first flag is typed before the others."""
+    """Plan a sweep of so many ``cells`` of the handout's xl on two ranks.
+
+    ``flags`` are an option, its value, and further ones; the line begins with the first, which says what is compared.
+    """
     sizes = target.sizes((target.handout.xl,))
     # The commands' defaults are what the handouts ask for.
     counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
@@ -137,8 +139,7 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     # A sweep's estimate sees the cells that lists make, not those of flags: each takes 20 steps, and 15 s besides.
     steps = round(20 * cells / math.prod(map(len, options.values())))
     planned = training_sweep(target, command, sizes, flags=flags, steps=steps, ranks=2, **options)
-    needed_gib = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
-    return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=needed_gib)
+    return replace(planned, seconds=planned.seconds + 15 * cells)
 
 
 def ddp_commands(target: Target) -> list[Command]:
@@ -272,7 +273,9 @@ def fsdp_gathers(answer: Answer) -> None:
         in_graphs = list(filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")))
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
         graph_cells = [facts_of(cell) for graph_run in in_graphs for cell in graph_run.measured]
-        settled = [cell for cell in graph_cells if cell.get("bare_ms")]
+        settled = [
+            cell for cell in graph_cells if cell.get("bare_ms")
+        ]  # communication that nothing overlapped is known
         # Steps of a cell that differ by more had not settled, or something else ran.
         unsettled = [cell for cell in cells if max(cell["step"].measured) > 1.1 * min(cell["step"].measured)]
         # Unsettled steps do not tell what communication costs.
