@@ -41,6 +41,10 @@ def test_a_size_out_of_memory_is_part_of_the_answer():
     text = words(blocks)
     assert "2.7b (the handout's xl) ran out of memory: by the accounting it needs 65.21 GiB." in text
     assert any("Not measured: 10b." in line for block in blocks for line in block.missing)
+    # Other sizes of the same run were measured: this one was tried, and is not missing.
+    blocks = answers(2025, oom, "benchmarking_mixed_precision", "c")
+    assert "2.7b in fp32 and 2.7b in bf16 ran out of memory." in words(blocks)
+    assert [block.missing for block in blocks] == [[]]
 
 
 def test_the_largest_deviation_is_that_of_any_cell_of_a_size():

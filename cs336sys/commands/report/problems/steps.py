@@ -87,7 +87,8 @@ def by_size(answer: Answer) -> None:
         row["idle_percent"] = row.get("gpu_busy_ms") and 100 * (1 - row["gpu_busy_ms"] / row["step_ms"])
     title = "mixed precision, and full precision before it, medians of the same run of so many steps"
     answer.show_compared(rows, "precisions", title, ("precision", "size"), _PHASES, "samples", "idle_percent")
-    failed = [group for group in answer.find("bench", wanted, **settings) if not group.measured]
+    failures = [group.only(lambda cell: cell.status != "ok") for group in answer.find("bench", wanted, **settings)]
+    failed = [group for group in failures if group.cells]
     answer.measured_by(failed)
     answer.write("steps.by_size", rows=rows)
     answer.write_failures(cells_of(failed), "{size} in {precision}")
