@@ -14,7 +14,7 @@ from cs336sys.commands.report.evidence import evidence_of
 from cs336sys.commands.report.handouts import PROBLEMS
 from cs336sys.commands.report.problem import HANDOUTS, Target
 from cs336sys.commands.report.problems import code
-from cs336sys.commands.report.problems.ranks import xl_command
+from cs336sys.commands.report.problems.ranks import ddp_commands, xl_command
 from cs336sys.results.model import Results, Samples
 from cs336sys.settings.sizes import SIZES
 
@@ -163,6 +163,10 @@ def test_estimate_counts_each_cell_once():
     half = xl_command(target, "shard", *flags, cells=3, precision=("fp32",))
     both = xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))
     assert half.seconds < both.seconds < 2 * half.seconds
+    # Naive, flat, overlapped, and bucketed with four sizes of buckets.
+    (command,) = ddp_commands(Target(HANDOUTS[2025]))
+    flags = ("--mode", "naive,flat,overlap,bucketed", "--bucket-mb", "1,10,100,1000")
+    assert command == xl_command(Target(HANDOUTS[2025]), "ddp", *flags, cells=7)
 
 
 def test_the_share_of_a_step_is_of_the_number_beside_it():

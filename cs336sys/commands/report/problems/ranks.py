@@ -143,12 +143,13 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
 
 
 def ddp_commands(target: Target) -> list[Command]:
-    """One sweep answers all of these problems: only cells of one run are compared."""
+    """Plan one sweep for all of these problems: only cells of one run are compared."""
     if target.handout.year == 2026:
         return [xl_command(target, "ddp", "--mode", "naive,flat,overlap", cells=3)]
     sizes = "0.05,0.1,1" if target.size == "tiny" else "1,10,100,1000"
     flags = ("--mode", "naive,flat,overlap,bucketed", "--bucket-mb", sizes)
-    return [xl_command(target, "ddp", *flags, cells=4)]
+    # Buckets of each size are a cell; the three other strategies have one each.
+    return [xl_command(target, "ddp", *flags, cells=3 + len(sizes.split(",")))]
 
 
 def bucket_equation(answer: Answer) -> None:
