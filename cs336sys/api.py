@@ -274,10 +274,9 @@ def _measure(command: str, values: dict[str, Any]) -> Results:
 
 
 def _function_of(command: str, first: str) -> Callable[..., Results]:
-    """Return a command as a function, whose signature lists the command's options with types and defaults."""
+    """Return a command as a function of its options, and of ``first`` without a name; its signature lists both."""
 
     def call(*positional: Any, **values: Any) -> Results:
-        """Run the command with these options; a value without a name is that of the argument ``first``."""
         if len(positional) > bool(first):
             raise TypeError(f"{command}() takes {'one argument' if first else 'none'} without a name")
         for value in positional:
@@ -292,10 +291,10 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
     click_command: Any = _ROOT.command.get_command(_ROOT, command)  # type: ignore[attr-defined]  # it is a group
     call.__name__ = call.__qualname__ = command
     call.__doc__ = f"{click_command.callback.__doc__.strip()}\n\nOptions: ``cs336sys {command} --help``."
-    default = None if first == _TRAINING else Parameter.empty
-    parameters = (
-        [Parameter(first, Parameter.POSITIONAL_ONLY, default=default, annotation=_TYPES[first])] if first else []
-    )
+    parameters = []
+    if first:
+        default = None if first == _TRAINING else Parameter.empty
+        parameters = [Parameter(first, Parameter.POSITIONAL_ONLY, default=default, annotation=_TYPES[first])]
     for option in click_command.params:
         declared = click_command.callback.parameters.get(option.name)
         if option.param_type_name == "option" and declared is not None and option.name not in _RESUMING:

@@ -49,10 +49,7 @@ class RequestParser:
         self.parameters = {keyword_of(parameter): parameter for parameter in parameters}
 
     def parse_args(self, args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
-        """Return values by parameters' names, and record the command line that they stand for, for saved results.
-
-        ``args``, the words of a command line, are not read: the request has none. A UsageError names a wrong value.
-        """
+        """Return values by parameters' names (``args`` are none here), and record the command line that they make."""
         options: dict[str, Any] = {}
         arguments: list[str] = []
         for name, value in self.request.values.items():

@@ -154,7 +154,6 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
         return Presentation(**{name: value for name, value in context.params.items() if value})
 
     def presentation(invocation: "Invocation") -> Presentation:
-        """Return what the last run's command line asks for; defaults where it is not known."""
         if not can_be_shown(invocation.command):
             return Presentation()
         # Cells may come from a script, whose arguments are no command line of this program.

@@ -80,9 +80,8 @@ class Job:
                 raise UsageError(f"{name} '{value}': must be one word")
         for option in self.sbatch:
             if not _OPTION.fullmatch(option):
-                raise UsageError(
-                    f"--sbatch '{option}': must be an option of sbatch without its dashes: constraint=h200"
-                )
+                rule = "must be an option of sbatch without its dashes: constraint=h200"
+                raise UsageError(f"--sbatch '{option}': {rule}")
             name = option.partition("=")[0]
             # sbatch would take the last of both, and we start the command for the first.
             if name in _OPTIONS_OF_SLURM:
@@ -159,8 +158,8 @@ def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_nod
     option, needed = f"--world-size {','.join(map(str, sizes))}", math.ceil(max(sizes) / nodes)
     if nodes > 1 and set(sizes) != {nodes * gpus_per_node}:
         raise UsageError(f"{option}: torchrun starts {nodes} x {gpus_per_node} ranks; leave it out")
-    # allreduce takes a list of backends, other commands one.
-    on_cpu = command_options["backend"] in ("gloo", ["gloo"]) or command_options.get("device") == "cpu"
+    is_gloo = command_options["backend"] in ("gloo", ["gloo"])  # allreduce takes a list of backends, others one.
+    on_cpu = is_gloo or command_options.get("device") == "cpu"
     if gpus_per_node < needed and not on_cpu:
         raise UsageError(f"--gpus-per-node {gpus_per_node}: {option} needs {needed}, one for each rank")
 

@@ -213,13 +213,11 @@ def gpu_capacity(device: str) -> Capacity | None:
 
 
 def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
-    """Return the GPU that CUDA_VISIBLE_DEVICES names first, by its number or the beginning of its UUID; None if empty.
-
-    CUDA numbers the fastest GPU first, nvidia-smi by bus: with GPUs of several kinds the number may be another's.
-    """
+    """Return the GPU that CUDA_VISIBLE_DEVICES names first, by number or the beginning of its UUID; None if empty."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus[0] if gpus else None
+    # CUDA numbers the fastest GPU first, nvidia-smi by bus: of GPUs of several kinds this may be another one.
     first = visible.split(",")[0].strip()
     return next((gpu for gpu in gpus if first and (first == str(gpu.index) or gpu.uuid.startswith(first))), None)
 

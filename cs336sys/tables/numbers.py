@@ -122,11 +122,9 @@ def format_value(value: Value, unit: str | None = None) -> str:
 
 
 def _format_interval(interval: Interval, unit: str | None) -> str:
-    """Write an estimate, with its interval if it is a ratio, or what the interval says in place of the estimate.
-
-    The order of the cases matters: a range, and an undecided ratio, contain "no difference" as noise does.
-    """
+    """Write an estimate, with its interval if it is a ratio, or what the interval says in place of the estimate."""
     low, high = (format_number(end, unit) for end in (interval.low, interval.high))
+    # The order matters: a range, and an undecided ratio, contain "no difference" as noise does.
     if interval.is_range:
         return f"{low} to {high}"
     if interval.is_undecided:

@@ -100,7 +100,6 @@ def check_output(output: Path | None, format: str | None = None) -> None:
         )
     if output is not None and output != STDOUT:
         outputs.require_folder(output, "--output")
-        # In a folder any file will do: the names of tables are not known before.
         outputs.check_writable(output / "tables.csv" if output.is_dir() else output, "--output")
 
 
@@ -218,13 +217,9 @@ def _csv_word(value: Any) -> str | float | None:
 def _json(tables: Sequence[Table]) -> str:
     documents: list[dict[str, Any]] = []
     for table in tables:
-        rows = [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row.items()
-            }
-            for row in flat_rows(table)[1]  # without the keys, which every row has
-        ]
+        _, rows = flat_rows(table)
+        for row in rows:  # JSON has neither NaN nor infinity.
+            row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
         documents.append({"name": table.name, "title": table.title, "rows": rows, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 

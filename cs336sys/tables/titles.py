@@ -15,12 +15,8 @@ from cs336sys.tables.table import Column, named_columns
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
 # These columns come before those of other settings, in this order.
-_FIRST_COLUMNS = (
-    "world_size",
-    "mesh",
-    *UserCode.settings(),
-    *("mode", "batch_size", "heads", "kv_heads", "vocab_size", "context"),
-)
+_FIRST_COLUMNS = ("world_size", "mesh", *UserCode.settings(), "mode")
+_FIRST_COLUMNS += ("batch_size", "heads", "kv_heads", "vocab_size", "context")
 
 
 def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:

@@ -108,9 +108,8 @@ def check_tables(ctx: Any, commands: Collection[str]) -> None:
 def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings of the context's command by the names of its parameters, as texts of a command line.
 
-    Where the user has ``typed`` an option, or set its variable, the file's value of an alternative is ignored, too: of
-    ``precision`` for ``--bf16``. A UsageError names a key that is no option of the command, or a value that cannot be
-    one or is not harmless.
+    Where the user has ``typed`` an option or set its variable, its alternatives are ignored: the file's ``precision``
+    for ``--bf16``. A UsageError names a key that is no option, or a value that cannot be one or is not harmless.
     """
     # By every name of an option, without those that end the command, as --help.
     options = {

@@ -122,11 +122,10 @@ class SizeOptions(OptionGroup):
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.", rich_help_panel=MODEL)] = ()
 
     def sizes(self) -> list[ModelSize]:
-        """Return every combination of sizes, contexts and batch sizes, with the errors of :func:`choose_size`."""
+        """Return every combination of sizes, contexts and batch sizes; where none is given, with the size's own."""
         shape = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")}
         return [
             choose_size(name, context=context, batch_size=batch_size, **shape)
-            # None: the size's own.
             for name, context, batch_size in product(self.size, self.context or (None,), self.batch_size or (None,))
         ]
 

@@ -108,10 +108,7 @@ def _caption(name: str) -> str:
 
 
 def _finished(answer: Answer, lines: Sequence[str], lines_of_missing: Sequence[str]) -> Answer:
-    """Return the answer with its machine, captions, command lines, and how to measure what is missing.
-
-    ``lines`` are the part's commands, shown where no run is known; ``lines_of_missing`` those of a large machine.
-    """
+    """Add machine, captions, commands (the part's ``lines`` if no run is known), and what measures what is missing."""
     # An item with backticks has the command that measures it in its own text.
     missing = [f"Not measured: {item}." for item in answer.missing if "`" in item]
     if items := [item for item in answer.missing if "`" not in item]:

@@ -277,8 +277,7 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
             if path.suffix == ".xml":
                 outcomes = read_test_outcomes(path)
                 contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
-                if contradicted:
-                    listed = ", ".join(contradicted)
+                if listed := ", ".join(contradicted):
                     say(f"warning: {path}: contradicts an earlier file about {listed}; the later one counts")
                 tests |= outcomes
             else:

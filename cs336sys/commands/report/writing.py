@@ -162,10 +162,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
     file_names: list[str] = []
 
     def place_picture(name: str, draw: Callable[[Path], None]) -> str | None:
-        """Return a picture as a page's HTML, or draw it to a file next to the document and return the file's name.
-
-        None where it is left out: next to stdout there can be no file, and some pictures cannot be drawn.
-        """
+        """Draw a picture into a page, or to a file next to the document; None for stdout, or if it cannot be drawn."""
         try:
             if format in _PAGES:
                 return html_picture(draw, name)

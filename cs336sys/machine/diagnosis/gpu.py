@@ -154,11 +154,8 @@ def check_multicast() -> Check:
 def check_peer_to_peer() -> Check:
     """Check that GPUs reach each other's memory directly, and show over which links, by nvidia-smi's numbers."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
-    blocked = [
-        f"{a}-{b}"
-        for a, b in pairs
-        if not (torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a))
-    ]
+    reaches = torch.cuda.can_device_access_peer
+    blocked = [f"{a}-{b}" for a, b in pairs if not (reaches(a, b) and reaches(b, a))]
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
     shown = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(links.items())) or "unknown"
     if blocked:

@@ -191,9 +191,8 @@ def check_host() -> list[Check]:
     checks = [check_ram()]
     if SHARED_MEMORY.exists():
         checks.append(check_shared_memory())
-    # By device, for which the last folder stays: this one. Reversed, it comes first.
-    folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
-    checks += [check_disk(folder) for folder in reversed(folders.values())]
+    folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}  # The last one stays.
+    checks += [check_disk(folder) for folder in reversed(folders.values())]  # This folder first.
     if is_wsl():
         checks.append(faulty("WSL2", "this is WSL2", "wsl"))
     return checks

@@ -17,21 +17,14 @@ _TOKENS, _LAYER_TOKENS = 4 * 512, 131_072
 _DEVICES, _LINK_BYTES_PER_S = 8, 450e9
 
 # All devices along one axis; along two axes for 2D parallelism, so that both communicate.
-_MESHES = {
-    "dp": Mesh(fsdp=_DEVICES),
-    "fsdp": Mesh(fsdp=_DEVICES),
-    "tp": Mesh(tp=_DEVICES),
-    "fsdp-tp": Mesh(fsdp=4, tp=2),
-}
+_DATA_MESH = Mesh(fsdp=_DEVICES)
+_MESHES = {"dp": _DATA_MESH, "fsdp": _DATA_MESH, "tp": Mesh(tp=_DEVICES), "fsdp-tp": Mesh(fsdp=4, tp=2)}
 
 
 def _answer_of(
     question: str, derived: Sequence[Derived], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
-    """Return a function that answers with the values derived for a question, ``PROBLEM (LETTER)``, as a table.
-
-    The sentences of a template's ``block``, if any is given, say the ``numbers`` that were put in.
-    """
+    """Return a function that answers ``PROBLEM (LETTER)`` by a table of its values, and a block with ``numbers``."""
 
     def answer_with_values(answer: Answer) -> None:
         table_name, _, _ = question.partition(" ")

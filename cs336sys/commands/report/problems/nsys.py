@@ -19,19 +19,15 @@ _profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
 
 
 def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
-    """Add the pictures; return profiled forward passes for the sentences, and which are ``far`` from unprofiled ones.
-
-    None, and no answer, where no profile was made.
-    """
+    """Add the pictures; return forward passes for the sentences, and which are ``far`` from unprofiled ones."""
     answer.draw(groups)
     passes = []
     for row in where(joined_selection(groups).rows("phases"), phase="forward"):
         if row["unprofiled_ms"]:
-            # From the first kernel's start to the last one's end, over the same pass timed without a profiler.
-            ratio = row["span_ms"] / row["unprofiled_ms"].median
+            ratio = row["span_ms"] / row["unprofiled_ms"].median  # from first to last kernel, over bench's time
             passes.append({**row, "ratio": ratio, "running_percent": 100 * row["busy_ms"] / row["span_ms"]})
     far = [row for row in passes if abs(row["ratio"] - 1) > 0.1]
-    return {"passes": passes, "far": far} if any(group.measured for group in groups) else None
+    return {"passes": passes, "far": far} if any(group.measured for group in groups) else None  # None: no answer
 
 
 forward_time = _profiled(
@@ -58,7 +54,6 @@ softmax = _profiled("nsys.softmax", {"attention": (*_TIMES, *_RATES)})
 
 
 def profile_commands(target: Target) -> list[Command]:
-    """Plan one sweep of profiles for all parts; a small write-up has two contexts, enough to compare."""
     contexts, sizes = target.handout.profile_contexts, target.handout.profile_sizes
     if target.is_small:
         contexts = contexts[-2:]

@@ -127,14 +127,11 @@ buckets = _steps("buckets", "naive", "flat", "overlap", "bucketed", draws="bucke
 
 
 def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
-    """Plan a sweep of so many ``cells`` of the handout's xl on two ranks.
-
-    ``flags`` are an option, its value, and further ones; the line begins with the first, which says what is compared.
-    """
+    """Plan a sweep of so many ``cells`` of the handout's xl on two ranks; the first of ``flags`` says what differs."""
     sizes = target.sizes((target.handout.xl,))
     # The commands' defaults are what the handouts ask for.
     counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
-    first, value, *others = flags
+    first, value, *others = flags  # So that the line begins with what is compared.
     flags = (first, value, "--world-size", "2", *counts, *others)
     # A sweep's estimate sees the cells that lists make, not those of flags: each takes 20 steps, and 15 s besides.
     steps = round(20 * cells / math.prod(map(len, options.values())))
@@ -155,7 +152,7 @@ def ddp_commands(target: Target) -> list[Command]:
 def bucket_equation(answer: Answer) -> None:
     """Answer with the equation for bucket sizes, with the costs that the DDP sweep's buckets were fitted by, if any."""
     group = _ddp_series(answer)
-    # Unless measured: fp32 gradients of xl in 100 buckets, at 200 GB/s and 20 us a call, which the template names.
+    # Unless measured: xl in fp32 and 100 buckets, at 200 GB/s and 20 us a call, which the template names.
     gradient_bytes, buckets, bytes_per_s, call_s = 4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6
     if group is not None and (sweeps := bucket_sweeps(group.measured)):
         smallest_buckets = sweeps[0][0]  # A sweep begins with its smallest buckets; one is enough for the equation.
@@ -175,10 +172,7 @@ _SHARDED = ("optimizer", "optimizer-flat")
 
 
 def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
-    """Find steps of the handout's xl by these strategies on two ranks: launched ones, or else those in CUDA graphs.
-
-    With ``cuda_graph="on"`` those in CUDA graphs alone.
-    """
+    """Find steps of the handout's xl on two ranks: launched ones or else those in CUDA graphs; ``"on"``: only these."""
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
     groups = answer.find("shard", wanted, strategy=strategies)  # ``wanted`` is a preference: others may be found.
@@ -260,8 +254,7 @@ def fsdp_memory(answer: Answer) -> None:
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
     for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
         peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
-        # Bytes of fp32 state a parameter that FSDP shards and the other strategy holds whole: weight, gradient and two
-        # moments of AdamW, 4 each; with a sharded optimizer only the first two.
+        # Bytes of fp32 state a parameter that FSDP alone shards: weight, gradient and two moments, or the first two.
         per_parameter = {name: count for name, count in (("none", 16), ("optimizer", 8)) if name in peaks}
         facts = {"cell": facts_of(group.by("strategy")["fsdp"]), "peaks": peaks, "per_parameter": per_parameter}
         answer.write("ranks.fsdp_memory", parts=COMPONENTS, **facts)
@@ -274,9 +267,8 @@ def fsdp_gathers(answer: Answer) -> None:
         in_graphs = list(filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")))
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
         graph_cells = [facts_of(cell) for graph_run in in_graphs for cell in graph_run.measured]
-        settled = [
-            cell for cell in graph_cells if cell.get("bare_ms")
-        ]  # communication that nothing overlapped is known
+        # Communication that nothing overlapped is known of these.
+        settled = [cell for cell in graph_cells if cell.get("bare_ms")]
         # Steps of a cell that differ by more had not settled, or something else ran.
         unsettled = [cell for cell in cells if max(cell["step"].measured) > 1.1 * min(cell["step"].measured)]
         # Unsettled steps do not tell what communication costs.
