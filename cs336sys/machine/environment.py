@@ -54,7 +54,7 @@ def describe_machine() -> dict[str, Any]:
         "gpu_count": count,
         "cpu": cpu_model(),
         "cpu_cores": cpu_cores(),
-        "driver": drivers.pop() if drivers else None,
+        "driver": drivers.pop() if drivers else None,  # one for all GPUs of a machine
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": installed_version("triton"),

@@ -56,11 +56,11 @@ def step_row(
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
-    peak = peak_tflops(rates.gpu, configuration.training.precision)
+    peak = peak_tflops(rates.gpu, configuration.training.precision)  # None for a GPU without a datasheet
     # Of one rank and its GPU: ``size`` has the rank's micro-batch, and no strategy that is predicted splits layers.
     tflops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
     return row | {
-        "exposed_ms": 1e3 * time.exposed_s or None,
+        "exposed_ms": 1e3 * time.exposed_s or None,  # No 0 is shown, of one rank, nor of launches in a CUDA graph.
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,
         "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * tflops / peak,

@@ -98,7 +98,7 @@ def training_step(answer: Answer) -> None:
         # do_bench divides these times by that of a step, and takes the whole number.
         counts = (cell.configuration["warmup"], len(best.measured))
         as_asked = counts == (int(_WARMUP_MS / best.median), int(_REPETITION_MS / best.median))
-        for name in ("board", "shard"):
+        for name in ("board", "shard"):  # The cell has one of these tables, which shows those of the keys that it has.
             answer.show([group], name, *keys, "peaks", "status")
         answer.show([group], "shares")
         facts = {"best": best, "cell": facts_of(cell), "as_asked": as_asked}

@@ -153,6 +153,7 @@ def one_recomputation(answer: Answer) -> None:
 
 
 def checkpointing_commands(target: Target) -> list[Command]:
+    """Plan one sweep of all strategies at the context that is asked for; a cell takes about five plain steps."""
     strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
     options: dict[str, Any] = {"precision": ("fp32",), "checkpoint": strategies}
     flags = ("--no-predict", "--steps", "1")

@@ -45,7 +45,7 @@ def all_reduce(answer: Answer) -> None:
 
 
 def _with_rates_of_medians(rows: Rows) -> Rows:
-    """Turn the rates of mean calls into those of medians, in the rows that were measured."""
+    """Turn rates, which are of the mean call, into those of the median call, which is shown; failed rows have none."""
 
     def rate_of_median(row: Mapping[str, Any], name: str) -> float | None:
         return row[name] and row[name] * row["time_us"].mean / row["time_us"].median
@@ -220,7 +220,7 @@ def memory(answer: Answer) -> None:
 def speeds(answer: Answer) -> None:
     """Answer with the time of a step with and without a sharded optimizer, in each precision."""
     runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
-    runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))
+    runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))  # then by most steps
     # The first run of each precision, which replaces the later ones here.
     groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
     for group in groups:
