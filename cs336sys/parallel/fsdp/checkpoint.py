@@ -268,7 +268,7 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
             room[saved_key] = torch.empty_like(current[saved_key], dtype=dtype)
         elif with_optimizer and saved_key.startswith("optimizer/"):
             _, key, name = saved_key.split("/", 2)
-            shard, parameter = parameters[name]
+            shard, parameter = parameters[name]  # No parameter for one that is not cut: then the shard is all of it.
             if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
                 new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
                 room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)

@@ -243,7 +243,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
         self._directory = folder.path
         # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
         self._end = weakref.finalize(self, _kill_all, self._ranks, folder)
-        remove_abandoned()
+        remove_abandoned()  # Folders of processes that were killed.
         kills_before, service = out_of_memory_kills(), f"{serve.__module__}:{serve.__name__}"
         try:
             with ctrl_c_ignored():
@@ -253,7 +253,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
                     # The process dies with this one, and calls serve() with the other arguments.
                     args = (os.getpid(), service, theirs, identity, backend, timeout_s, self._directory)
                     process = _CONTEXT.Process(target=run_spawned, args=args)
-                    start_for_good(process)
+                    start_for_good(process)  # Otherwise it would die with the thread that made this object.
                     theirs.close()  # Otherwise the pipe would not break when the rank dies.
                     self._ranks.append(_Rank(number, process, ours, kills_before))
         except BaseException:

@@ -299,6 +299,7 @@ class TensorParallel(StateDictOfSlices):
             groups.append(sharded.group)
             parameters = {name: cut.shard for name, cut in sharded.sharded_parameters.items()}
             parameters |= sharded.replicated_parameters
+        # FSDP cuts what tensor parallelism does, matrices, and both keep norms whole: no element counts twice.
         parts = [parameter for name, parameter in parameters.items() if cut_dimension(name) is not None]
         whole = [parameter for name, parameter in parameters.items() if cut_dimension(name) is None]
         dtypes = {parameter.dtype for parameter in parameters.values()}
