@@ -140,7 +140,7 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 
 
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
-    """Return how often whole blocks are computed again in a step, and how many of these runs lack the last product."""
+    """Return how often a step computes blocks again, and how many of these runs torch ends before w2's product."""
     if checkpointing == "nested":
         # The two outer halves are recomputed from inputs that the forward pass itself has kept.
         left = (num_layers + 1) // 2
@@ -173,7 +173,7 @@ class GroupSize:
 
 
 def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
-    """Find it by trying every ``K``, and by the formula (the 2026 handout, problem gradient_checkpointing (b))."""
+    """Find the group size with the least memory by trying all, and by a formula (2026, gradient_checkpointing (b))."""
     settings = size, precision, mode, attention
     peaks = {k: predicted_peak(*settings, f"every={k}").total for k in range(1, size.num_layers + 1)}
     block_input = 4 * size.stream

@@ -105,7 +105,7 @@ def impossible_utilization(mfu_percent: float | None) -> str | None:
 
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
     """Return the milliseconds that FLOPs and bytes take at the datasheet's peaks; 0 where those are not known."""
-    sheet, tflops = datasheet(gpu_name), peak_tflops(gpu_name, precision, tf32=True)
+    sheet, tflops = datasheet(gpu_name), peak_tflops(gpu_name, precision, tf32=True)  # Faster than plain fp32.
     if sheet is None or tflops is None:
         return 0.0
     return 1e3 * max(flops / tflops / 1e12, moved_bytes / sheet.memory_bytes_per_s)

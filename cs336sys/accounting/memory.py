@@ -149,8 +149,9 @@ def widest_moments(
 def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str, passes: int) -> list[PeakMemory]:
     """Return the moments of a later pass of several: all gradients are there, the newest twice until it is added.
 
-    The LM head's is one more of them. Its input's gradient exists then, and that of the logits in place of the logits;
-    under autocast both are gone, and the weight's gradient in half precision is in place of the weight's copy.
+    One moment more is the end of the LM head's backward pass, which has made the gradients of its weight and input. In
+    fp32 the logits are gone, their gradient is not; under autocast both are gone, and the weight's gradient, in half
+    precision, is in place of the weight's copy.
 
     Args:
         moments: of one pass, with its part of the batch.
@@ -227,8 +228,7 @@ def _backward_moments(
     - Loss: all saved activations, the fp32 gradient of the logits, and its cast in half precision.
     - Feed-forward of a block: the blocks after it have left their gradients and freed their activations. It holds its
       own saved activations, but for the product, of which it has the gradient, that of SiLU and that of ``w3(x)``
-      (``2 e T f`` more in all); the gradient of the residual stream; and w2's gradient in place of its
-      copy by autocast.
+      (``2 e T f`` more in all); the gradient of the residual stream; and w2's gradient in place of its autocast copy.
     - Softmax of a block, reference attention: its feed-forward is done. In place of exponentials and probabilities
       there are four fp32 matrices: the exponentials, the gradient of the probabilities, and that times each factor of
       the softmax's last product. The heads side by side and v are gone; v's gradient exists.

@@ -243,7 +243,7 @@ def _pass_row(
     """Return a row about one pass, which answers this part of the strategy's problem; 0: it is a step on the way."""
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
     answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
-    problem = _PROBLEMS[strategy]
+    problem = _PROBLEMS[strategy]  # Its name, and its parts.
     question = f"{problem[0]} {problem[part]}" if answers_problem else ""
     return Derived(f"{quantity}, {which}", result, unit, name, source=_SOURCES[strategy], question=question, **details)
 

@@ -224,8 +224,9 @@ def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, che
     """Return the seconds of the sums over ranks that share layers: four a block, and the loss."""
     if mesh.tp == 1:
         return 0.0
+    # The tp ranks also split sequences between layers, and compute in the dtype in which weights are gathered.
     step = TensorStep("fsdp+tensor-sequence", size, mesh.tp, mesh.ddp * mesh.fsdp, precision, checkpointing)
-    # Every sum is a reduce-scatter and an all-gather.
+    # Every sum is a reduce-scatter and an all-gather: embedded tokens and the LM head have one, the loss has two.
     calls_s = 2 * (4 * size.num_layers + 4) * cluster.call_s
     return step.sent_for_layers / cluster.ring_bytes_per_s(mesh.tp, 1) + calls_s
 

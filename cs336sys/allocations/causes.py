@@ -152,19 +152,20 @@ _Sizes = Counter[int]
 
 
 def _copied_state_bytes(states: Sequence[_Sizes], gradients: Sequence[_Sizes], parameters: _Sizes, ratio: int) -> int:
-    """Return the bytes of a second copy of a line's state, ``ratio`` times as large as the parameters.
+    """Return the bytes of the second copy of the state that a line of an optimizer made, 0 if it made one copy.
 
-    It made ``states`` in each step for each caller, when there were those ``gradients``.
+    ``states`` has what it made for each step and caller, ``gradients`` what there was then; a state is ``ratio`` times
+    as large as its parameter.
     """
     copied_bytes = 0
     for size, count in sum(states, _Sizes()).items():
         parameter_size = size // ratio
-        # A line that makes two moments makes twice as many as parameters have gradients.
+        # States of a parameter, two if the line makes both of Adam's moments; parameters without a gradient get none.
         moments = max(
             math.ceil(state_counts[size] / (with_gradient[parameter_size] or state_counts[size] or 1))
             for state_counts, with_gradient in zip(states, gradients, strict=True)
         )
-        # Nearly all parameters have a second state: the copy is the smaller one of the two largest.
+        # If nearly all parameters (1.9 of 2) have a second state, the smaller one of the two largest sets is the copy.
         if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
             copied_bytes += size * sorted(state_counts[size] for state_counts in states)[-2]
     return copied_bytes
@@ -190,15 +191,15 @@ def _growth_over_steps(moment: Moment) -> Finding | None:
 
 
 def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
-    """Return the lines that hold more after each step, from the first step that they hold anything after."""
-    # A step is the position at which the next one allocates first. The last to end before the moment, by its index:
+    """Return the lines that hold more after each step, counted from the first step after which they hold anything."""
+    # ``steps`` are the positions of the next steps' first allocations; ``last`` is the last step before the moment.
     ends = [step - 1 for step in steps]
     last = bisect_right(ends, moment.position) - 1
     if last + 1 < _LEAK_STEPS:
         return []
     blocks_of_lines: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in moment.record.blocks:
-        # Between which ends of steps it lives, instead of positions.
+        # From here on a block starts and ends at the number of a step's end, no longer at a position.
         first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
         if block.start and first < after:
             blocks_of_lines[_line_key(block)].append(block._replace(start=first, end=after))
@@ -209,7 +210,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         sizes = held_bytes(blocks, len(ends) - 1)
         rises = [later - earlier for earlier, later in pairwise([0, *sizes])]
         start = next((step for step, rise in enumerate(rises) if rise > 0), last)
-        # A tensor that a larger one replaces, as by torch.cat: as many blocks at the end as after the first rise.
+        # If there are as many blocks at the end as after the first rise, larger ones replace them, as by torch.cat.
         live_counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
         is_single = len(live_counts) == 1
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
@@ -231,6 +232,7 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
     if is_single or is_state:
         # A batch's size can rise by chance, and states of few parameters can follow each other.
         return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
+    # A buffer that is emptied gives back all; growth is in half of the steps or more, and keeps half of it or more.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
     return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
 
@@ -244,8 +246,9 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
     kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
+    # A kept graph keeps what a forward pass saves: half of its lines or more, and not one or two by chance.
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
-        name = "graph kept"  # By the caller of the model: the innermost line that all of them have in common.
+        name = "graph kept"  # The line to name is the innermost that all stacks share: it calls the model.
         shared = _common_frames(moment.record.stacks[stack] for stack in forward)
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
@@ -260,21 +263,26 @@ def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
 
 
 def _loop_iterations(moment: Moment) -> list[int]:
-    """Return the positions where iterations of a loop around a model begin, between the steps around the moment.
+    """Return the positions where iterations of a loop around a model begin, if there is one around the moment.
 
-    One forward pass repeats its layers, too. A loop around a model repeats lines that each repeat for every layer.
+    A forward pass repeats its layers in a loop, too. A loop around a model repeats lines of which many run several
+    times in an iteration, once for each layer.
     """
     runs_of_line = _runs_by_line(moment)
+    # The line that runs the fewest times runs once in an iteration; of several such lines the first begins it.
     regular = filter(_is_regular, runs_of_line.values())
     iteration_starts = min(regular, key=lambda positions: (len(positions), positions[0]), default=[])
     return iteration_starts if iteration_starts and _is_around_model(moment, iteration_starts, runs_of_line) else []
 
 
 def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
-    """Return, by line, the positions of allocations between the steps around the moment, but for the optimizer's."""
+    """Return the positions at which each line allocated in the step of the moment, or ever if no step is known.
+
+    Lines that build the model or belong to an optimizer are left out: a loop around the model is looked for.
+    """
     steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
-    bounds = [1, *steps, moment.record.last_position + 1]
+    bounds = [1, *steps, moment.record.last_position + 1]  # Memory from before the record starts at 0.
     begin, end = bounds[step], bounds[step + 1]
     runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
@@ -294,7 +302,7 @@ def _is_around_model(
 ) -> bool:
     """Return whether iterations repeat many lines for every layer, and are not layers of one forward pass."""
     first, last = iteration_starts[0], iteration_starts[-1]
-    # The last iteration may not be complete.
+    # How often each line runs in each iteration but the last, which may not be complete.
     runs_per_iteration = {
         key: Counter(bisect_right(iteration_starts, start) for start in positions if first <= start < last)
         for key, positions in runs_of_line.items()
@@ -306,7 +314,7 @@ def _is_around_model(
     has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if infer.is_telling(frame))
     repeated_lines = [key for key, runs in typical_runs.items() if runs >= (2 if has_loss else 3)]
     shared = next((frame for frame in _common_frames(stacks) if infer.is_own(frame)), None)
-    is_in_model = shared is not None and shared.name in ("forward", "__call__")
+    is_in_model = shared is not None and shared.name in ("forward", "__call__")  # Then the loop is over layers.
     return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED * len(typical_runs), 1)
 
 
@@ -330,18 +338,22 @@ def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
 
 
 def _common_ratio(sizes: Mapping[tuple[str, str], int], others: Sequence[Mapping[tuple[str, str], int]]) -> float:
-    """Return the ratio of most of at least three lines to the medians of others, if clearly larger than 1; else 1."""
+    """Return by what ratio lines of code allocate more than the median of others; 1 if most have no ratio in common.
+
+    Sizes are of each line's largest allocation; ``others`` are those of other ranks, or of earlier steps.
+    """
     ratios = []
     for line, size in sizes.items():
-        if other_sizes := [lines[line] for lines in others if line in lines]:
+        if other_sizes := [sizes_elsewhere[line] for sizes_elsewhere in others if line in sizes_elsewhere]:
             ratios.append(size / median(other_sizes))
-    middle = median(ratios) if len(ratios) >= 3 else 1.0
+    middle = median(ratios) if len(ratios) >= 3 else 1.0  # Fewer lines could agree by chance.
+    # A longer batch scales activations alike, so at least half of the ratios must be equal; weights stay as they are.
     equal = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
     return middle if middle > 1.05 and 2 * equal >= len(ratios) else 1.0
 
 
 def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) -> dict[tuple[str, str], int]:
-    """Return the size of the largest allocation of each line of forward passes, within positions."""
+    """Return the largest allocation of each line in forward passes; from 1, as position 0 is of older memory."""
     largest: dict[int, int] = defaultdict(int)
     for block in moment.record.blocks:
         if start <= block.start < (end or moment.record.last_position + 1) and moment.role(block) in _FORWARD_ROLES:
@@ -395,7 +407,8 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     failure, failed_at = moment.failure, moment.position + 1  # The allocation that failed would have been the next.
     if failure is not None and moment.role(failure) in _FORWARD_ROLES:
         results = [block for block in results if block.start < failed_at]
-        results.append(Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, failure.size))
+        failed = Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, requested=failure.size)
+        results.append(failed)  # As if it had been made: it may be the copy.
     # Masks and scalars lie between logits and their copies.
     results = [block for block in results if block.size >= _LEAST_LEAK * moment.size]
     results.sort(key=lambda block: block.start)
@@ -407,7 +420,8 @@ def _fp32_logits(moment: Moment) -> Finding | None:
             is_proved[copy.stack] = is_proved[half.stack]
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
             continue  # The source of a copy lives until it is made, and is half as large.
-        # A library's loss, or a conversion of a product; without either a line of the user's may still be one.
+        # Proved: a library's loss made the copy; or it copies a product, and a loss or a conversion made it, or a loss
+        # makes as much right after it. Only possible: a line of the user's made it, and nothing comes after.
         if is_loss and line is not None and not infer.is_own(line):
             is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):

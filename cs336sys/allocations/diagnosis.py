@@ -94,7 +94,7 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
 
 
 def longest_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Finding | None:
-    """Find the rank whose activations exceed most those of ranks with the same parameters; None without one."""
+    """Find the rank whose forward pass allocates most in proportion to ranks with equal parameters, if there is one."""
     longer: list[Finding] = []
     for diagnosis in diagnoses:
         parameters = diagnosis.by_category["parameters"]

@@ -172,6 +172,7 @@ def parse_dump(snapshot: Any) -> list[DeviceRecord]:
     traces = snapshot.get("device_traces", [])
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise _NoSnapshotError("its device_traces are no lists")
+    # A device whose memory was all given back has a trace, but no segments.
     segments_of: dict[int, list[Mapping[str, Any]]] = {index: [] for index, trace in enumerate(traces) if trace}
     for segment in snapshot["segments"]:
         segments_of.setdefault(_integer_field(segment, "device", "a segment", 0), []).append(segment)
@@ -288,7 +289,7 @@ class _Parser:
             if label != next_label and name == _NUMBER.sub("#", label):
                 ends[name].append(position)
         recurring = [sorted(set(marks)) for name, marks in ends.items() if "step" in name.lower() and len(marks) > 1]
-        return min(recurring, key=len, default=[])
+        return min(recurring, key=len, default=[])  # Names with more marks occur several times in a step.
 
     def _pool(self, address: int) -> tuple[int, int]:
         """Return the pool of the segment around an address."""

@@ -105,10 +105,12 @@ class Inference:
             self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]
         else:
             self.roles = [role(stack) for stack in record.stacks]
+            # Where forward passes have stacks, an allocation without one is of a thread of autograd.
             if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
         allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
+        # Recomputations belong to the backward pass that waits for them.
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
         self._backward_starts = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
@@ -136,7 +138,10 @@ class Inference:
         return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
 
     def _find_steps(self, runs: Sequence[tuple[str, int, int]]) -> list[int]:
-        """Return where runs (part, start, end) of optimizers after backward passes end, or else backward passes."""
+        """Return where steps end: with an optimizer's first run after a backward pass, or else with backward passes.
+
+        A run (part, start, end) is of allocations that follow one another in one part of training.
+        """
         backward_ends, optimizer_ends = [], []
         computed = [b for b in self._record.blocks if b.start and self.roles[b.stack] in (FORWARD, USER)]
         computed.sort(key=lambda block: block.start)
@@ -156,7 +161,8 @@ class Inference:
             elif part == OPTIMIZER and backward_end_of_step < last_backward_end:
                 optimizer_ends.append(end)
                 backward_end_of_step = last_backward_end
-        return optimizer_ends if len(optimizer_ends) > 1 else backward_ends  # One may make its state, and no more.
+        # An optimizer that allocates in a single step makes its state there, and later updates in place.
+        return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
 
     def _category(self, block: Block) -> str:
         """Infer a block's purpose from what allocated it and how long it lived."""
@@ -164,6 +170,7 @@ class Inference:
             return "graph pools"
         part = self.roles[block.stack]
         length = self._record.last_position
+        # What memory is for that outlives the run of the part of training which made it.
         lasting = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
         if block.start == 0:
             return lasting.get(part, "unknown")
@@ -191,7 +198,7 @@ class Inference:
         return "temporary" if block.end <= length else "unknown"
 
     def _name_older_blocks(self) -> None:
-        """Find in older memory parameters, as large and as many as gradients, and optimizer state, in multiples."""
+        """Name older memory by size: as large as a gradient is a parameter, or beyond their number optimizer state."""
         gradients = _most_at_once(self.blocks_of("gradients"))
         by_size: dict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(self._record.blocks):

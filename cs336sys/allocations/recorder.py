@@ -163,8 +163,8 @@ class _OperationObserver(DispatchMode):
         super().__init__()
         self._history = history
         self._modules = ModuleStack(names)
-        self._by_sequence: dict[int, Origin] = {}
-        self._spans: list[tuple[int, int, Origin]] = []
+        self._by_sequence: dict[int, Origin] = {}  # By the sequence number of a node of the forward pass's graph.
+        self._spans: list[tuple[int, int, Origin]] = []  # Marks at the start and end of an operation.
 
     def __enter__(self) -> Self:
         self._modules.__enter__()
@@ -196,7 +196,7 @@ class _OperationObserver(DispatchMode):
             return Origin(forward.module, node.name().rpartition("::")[2], forward.code)
         origin = Origin(self._modules.current, func.overloadpacket.__name__, code_line(python_frames()))
         if node is None:
-            # A node takes its number before its operation is dispatched. Without a node the last one's origin stays.
+            # The operation's node has taken the last number. Without a node, that is an older one's: keep its origin.
             self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
         return origin
 

@@ -17,7 +17,7 @@ class _StepEvents(NamedTuple):
 
 
 def _step_events(timeline: AllocationTimeline) -> _StepEvents:
-    """Return a step's events in their order, without what tells its blocks apart."""
+    """Return a step's events, each the start or the end of an allocation, without what tells its blocks apart."""
     events: list[tuple[int, Allocation]] = [(0, Allocation(0, 0, 0, 0, "", "other"))] * timeline.length  # Filled below.
     older: Counter[Allocation] = Counter()
     for allocation in timeline.allocations:

@@ -211,7 +211,7 @@ def _categorized(
     for start, end in sorted(activation_regions, key=lambda bounds: -bounds[1]):
         region_ends[start + 1 : end + 1] = [end] * (end - start)
     for allocation in allocations:
-        if allocation.start == 0:
+        if allocation.start == 0:  # Older than the step: it has its category.
             yield allocation
             continue
         of_address = gradients_at[allocation.address]  # The first gradient to be at its address while it lives.

@@ -56,7 +56,7 @@ class WithoutValues(TorchDispatchMode):
         """Return a function that counts a kernel instead of launching it by ``run``, which may still compile it."""
 
         def count(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> Any:
-            if warmup:
+            if warmup:  # It only compiles.
                 return run(kernel, *args, warmup=warmup, **kwargs)
             while hasattr(kernel, "fn"):  # Autotuners and heuristics wrap the kernel.
                 kernel = kernel.fn

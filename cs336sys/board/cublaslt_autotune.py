@@ -127,11 +127,13 @@ _runs: dict[ProductShape, _Run | None] = {}
 
 
 def _algorithm_for(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
-    """Return the algorithm for this product; None if torch computes it."""
+    """Return the algorithm that is fastest for this product, measured if it is the first; None: torch computes it."""
+    # Compilers and dispatch modes can see torch's operators, but no call of cuBLASLt.
     if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
         return None
     is_large = a.shape[0] * a.shape[1] * b.shape[1] >= LEAST_MULTIPLY_ADDS
     is_aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in (a, b, add))
+    # By times, two processes may choose two algorithms, whose results differ by rounding.
     if not is_large or not is_aligned or torch.are_deterministic_algorithms_enabled():
         return None
     layout_a, layout_b = matrix_layout(a), matrix_layout(b)
@@ -301,6 +303,6 @@ def _loaded_cublaslt(device: int) -> _CublasLt | None:
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
     try:
         with torch.cuda.device(device):  # A handle belongs to the current device.
-            return _CublasLt(ctypes.CDLL(min(paths))) if paths else None
+            return _CublasLt(ctypes.CDLL(min(paths))) if paths else None  # Of several, in every process the same one.
     except (OSError, RuntimeError, AttributeError):
         return None

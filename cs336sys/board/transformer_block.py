@@ -204,17 +204,15 @@ def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Atten
             # The backward pass begins with the last; when it is done with one, there is room for those of another.
             keeps_gate_and_up=index >= len(blocks) - blocks_with_gate_and_up,
         )
-        block.__dict__["forward"] = types.MethodType(_forward_with(settings), block)
+        block.__dict__["forward"] = types.MethodType(functools.partial(_forward, settings), block)
 
 
-def _forward_with(settings: BlockSettings) -> Callable:
-    def forward(block: Any, x: Tensor) -> Tensor:
-        attn, ffn = block.attn, block.ffn
-        matrices = (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj)
-        weights = (
-            block.ln1.weight, *(layer.weight for layer in matrices),
-            block.ln2.weight, ffn.w1.weight, ffn.w3.weight, ffn.w2.weight,
-        )  # fmt: skip
-        return transformer_block(x, weights, settings)
-
-    return forward
+def _forward(settings: BlockSettings, block: Any, x: Tensor) -> Tensor:
+    """Compute a block of cs336_basics by :func:`transformer_block`, with the weights that it has now."""
+    attn, ffn = block.attn, block.ffn
+    matrices = (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj)
+    weights = (
+        block.ln1.weight, *(layer.weight for layer in matrices),
+        block.ln2.weight, ffn.w1.weight, ffn.w3.weight, ffn.w2.weight,
+    )  # fmt: skip
+    return transformer_block(x, weights, settings)

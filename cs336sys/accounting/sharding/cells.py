@@ -50,7 +50,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
     """Predict what the fullest rank holds at each moment that formulas know."""
     if workload.strategy_record.shares_layers:
         return _memory_where_layers_are_shared(workload)
-    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
+    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:  # As in fsdp+context-ring.
         state = fully_sharded_state(workload.training.size, rank=0, world_size=workload.world_size)
         return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.has_own_block_backward:
@@ -67,7 +67,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
 
 
 def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.RankMemory]:
-    """Predict the moments; no peak where torch decides it, or where FSDP gathers parts of weights."""
+    """Predict the moments; no peak where torch decides it, or where FSDP gathers weights, without autocast."""
     step, size = _tensor_step(workload), workload.training.size
     moments = sharded.memory_of_state(step.state, always_held_bytes(size))
     if not workload.strategy_record.is_torchs and workload.uses_autocast:

@@ -61,7 +61,7 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
 def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapping[str, int]:
     """Return the bytes of each unit while it is gathered, by the unit's name."""
     return {
-        name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
+        name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]  # All bytes of the unit.
         for name, shapes in sharded_units(parameter_shapes(size)).items()
     }
 
@@ -121,9 +121,9 @@ class StepCommunication:
         all_reduce: gradients of replicated parameters.
     """
 
-    all_gather: int
-    reduce_scatter: int
-    all_reduce: int
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: int = 0
 
     def sent_bytes(self, world_size: int) -> float:
         """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, of all-reduces twice that."""
@@ -136,7 +136,7 @@ def step_communication(
     """Count a training step with or without activation checkpointing, which finds the weights gathered.
 
     Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
-    ``2 e N`` less one LM head and ``keep_gathered`` blocks. Its gradients are averaged once, ``e N``.
+    ``2 e N`` less one LM head and ``keep_gathered`` blocks. The gradients of all are averaged once, ``e N``.
     """
     units = sharded_units(shapes).values()
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]

@@ -187,8 +187,8 @@ class RankMemory(Components):
 def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     """Predict what ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
-    Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count, or the tokens of its
-    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak, as torch's buffers are unknown; nor
+    Every rank holds the whole batch, of which :func:`rank_peak` counts this rank's part alone, or the tokens of its
+    slices and their positions. ``torch-fsdp`` and ``torch-context`` have no peak, as torch's buffers are unknown; nor
     has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
@@ -203,7 +203,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     keeps_scores = step.strategy_record.trades_heads and step.keeps_scores
     if step.strategy_record.has_known_peak and not keeps_scores:
         peak = rank_peak(step)
-        rest = peak.activations + always - memory.always_held_bytes(step.share)
+        rest = peak.activations + always - memory.always_held_bytes(step.share)  # All that it has, not its part alone.
         moments.append(RankMemory("peak", peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
@@ -249,7 +249,7 @@ def sliced_state(step: ShardedStep) -> TrainingState:
 
 
 def torch_sliced_state(step: ShardedStep) -> TrainingState:
-    """Return the same of torch's ``fully_shard``, which cuts norms, too."""
+    """Return the state of the first rank with torch's ``fully_shard``, which cuts rows of norms, too; all is fp32."""
     shapes = parameter_shapes(step.size).values()
     elements = sum(partition.rows_per_rank(shape[0], step.world_size) * math.prod(shape[1:]) for shape in shapes)
     return TrainingState(4 * elements, 4 * elements, 8 * elements)
@@ -274,7 +274,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
     if step.strategy_record.reduces_slices and step.checkpointing == "none":
         # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
         at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
-    # Blocks of ring attention keep no scores, whatever computes them.
+    # Ring attention keeps no scores, whatever computes its blocks; all-to-all attention that does has no known peak.
     attention = "flash" if step.strategy_record.splits_sequences else step.attention
     saved: dict[str, Any] = {"autocast": step.uses_autocast, "at_loss": at_loss, "at_blocks": at_blocks}
     moments = []

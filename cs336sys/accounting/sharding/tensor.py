@@ -60,7 +60,7 @@ class TensorStep(HasStrategy):
         elements = 0
         for shape in self.shapes.values():
             rows = shape[0]
-            if self.strategy_record.gathers_ahead and len(shape) > 1:
+            if self.strategy_record.gathers_ahead and len(shape) > 1:  # FSDP cuts matrices; norms are on every rank.
                 rows = len(own_rows(rows, 0, self.data_ranks))
             elements += rows * math.prod(shape[1:])
         return TrainingState(4 * elements, 4 * elements, 8 * elements)
@@ -71,7 +71,7 @@ class TensorStep(HasStrategy):
         if self.strategy_record.gathers_ahead:
             return self.sent_for_layers + most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
         elements = sum(map(math.prod, self.shapes.values())) if self.strategy_record.outer == "ddp" else 0
-        return self.sent_for_layers + StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
+        return self.sent_for_layers + StepCommunication(all_reduce=4 * elements).sent_bytes(self.data_ranks)
 
     @property
     def sent_for_layers(self) -> float:
@@ -79,11 +79,10 @@ class TensorStep(HasStrategy):
 
         With ``n`` tokens of the group, ``L`` blocks and ``e`` bytes a number,
         ``2 (T - 1) / T (n d ((4 L + 1) e + e_0) + 12 n)``: in every block two sums of outputs and two of gradients, the
-        gradient of the LM head's input, the embedded tokens in ``e_0`` bytes (weights' under autocast), and the loss
-        with three fp32 numbers a token. A block that is computed again for its checkpoint sends what its forward pass
-        does once more. Sequence parallelism sends each sum as a reduce-scatter and an all-gather, as many bytes;
-        what it sends besides are the gradients of norms, ``4 (2 L + 1) d``, and when a block is computed again, inputs
-        of layers.
+        gradient of the LM head's input, the embedded tokens in ``e_0`` bytes (4, or ``e`` where FSDP gathers weights),
+        and the loss with three fp32 numbers a token. A block that is computed again for its checkpoint sends what its
+        forward pass does once more. Sequence parallelism sends each sum as a reduce-scatter and an all-gather, as many
+        bytes; besides them the gradients of norms, ``4 (2 L + 1) d``, and inputs of layers of blocks computed again.
         """
         size, e = self.size, ELEMENT_BYTES[self.precision]
         tokens = size.batch_size // self.data_ranks * size.context
@@ -153,8 +152,8 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     copy = 2 if e == 2 else 0  # Bytes of an element of autocast's copy of a weight.
     keeps_scores = ATTENTION[attention].keeps_scores
     scores = sequences * size.num_heads // step.tensor_ranks * size.context**2
-    logit_bytes = e if step.compiles else 12
-    always = 16 * tokens + 4 * size.context * size.head_dim
+    logit_bytes = e if step.compiles else 12  # Three fp32 tensors.
+    always = 16 * tokens + 4 * size.context * size.head_dim  # The batch, int64, and the rotary table.
     block_elements, head_elements = 4 * projection + 3 * w2 + 2 * d, vocabulary * d + d
     state = step.state
     elements = state.parameters // 4
@@ -165,6 +164,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     moments = [
         moment("loss", 0, part.outside + part.held(at_loss) + logit_bytes * tokens * vocabulary),
         moment("end of backward", elements, part.stream),
+        # The course's AdamW makes a temporary of the size of the largest parameter.
         moment("optimizer", elements, 4 * d * max(widths["attn.q_proj"], features, vocabulary)),
     ]
     for blocks in at_blocks:
@@ -195,12 +195,12 @@ def _saved(step: TensorStep, attention: str) -> _Part:
     tokens = sequences * size.context
     rank_tokens = math.ceil(tokens / step.tensor_ranks) if step.strategy_record.is_sequence_parallel else tokens
     widths, d = _widths(step), size.d_model
-    copies = 2 if e == 2 else 0
-    stream, entered = 4 * rank_tokens * d, e * tokens * d
+    copies = 2 if e == 2 else 0  # Bytes of an element of autocast's copies of weights.
+    stream, entered = 4 * rank_tokens * d, e * tokens * d  # The latter enters the layer: whole, and cast.
     # Its input, and what its gain is multiplied by with one number a token.
     norm = stream + stream + 4 * rank_tokens
     query_bytes = e * tokens * widths["attn.q_proj"]
-    statistics = sequences * size.num_heads // step.tensor_ranks * size.context
+    statistics = sequences * size.num_heads // step.tensor_ranks * size.context  # One number a query and head.
     if ATTENTION[attention].keeps_scores:
         # Scores as exponentials and probabilities, and the mask.
         kept = size.context**2 + (4 + e) * statistics * size.context

@@ -60,7 +60,7 @@ class Choice:
         predicted: those whose time is known, the fastest first.
         limit: of memory, bytes.
         refused: how many combinations cannot run, by reason.
-        unknown: how many are unlike what was measured, by reason.
+        unknown: how many are unlike what was measured, by reason, and if there are several by the first.
     """
 
     predicted: Sequence[Candidate]
@@ -97,7 +97,7 @@ class Choice:
 def choose(
     space: Space, rates: Rates, limit: float, launch_s: float | None = None, counted_model: CountedModel | None = None
 ) -> Choice:
-    """Evaluate a whole space, of our model or of the user's."""
+    """Predict all configurations of a space, of our model or the user's ``counted_model``; ``limit`` is in bytes."""
     configurations, refused = space.configurations()
     candidates = evaluate(configurations, rates, launch_s, counted_model)
     unknown = Counter(candidate.time.unknown[0] for candidate in candidates if candidate.time.unknown)

@@ -27,7 +27,7 @@ _OWN_BLOCK, _SHARED_BLOCK, _WHOLE, _LEAST_REST = 10 * _MIB, 20 * _MIB, 2 * _MIB,
 
 
 def allocated_bytes(size: int) -> float:
-    """Return the bytes that the allocator counts for a tensor in a new block, shared with others of its size."""
+    """Return the bytes that the allocator counts for a tensor; those under 10 MiB share a block with others like it."""
     if size < _LEAST_REST:
         return size
     if size < _OWN_BLOCK:
@@ -62,7 +62,7 @@ def step_peak_bytes(configuration: StepConfiguration) -> float:
         all_gradients = max(moment.gradients for moment in moments)
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
-    if training.splits_weights:  # How many fp32 copies of the parameters are rounded up.
+    if training.splits_weights:  # How often the allocator rounds up as many bytes as for fp32 parameters.
         rounded_copies = 1.0  # An estimate: no saved peak is of such a step alone.
     elif configuration.strategy_record.gathers_ahead:
         # The peak of fsdp is an upper bound already; without rounding it meets saved steps within 1.3 %.
@@ -127,7 +127,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):  # In their own dtype they are sent without a copy.
         return moments
-    # Of activations, only the batch and the rotary table exist when all gradients are sent.
+    # When all gradients are sent, only the batch and the rotary table are left of activations; state is as ever.
     activations = always_held_bytes(training.size) + all_gradients // 2
     sent = replace(moments[-1], moment="gradients sent", gradients=all_gradients, activations=activations)
     if record.overlaps:
@@ -142,7 +142,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
 
 
 def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
-    """Let moments of one rank alone hold this rank's part of the state, and what is gathered or under way."""
+    """Give moments of a rank that shares nothing this rank's part of the state, and what is gathered or under way."""
     training, ranks = configuration.training, configuration.world_size
     step = ShardedStep(configuration.strategy or "none", whole, ranks, training.precision, training.attention)
     state, count = fullest_state(step), count_parameters(training.size)
@@ -194,6 +194,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     for blocks in at_blocks:
         gradients = 4 * (step.head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
+    # Else as at the end of the backward pass: the gradient of the embedded tokens is still there.
     temporary = largest_parameter(size) if training.optimizer_record.is_plain else stream
     moments.append(("optimizer", 4 * count, 4 * temporary))
     always, optimizer_state = always_held_bytes(size), training.moment_bytes * count

@@ -25,7 +25,7 @@ _H200_CEILINGS = Ceilings(
     "NVIDIA H200", {"fp32": 51.12, "bf16": 769.3}, copy_gbps=4244.0, launch_us=9.161, link_gbps=393.0
 )
 
-# The kinds of rates that were measured by themselves, as a CPU's are: of every step.
+# The kinds of steps where rates were measured by themselves and not from steps, as a CPU's are: they serve any step.
 UNMEASURED = ("any",)
 
 # Names for --gpu, and what torch calls these GPUs.
@@ -124,7 +124,7 @@ class Rates:
         values["errors"] = [GroupError(**error) for error in values["errors"]]
         values["ranges"] = {name: tuple(range_) for name, range_ in values["ranges"].items()}
         if set(values["seconds"]) != set(TERMS):
-            raise KeyError("seconds")
+            raise KeyError("seconds")  # As for a field that the file lacks: it is of other terms.
         return cls(**values)
 
     def to_json(self) -> str:

@@ -268,9 +268,9 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
         tensors = 9 * workload.size.num_layers + 3
         return Amounts({"course_parameters": count, "kernels": share * _COURSE_KERNELS * tensors})
     if workload.optimizer_record.is_ours:
-        copies = workload.is_fused and workload.is_half
-        bytes_ = 8 + 2 * workload.moment_bytes + (2 if copies else 4) + (2 if copies else 0)
-        return Amounts({"state_bytes": bytes_ * count, "kernels": 4})
+        gradient_bytes, copy_bytes = (2, 2) if workload.is_fused and workload.is_half else (4, 0)
+        parameter_bytes = 8 + 2 * workload.moment_bytes + gradient_bytes + copy_bytes
+        return Amounts({"state_bytes": parameter_bytes * count, "kernels": 4})
     # torch's fused AdamW updates lists of tensors, a few million elements at a launch.
     return Amounts({"state_bytes": 28 * count, "kernels": count / 2e6})
 
@@ -357,7 +357,7 @@ class CountedModel:
         name = workload.attention_record.work
         for heads, queries, dimension in self.attention:
             square = attention_square(batch * heads, queries, dimension, workload.device)
-            work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})
+            work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})  # Two products, and five backward.
             work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})
         if checkpointing != "none":
             work.recomputed = Amounts(work.forward)

@@ -114,7 +114,7 @@ def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
 
 def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
     """Run a step, and return its timeline and the history of its allocations; see :class:`StepRecorder`."""
-    step.release_graphs()  # As in counted_peaks().
+    step.release_graphs()  # Replays of graphs would allocate nothing.
     on_gpu = step.device.type == "cuda"
     history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
     live_tensors = step.held()
@@ -148,8 +148,8 @@ class _Planner:
         training = workload.training
         self._by_formula = training.memory_is_known and training.device != "cpu"
         self._predictions: dict[tuple[MemoryWorkload, SettingChange | None], int | None] = {}
-        self._traces = 0
-        self._failure = ""
+        self._traces = 0  # How many predictions were no formulas: each takes seconds.
+        self._failure = ""  # Why the last trace could not run.
 
     def plan(self) -> dict[str, Any]:
         """Return the derived columns; see :func:`plan_memory`."""

@@ -52,7 +52,7 @@ class SnapshotOptions:
 
         output.check()
         check_page_writable(self.html)
-        check_directory(snapshot, ["memory"])
+        check_directory(snapshot, ["memory"])  # Any name: that of the snapshots' devices are not known yet.
         diagnoses = _read_diagnoses(self.source)
         if self.against:
             before = _read_diagnoses(self.against)
@@ -130,7 +130,7 @@ def memprof(
         saved.show(top, snapshot, output)
         return
     refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
-    # Of one mode, which recording replaces by each.
+    # The mode of these is replaced: recording makes a workload of each for every mode.
     workloads = recording.workloads(training.workloads(mode[:1]), mode)
     output.check()
     if recording.plan or recording.memory is not None:
@@ -165,7 +165,7 @@ def _predict(
         if workload.predicted_gib is not None:
             peak = workload.peak
             say(f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows")
-    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
+    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)  # Nothing is measured, so nothing is saved or repeated.
     sweep = run_sweep("memprof", "cs336sys.training.memory_prediction:predict_memory", configurations, timeout)
     sweep.report(lambda cells, _: plan_tables(cells, recording.top), output)
 
@@ -184,7 +184,7 @@ def _find_plan(
     limit_bytes = read_memory_limit(memory, "--memory")
     check_planned(sweeping, workloads[0].training.device, snapshot=recording.snapshot)
     configurations = [workload.configuration() | {"limit_bytes": limit_bytes} for workload in workloads]
-    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
+    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)  # Nothing is measured, so nothing is saved or repeated.
     sweep = run_sweep("memprof", "cs336sys.commands.memprof.measure:plan_memory", configurations, timeout)
     sweep.report(lambda cells, _: memory_plan_tables(cells), output)
 

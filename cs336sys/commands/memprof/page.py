@@ -191,10 +191,10 @@ def axis_ticks(peak_bytes: float) -> list[dict[str, float | str]]:
 
 
 def check_directory(directory: Path | None, names: Iterable[str]) -> None:
-    """Raise a UsageError before anything is measured if files of these names, without endings, cannot be written."""
+    """Raise a UsageError, before anything is measured, if files cannot be written here; names are without endings."""
     if directory is not None:
         for name in names:
-            check_writable(directory / f"{name}.pickle", "--snapshot")
+            check_writable(directory / f"{name}.pickle", "--snapshot")  # All its files are in one folder.
 
 
 def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:

@@ -21,7 +21,7 @@ from cs336sys.tables.training_plan import PEAK_COLUMNS
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:
-    """Return the FLOPs that checkpoints compute again, in percent of the model's; reference attention computes all."""
+    """Return the FLOPs computed again, in percent of the model's; reference attention computes the masked half, too."""
     size, is_causal = workload.training.size, not workload.training.keeps_scores
     recomputed = recomputed_flops(size, workload.checkpointing, causal=is_causal)
     return 100 * recomputed / model_flops(size, causal=is_causal)
@@ -176,7 +176,7 @@ def _peak_row(cell: Cell) -> dict:
     for phase in cell.derived["phases"]:
         name = f"{phase['phase']}_gib"
         row[name] = max(row.get(name, 0), phase["allocated"] / GIB)  # Micro-batches repeat their phases.
-    if row["predicted_gib"] is not None:
+    if row["predicted_gib"] is not None:  # Measured cells have this column, but no number in it for a user's model.
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
     if traced := cell.derived.get("traced"):
         row["traced_gib"] = max(phase["allocated"] for phase in traced) / GIB

@@ -47,12 +47,12 @@ def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
     result = []
     for diagnosis in ordered:
         causes = list(diagnosis.causes)
-        # Compared with other ranks instead of with this one's earlier steps.
+        # The comparison with other ranks replaces that with this rank's own earlier steps.
         if longest is not None and longest.where == diagnosis.name:
             causes = [*(cause for cause in causes if cause.cause != "longer batch"), longest]
-        causes.sort(key=lambda cause: cause.certainty != "measured")
+        causes.sort(key=lambda cause: cause.certainty != "measured")  # Proved causes first.
         event, advice = _event(diagnosis), ""
-        # A step that memprof recorded is no failure to explain.
+        # Say why no cause is known, unless the device holds nothing, or memprof itself recorded a step that went well.
         if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
             reason = next(reason for reason, test in _NO_CAUSE.items() if test(diagnosis.moment))
             event += " " + say_memory("no cause", cause=reason, kind=diagnosis.kinds[0])

@@ -85,8 +85,9 @@ for _which in PASSES:
 
 
 def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
+    """Return how a strategy arranges the devices; ``mesh`` is the user's choice for fsdp-tp, if there is one."""
     if strategy == "fsdp-tp":
-        # Of the fastest forward pass, whose axes share the network, one after the other, while computing goes on.
+        # Else the mesh with the fastest forward pass, if its axes take turns to use the network.
         return mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
     return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
 
@@ -152,10 +153,10 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
 
 
 def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable[[float], float], float]]:
-    """Return by name each communication time as a function of the devices, in seconds, and where it is computing's."""
+    """Return curves by name: the seconds that so many devices communicate, and at how many they compute as long."""
 
     def seconds(devices: float, overlapped: bool) -> float:
-        # Of fsdp-tp the mesh that communicates for the shortest time.
+        # For fsdp-tp, which is not among these, the split of the devices that communicates for the shortest time.
         axes = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}
         fsdp, tp = axes.get(strategy) or parallelism.best_split(layer, devices, which, overlapped=overlapped)
         return number_of(parallelism.communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))

@@ -74,12 +74,12 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
-    """Return what communication and computing cost each other, the median of steps of ``ddp``, and of how many.
+    """Return how much communication and computing slow each other down, as medians over steps of ``ddp``, and a source.
 
-    Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
-    same step without communication, and of communication alone, how long each takes by itself. What kernels took longer
-    they lost while both ran. Launched steps are left out, in which a GPU also waits, and steps of copy engines, which
-    take no multiprocessors.
+    A profile of a step says how long kernels ran, how long communication ran, and how long both ran at once. The same
+    step without communication, and communication alone, were timed, too. The time that kernels took longer in the
+    profile they lost while both ran. Steps launched by the CPU are left out, because a GPU also waits for launches, and
+    steps that send by copy engines, because those take no multiprocessors.
     """
     computing_speeds, communication_speeds = [], []
     for cell in cells:

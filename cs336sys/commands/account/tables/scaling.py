@@ -89,8 +89,8 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
-        of_scaling = {count: fastest_steps for (name, count), fastest_steps in simulated.items() if name == scaling}
-        steps = {count: fastest_steps[0] for count, fastest_steps in of_scaling.items() if fastest_steps is not None}
+        pairs = [(count, pair) for (name, count), pair in simulated.items() if name == scaling and pair is not None]
+        steps = {count: fastest_that_fits for count, (fastest_that_fits, _at_once) in pairs}
         rates, memories = axes[0, column], axes[1, column]
         for name, curve in _scaling_curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
