@@ -103,8 +103,8 @@ def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedB
         inputs, attention_later = len(layers) * earlier, "attn" in layers
         return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later)
 
-    at_blocks = [schedule(blocks.block, 1, blocks.name) for blocks in everything_saved(num_layers)]
-    return schedule(num_layers, 0), at_blocks
+    at_blocks = [schedule(blocks.block, saved=1, name=blocks.name) for blocks in everything_saved(num_layers)]
+    return schedule(num_layers, saved=0), at_blocks
 
 
 def _pending_halves(num_layers: int) -> list[int]:

@@ -126,8 +126,7 @@ class Simulation:
             raise UsageError(
                 f"{groups} groups of ranks with {accumulation} parts each do not divide the batch of {size.batch_size}"
             )
-        refusal = heads_refusal(size.num_heads, mesh.tp)
-        if refusal is not None:
+        if (refusal := heads_refusal(size.num_heads, mesh.tp)) is not None:
             raise UsageError(refusal)
         if mesh.tp > cluster.node_devices:
             raise UsageError(f"tp={mesh.tp}: layers are shared inside a node, which has {cluster.node_devices} devices")
@@ -228,7 +227,7 @@ def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, che
     step = TensorStep("fsdp+tensor-sequence", size, mesh.tp, mesh.ddp * mesh.fsdp, precision, checkpointing)
     # Every sum is a reduce-scatter and an all-gather: embedded tokens and the LM head have one, the loss has two.
     calls_s = 2 * (4 * size.num_layers + 4) * cluster.call_s
-    return step.sent_for_layers / cluster.ring_bytes_per_s(mesh.tp, 1) + calls_s
+    return step.sent_for_layers / cluster.ring_bytes_per_s(mesh.tp, distance=1) + calls_s
 
 
 @cache

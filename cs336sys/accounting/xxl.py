@@ -69,10 +69,10 @@ def memory_answers(
     d, f, blocks = symbol("D", stack.d_model), symbol("F", stack.d_ff), symbol("L", stack.num_blocks)
     t, gpu = symbol("T", tokens), symbol("M_GPU", gpu_bytes)
     reason = why("block_of_stack")
-    parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", name="P", reason=reason)
+    parameters = _answer("parameters", 2 * d * f * blocks, "parameters", name="P", reason=reason)
     p = parameters.as_symbol()
     label = "master weights, accumulated gradients, optimizer state"
-    row = partial(_answer, "(a)", unit="decimal_bytes")
+    row = partial(_answer, part="(a)", unit="decimal_bytes")
     states = row(label, 16 * p, name="S", reason=why("states"))
     copies = 2 * p if weight_copies else 0
     reason = why("saved", weight_copies)
@@ -84,8 +84,8 @@ def memory_answers(
         states,
         saved,
         total,
-        _answer("(a)", "GPUs that hold all of it", math.ceil(total.as_symbol() / gpu), "GPUs"),
-        _answer("", "GPUs that hold the states alone", math.ceil(s / gpu), "GPUs"),
+        _answer("GPUs that hold all of it", math.ceil(total.as_symbol() / gpu), "GPUs", part="(a)"),
+        _answer("GPUs that hold the states alone", math.ceil(s / gpu), "GPUs"),
         *_sharding_answers(s, a, device_bytes, number_of(copies)),
     ]
 
@@ -96,17 +96,17 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
     row = partial(_answer, unit="devices")
     label = "sharding at which a device is exactly full"
-    exact = row("", label, degree, name="N_exact", reason=why("exact_sharding"))
+    exact = row(label, degree, name="N_exact", reason=why("exact_sharding"))
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         copies_gb = copies_bytes and f"{copies_bytes / 1e9:.1f}"
         never = why("no_sharding", f"{number_of(a) / 2e9:.1f}", f"{device_bytes / 1e9:g}", copies_gb)
-        return [row("(b)", label, math.inf, name="N_FSDP", reason=never)]
+        return [row(label, math.inf, part="(b)", name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1
-    smallest = row("(b)", label, whole, name="N_FSDP", reason=why("next_sharding"))
+    smallest = row(label, whole, part="(b)", name="N_FSDP", reason=why("next_sharding"))
     then = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = why("memory_of_device")
-    return [exact, smallest, _answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]
+    return [exact, smallest, _answer("memory of a device then", then, "decimal_bytes", part="(b)", reason=reason)]
 
 
 def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
@@ -125,15 +125,15 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
     named = TpuMesh(*(symbol(name, value) for name, value in zip(names, vars(mesh).values(), strict=True)))
     f = symbol("F", stack.d_ff)
     rate = named.flops_per_s / named.bytes_per_s
-    intensity = _answer("", "FLOPs a byte of communication", rate, "FLOPs/byte", name="alpha", source=_BOOK)
+    intensity = _answer("FLOPs a byte of communication", rate, "FLOPs/byte", name="alpha", source=_BOOK)
     alpha = intensity.as_symbol()
     reason = why("most_tp")
-    limit = _answer("", "most TP", f * named.m_y / alpha, "devices", name="Y_max", reason=reason, source=_BOOK)
+    limit = _answer("most TP", f * named.m_y / alpha, "devices", name="Y_max", reason=reason, source=_BOOK)
     y_max = limit.as_symbol()
 
     reason = why("overlapped_batch", mesh.y <= limit.value)
     needed = _overlapped_batch(alpha, named.y, named.m_x, y_max)
-    row = partial(_answer, "(c)", unit="tokens", source=_BOOK, relation=">=")
+    row = partial(_answer, part="(c)", unit="tokens", source=_BOOK, relation=">=")
     overlapped = row("per-device batch, axes overlapped", needed, name="b", reason=reason)
     b = overlapped.as_symbol()
     is_possible = mesh.y < limit.value
@@ -165,7 +165,7 @@ def _change_answers(
     devices = symbol("N", number_of(mesh.x * mesh.y))
 
     def row(change: str, value: Number, reason: str, source: str = _BOOK) -> Derived:
-        return _answer("(d)", f"overall batch with {change}", value, "tokens", reason=reason, source=source)
+        return _answer(f"overall batch with {change}", value, "tokens", part="(d)", reason=reason, source=source)
 
     of_widest = _overlapped_batch(alpha, symbol("Y", widest), mesh.m_x, y_max)
     # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
@@ -182,8 +182,8 @@ def _change_answers(
 
 
 def _answer(
-    part: str, quantity: str, value: Number, unit: str, name: str = "", reason: str = "", **details: str
+    quantity: str, value: Number, unit: str, *, part: str = "", name: str = "", reason: str = "", **details: str
 ) -> Derived:
-    """Return a row that answers this part of the problem, ``(a)``, or none; the handout is its source by default."""
+    """Return a row; ``part``, as ``(a)``, is that of the problem which it answers, the handout its default source."""
     question = f"communication_accounting {part}" if part else ""
     return Derived(quantity, value, unit, name, reason=reason, question=question, **{"source": _HANDOUT} | details)

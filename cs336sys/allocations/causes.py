@@ -139,7 +139,7 @@ def _state_twice(moment: Moment) -> Finding | None:
         in_dtype, in_fp32 = (_copied_state_bytes(counts, gradients, parameters, ratio) for ratio in (1, 2))
         if copied_bytes := in_dtype or in_fp32:
             doubled_bytes += copied_bytes
-            calls |= {moment.line(stack)[0] for _, stack in sets}
+            calls |= {infer.code_of(record.stacks[stack]) for _, stack in sets}
     if not moment.is_leak(doubled_bytes):
         return None
     # Parameters without a stack were told by their sizes, which prove nothing.
@@ -244,7 +244,7 @@ def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool
     activations = inference.blocks_of("activations")
     saved = {block.stack for block in activations if block.start and moment.role(block) == infer.FORWARD}
     kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
-    code = moment.line(lines[0].stack)[0]
+    code = infer.code_of(moment.record.stacks[lines[0].stack])  # The line that holds most.
     name = "growing cache" if lines[0].is_single else "leak"
     # A kept graph keeps what a forward pass saves: half of its lines or more, and not one or two by chance.
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
@@ -436,7 +436,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     if not copies or size < _LEAST_SHARE * moment.size:
         return None
     is_certain = all(is_proved[block.stack] for block in copies)
-    return memory_cause("fp32 logits", size, moment.line(copies[0].stack)[0], is_proved=is_certain)
+    return memory_cause("fp32 logits", size, infer.code_of(moment.record.stacks[copies[0].stack]), is_proved=is_certain)
 
 
 # What to mend first comes first.

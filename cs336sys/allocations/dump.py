@@ -175,7 +175,7 @@ def parse_dump(snapshot: Any) -> list[DeviceRecord]:
     # A device whose memory was all given back has a trace, but no segments.
     segments_of: dict[int, list[Mapping[str, Any]]] = {index: [] for index, trace in enumerate(traces) if trace}
     for segment in snapshot["segments"]:
-        segments_of.setdefault(_integer_field(segment, "device", "a segment", 0), []).append(segment)
+        segments_of.setdefault(_integer_field(segment, "device", "a segment", default=0), []).append(segment)
     annotations = snapshot.get("external_annotations")
     return [
         _Parser(device, segments, traces[device] if device < len(traces) else [], annotations).parse()
@@ -218,7 +218,7 @@ class _Parser:
         for segment in self._segments:
             address = _integer_field(segment, "address", "a segment")
             size = _integer_field(segment, "total_size", "a segment")
-            stream = _integer_field(segment, "stream", "a segment", 0)
+            stream = _integer_field(segment, "stream", "a segment", default=0)
             pool = _pool_id(segment.get("segment_pool_id"))
             is_expandable = segment.get("is_expandable") is True
             self._record.segments.append(Segment(address, size, stream, pool, is_expandable))
@@ -228,11 +228,13 @@ class _Parser:
             for block in blocks:
                 block_size = _integer_field(block, "size", "a block")
                 # Blocks of old snapshots do not say where they begin: one follows another.
-                start = _integer_field(block, "address", "a block", address)
-                address = start + block_size
+                block_address = _integer_field(block, "address", "a block", default=address)
+                address = block_address + block_size
                 if block.get("state") != "inactive":
-                    requested = _integer_field(block, "requested_size", "a block", block_size)
-                    yield Block(start, block_size, 0, 0, self._stack(block.get("frames")), stream, pool, requested)
+                    requested = _integer_field(block, "requested_size", "a block", default=block_size)
+                    stack = self._stack(block.get("frames"))
+                    # Start 0 is before the record, where only blocks begin that no entry names; parse() sets the end.
+                    yield Block(block_address, block_size, 0, 0, stack, stream, pool, requested)
 
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""

@@ -85,6 +85,7 @@ class CudaHistory(AllocationHistory):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Stop recording, and turn the snapshot into events."""
         calls = self.mark() - self._start
         try:
             self.snapshot = torch.cuda.memory._snapshot()
@@ -133,6 +134,7 @@ class CpuHistory(AllocationHistory):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Stop recording, and turn the profile into events and the times of moments."""
         self._profiler.__exit__(*exception)
         torch.backends.mkldnn.enabled = self._had_onednn
         profiler = self._profiler.profiler

@@ -264,6 +264,6 @@ def _operation_name(tensor: Tensor) -> str:
     if node is None:
         return "input" if tensor.requires_grad else ""
     while (name := node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")) in _VIEWS:
-        node = node.next_functions[0][0]
+        node, _ = node.next_functions[0]  # That of the tensor it views.
         assert node is not None  # A view has a gradient because what it views has one.
     return "input" if name == "AccumulateGrad" else name

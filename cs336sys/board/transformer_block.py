@@ -95,7 +95,7 @@ class TransformerBlock(torch.autograd.Function):
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
 
         grad = as_rows(grad).contiguous()
-        normalized = ops.rms_norm_forward(total, norm2, residual=None, eps=eps2, dtype=x.dtype)[0]
+        normalized, *_ = ops.rms_norm_forward(total, norm2, residual=None, eps=eps2, dtype=x.dtype)
         if gate is None:
             gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
         grad_activated = product(grad, down)
@@ -125,7 +125,7 @@ class TransformerBlock(torch.autograd.Function):
                 grad_heads[query_or_key] = rotate_back(grad_heads[query_or_key], dtype=x.dtype)
         grad_q, grad_k, grad_v = (_merge_heads(grad_head) for grad_head in grad_heads)
         del grad_heads
-        normalized = ops.rms_norm_forward(rows, norm1, residual=None, eps=eps1, dtype=x.dtype)[0]
+        normalized, *_ = ops.rms_norm_forward(rows, norm1, residual=None, eps=eps1, dtype=x.dtype)
         grad_weights = [
             product(grad_head.mT, normalized) if is_needed else None
             for grad_head, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))

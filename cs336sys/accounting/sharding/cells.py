@@ -59,11 +59,8 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
     if kept_blocks(workload.checkpointing) is None:
         return sharded.predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.
-    return [
-        rank_memory
-        for rank_memory in sharded.predicted_memory(replace(step, checkpointing="none"))
-        if rank_memory.moment != "peak"
-    ]
+    moments = sharded.predicted_memory(replace(step, checkpointing="none"))
+    return [rank_memory for rank_memory in moments if rank_memory.moment != "peak"]
 
 
 def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.RankMemory]:
@@ -74,8 +71,7 @@ def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
         rest = peak.activations + 16 * (size.batch_size - workload.sequences_per_rank) * size.context
-        state = peak.parameters, peak.gradients, peak.optimizer_state
-        moments.append(sharded.RankMemory("peak", *state, rest))
+        moments.append(sharded.RankMemory("peak", peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 

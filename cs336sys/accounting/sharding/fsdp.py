@@ -107,7 +107,7 @@ def fully_sharded_peak(
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
     # While a unit's backward pass runs, the gradients of the one before it are still being averaged.
-    whole_gradients = _widest(gradient_bytes, 2)
+    whole_gradients = _widest(gradient_bytes, count=2)
     return FullShardingPeak(gathered, whole_gradients, received=max(buffer_bytes))
 
 

@@ -70,7 +70,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     units = list(gathered_bytes(size, e, step.world_size).values())
     units_before = [0, *accumulate(units)]
     # Bytes of a rank's slice of a gradient over those of the gathered unit.
-    slice_share = STATE_BYTES[step.state_dtype][1] / e / step.world_size
+    slice_share = STATE_BYTES[step.state_dtype][1] / e / step.world_size  # The second of these is a gradient's.
     chunk = min(LOGITS_CHUNK_BYTES, e * tokens * size.vocab_size)
     first_staying = 1 + layers - step.keep_gathered
     staying = units_before[1 + layers] - units_before[first_staying]

@@ -61,7 +61,7 @@ class TensorStep(HasStrategy):
         for shape in self.shapes.values():
             rows = shape[0]
             if self.strategy_record.gathers_ahead and len(shape) > 1:  # FSDP cuts matrices; norms are on every rank.
-                rows = len(own_rows(rows, 0, self.data_ranks))
+                rows = len(own_rows(rows, rank=0, world_size=self.data_ranks))
             elements += rows * math.prod(shape[1:])
         return TrainingState(4 * elements, 4 * elements, 8 * elements)
 

@@ -207,9 +207,9 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
         backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
         without_scores = (7, 12) if workload.is_compiled else (3, 3)
-        other_kernels = (8, 15) if has_scores else without_scores
+        other_forward, other_backward = (8, 15) if has_scores else without_scores
         # Those of seven products, each of which has two in the backward pass, and all others.
-        kernels = [7 + other_kernels[0], 14 + other_kernels[1]]
+        kernels = [7 + other_forward, 14 + other_backward]
         if half and not (workload.is_fused and workload.optimizer_record.is_ours):
             for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})

@@ -32,6 +32,7 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
 
 
 def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
+    """Build the table of all causes: what each holds, what shows it, and what to do about it."""
     columns = (
         Column("cause", "cause", value=lambda finding: finding.cause),
         Column("certainty", "how sure", value=lambda finding: CERTAINTIES[finding.certainty]),

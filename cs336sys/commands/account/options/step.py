@@ -76,8 +76,7 @@ def step(
         checkpointing, accumulation = placement.checkpoint, placement.accumulation
         gradient_dtype = placement.gradient_dtype
         configuration = StepConfiguration(training, checkpointing, accumulation, shared, world_size, gradient_dtype)
-        reason = refusal(configuration)
-        if reason is not None:
+        if (reason := refusal(configuration)) is not None:
             raise UsageError(reason)
         configurations.append(configuration)
     launch_us = placement.launch_us

@@ -140,7 +140,7 @@ def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: f
         rate = _FLOPS if flops is None else flops
         if rate <= 0:
             raise UsageError(f"--flops {rate:g}: must be positive")
-        time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, 0.0)
+        time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, optimizer_s=0.0)
         source = f"{rate:g} FLOP/s, {'assumed' if flops is None else '--flops'}; no time for the optimizer"
     (note,) = sentences(__name__, "device", time=time, source=source)
     return time, note
@@ -157,7 +157,7 @@ def simulated_cluster(
     elif any(cell.command == "allreduce" for cell in cells):
         rate = measured_bandwidth(cells)
     else:
-        rate = MeasuredRate(NVLINK_BYTES_PER_S, "")
+        rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")
     slowdown, steps = measured_slowdown(cells)
     bytes_per_s, call_s, ranks_bytes_per_s = rate.value, call.value, tuple(bandwidths_by_ranks.items())
     cluster = Cluster(node_devices, bytes_per_s, node_bandwidth, call_s, memory_bytes, ranks_bytes_per_s, slowdown)
