@@ -60,7 +60,7 @@ def checkpointed_moments(
 def predicted_peak(
     size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str = "none"
 ) -> PeakMemory:
-    """Return the widest of :func:`checkpointed_moments` (same arguments)."""
+    """Return the moment of a step, with or without checkpoints, at which it holds the most."""
     moments = checkpointed_moments(size, precision, mode, attention, checkpointing)
     return max(moments, key=lambda moment: moment.total)
 

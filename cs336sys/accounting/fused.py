@@ -118,7 +118,7 @@ class FusedStep(StepChoices):
 
     @property
     def around_loss(self) -> int:
-        """Return the bytes at the loss: the last norm's fp32 input, the loss's and its gradient, the head's, logits."""
+        """Return the bytes at the loss: its input and the last norm's, gradients of its input and the head, logits."""
         e = self.e
         chunk = min(e * self.size.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
@@ -126,7 +126,7 @@ class FusedStep(StepChoices):
 
 
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
-    """Return :func:`~cs336sys.accounting.checkpointing.checkpointed_moments` with fused kernels."""
+    """Return the moments of a step with fused kernels that can be its peak, with or without checkpoints."""
     if not step.has_backward:
         moments = _fused_forward_moments(step)
     else:

@@ -251,7 +251,7 @@ def _backward_moments(
         return attentions * attention_bytes + feed_forwards * feed_forward_bytes + blocks.inputs * r * stream
 
     moments = [
-        ("loss", 0, without_blocks + saved_bytes(at_loss) + (4 + cast) * tokens * size.vocab_size),
+        ("loss", 0, without_blocks + saved_bytes(at_loss) + (4 + cast) * tokens * size.vocab_size),  # With the batch.
         ("end of backward", count_parameters(size), 16 * tokens + r * stream),
     ]
     for blocks in at_blocks:

@@ -276,10 +276,7 @@ def _loop_iterations(moment: Moment) -> list[int]:
 
 
 def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
-    """Return the positions at which each line allocated in the step of the moment, or ever if no step is known.
-
-    Lines that build the model or belong to an optimizer are left out: a loop around the model is looked for.
-    """
+    """Return where each line of forward and backward passes allocated in the moment's step, or ever without steps."""
     steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
     bounds = [1, *steps, moment.record.last_position + 1]  # Memory from before the record starts at 0.

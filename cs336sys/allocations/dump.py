@@ -166,7 +166,7 @@ class _NoSnapshotError(ValueError):
 
 
 def parse_dump(snapshot: Any) -> list[DeviceRecord]:
-    """Return the records of a snapshot's dictionary; see :func:`read_dump`."""
+    """Return a record for each device of a snapshot's dictionary, or raise if it is no snapshot of the allocator."""
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("segments"), list):
         raise _NoSnapshotError("it has no list of segments")
     traces = snapshot.get("device_traces", [])

@@ -85,7 +85,6 @@ class CudaHistory(AllocationHistory):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop recording, and turn the snapshot into events."""
         calls = self.mark() - self._start
         try:
             self.snapshot = torch.cuda.memory._snapshot()

@@ -99,7 +99,7 @@ class Inference:
         # Outermost and innermost frames of memprof's snapshots name phases and categories, in no line of code.
         self.is_recorded = len(record.stacks) > 1 and all(
             stack[0].line == stack[-1].line == 0 and stack[0].filename in MEMORY_CATEGORIES
-            for stack in record.stacks[1:]
+            for stack in record.stacks[1:]  # The first is empty.
         )
         if self.is_recorded:
             self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]

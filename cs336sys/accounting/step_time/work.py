@@ -343,7 +343,7 @@ class CountedModel:
         return cls(**{**columns, **{name: CountedPass(**columns[name]) for name in ("forward", "backward")}})
 
     def work(self, workload: Workload, checkpointing: str) -> StepWork:
-        """Count a step as :func:`step_work` does for our model."""
+        """Count the work of a step of the user's model with this workload's batch and settings."""
         half, batch, compiled = workload.is_half, workload.size.batch_size, workload.is_compiled
         work = StepWork()
         for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
@@ -360,7 +360,7 @@ class CountedModel:
             work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})  # Two products, and five backward.
             work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})
         if checkpointing != "none":
-            work.recomputed = Amounts(work.forward)
+            work.recomputed = Amounts(work.forward)  # As if checkpoints covered the whole model.
             work.backward.add(work.recomputed)
         if workload.optimizer_record.is_plain:
             kernels = _COURSE_KERNELS * self.tensors

@@ -152,7 +152,7 @@ class _Planner:
         self._failure = ""  # Why the last trace could not run.
 
     def plan(self) -> dict[str, Any]:
-        """Return the derived columns; see :func:`plan_memory`."""
+        """Return the cell's derived columns: the peak as configured, what each change saves by itself, and the plan."""
         self._progress("predicting the step as it is")
         base_bytes = self._peak_bytes(())
         if base_bytes is None:

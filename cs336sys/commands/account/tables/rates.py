@@ -85,12 +85,12 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
     for cell in cells:
         timeline, settings = cell.derived.get("timeline"), cell.configuration
         is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
-        is_whole = {"unsynchronized", "communication"} <= cell.samples.keys()
-        if not timeline or not is_replayed or not is_whole or settings.get("transport") == "copy-engines":
+        has_parts = {"unsynchronized", "communication"} <= cell.samples.keys()
+        if not timeline or not is_replayed or not has_parts or settings.get("transport") == "copy-engines":
             continue
         overlap_ms, sending_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        # Communication that mostly runs by itself says nothing of this; other losses are of noise.
+        # Communication that runs mostly alone says nothing of this; kernels that lost less or more were timed in noise.
         if overlap_ms >= sending_ms / 2 and 0 <= lost_ms < overlap_ms:
             computing_speeds.append(1 - lost_ms / overlap_ms)
             communication_speeds.append(min(1.0, cell.samples["communication"].median / sending_ms))
