@@ -52,7 +52,7 @@ def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
 def checkpointed_moments(
     size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str
 ) -> list[PeakMemory]:
-    """Return :func:`~cs336sys.accounting.memory.widest_moments` of a step with checkpoints; mode forward has none."""
+    """Return the moments of a step with checkpoints that can be its peak; mode ``forward`` has no checkpoints."""
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
     return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
 

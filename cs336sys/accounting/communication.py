@@ -224,7 +224,7 @@ class BusBandwidths:
 
     @classmethod
     def of_cells(cls, cells: Iterable[Cell], backend: str) -> Self:
-        """Read them from measured cells of ``allreduce``, of one size the fastest."""
+        """Read the bandwidths of a backend from measured cells of ``allreduce``; of one size the fastest counts."""
         rates_by_size: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         for cell in cells:
             rate = cell.derived.get("back_to_back_busbw_gbps")
@@ -245,7 +245,7 @@ class BusBandwidths:
         points = self.points.get((kind, ranks), ())
         if not points or size < points[0][0]:
             return None
-        upper = bisect_left(points, (size, 0.0))
+        upper = bisect_left(points, (size, 0.0))  # The first point of this size or a larger one.
         if upper == len(points):
             return points[-1][1]
         # The first size itself has no smaller one.

@@ -99,7 +99,7 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     exact = row(label, degree, name="N_exact", reason=why("exact_sharding"))
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
-        copies_gb = copies_bytes and f"{copies_bytes / 1e9:.1f}"
+        copies_gb = f"{copies_bytes / 1e9:.1f}" if copies_bytes else ""  # Without copies nothing is said of them.
         never = why("no_sharding", f"{number_of(a) / 2e9:.1f}", f"{device_bytes / 1e9:g}", copies_gb)
         return [row(label, math.inf, part="(b)", name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1

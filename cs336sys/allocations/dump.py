@@ -329,7 +329,7 @@ def _frame_text(value: Any) -> str:
 
 def _integer_field(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
-    if type(value) is not int or value < 0:
+    if type(value) is not int or value < 0:  # True is an instance of int, but no number here.
         raise _NoSnapshotError(f"{owner} has no {key}")
     return value
 

@@ -263,7 +263,7 @@ def thinned(by_category: Mapping[str, Sequence[int]], points: int = 400) -> dict
     400 points are enough for a picture as wide as a page. The result also has the positions, as ``position``.
     """
     totals = [sum(sizes) for sizes in zip(*by_category.values(), strict=True)]
-    step = max(1, math.ceil(len(totals) / max(1, points - 2)))
+    step = max(1, math.ceil(len(totals) / max(1, points - 2)))  # The first and the last position come on top.
     stretches = [range(start, min(start + step, len(totals))) for start in range(0, len(totals), step)]
     positions = sorted({0, len(totals) - 1, *(max(stretch, key=totals.__getitem__) for stretch in stretches)})
     thinned_sizes = {name: [sizes[position] for position in positions] for name, sizes in by_category.items()}

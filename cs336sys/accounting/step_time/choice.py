@@ -127,7 +127,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     batch = ["--micro-batch", size.batch_size] if is_tuned else ["--batch-size", size.batch_size * ranks]
     arguments += ["--context", size.context, *batch, *(sharing if is_tuned else ())]
     arguments += ["--tokens-per-step", configuration.tokens] if configuration.accumulation > 1 else []
-    arguments += ["--vocab-size", size.vocab_size] if size.vocab_size != 10_000 else []
+    arguments += ["--vocab-size", size.vocab_size] if size.vocab_size != 10_000 else []  # The default.
     for name in ("precision", "compile", "attention", "kernels", "optimizer", "cuda_graph"):
         arguments += [f"--{name.replace('_', '-')}", getattr(training, name)]
     arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []

@@ -113,7 +113,7 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         *named_columns("share_percent", "category", "operation", "code"),
     )
     rows = [
-        {key: value or None for key, value in vars(kind).items()}
+        {key: value or None for key, value in vars(kind).items()}  # An empty text is shown as no value.
         | {"snapshot": diagnosis.name, "size_bytes": kind.size, "total_bytes": kind.total}
         | {"share_percent": 100 * kind.total / max(1, diagnosis.size)}
         for diagnosis in diagnoses

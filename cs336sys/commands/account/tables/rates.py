@@ -44,7 +44,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """Return bytes/s that a rank sent (bus bandwidth) in the largest of :func:`_all_reduces`, of one backend."""
+    """Return the bytes/s that a rank sent (bus bandwidth) in the largest all-reduce; of several, in that of most ranks."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
         raise UsageError(*sentences(__name__, "no_bandwidth"))
@@ -55,7 +55,7 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
-    """Return :func:`measured_bandwidth` for each number of ranks, the fewest first."""
+    """Return the bytes/s that a rank sent in the largest all-reduce of each number of ranks, the fewest first."""
     cells_by_ranks: dict[int, list[Cell]] = {}
     for cell in _all_reduces(cells):
         if cell.derived.get("back_to_back_busbw_gbps"):
