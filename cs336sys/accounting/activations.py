@@ -6,7 +6,7 @@ tests hold them to that.
 
 Letters in the derivations: ``T`` tokens (batch * context), ``S`` context, ``H`` heads, ``d`` d_model, ``f`` d_ff, ``V``
 vocabulary, ``L`` layers, ``BHSS`` attention scores of a layer (batch * heads * S^2), and ``e`` bytes of a matrix
-product's result: 4 in fp32, 2 in half precision.
+product's result: 4 in fp32, 2 in half precision. ``stream`` counts ``T d`` numbers, ``inner`` ``T f``.
 """
 
 import operator
@@ -73,7 +73,7 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
     e = ELEMENT_BYTES[precision]
     casts = autocast and e == 2
     block = block_activations(size, precision, attention, autocast=autocast)
-    outside_of_blocks = SavedActivations(
+    outside_of_blocks = SavedActivations(  # Of the batch, the last norm, the LM head and the loss.
         tokens=16 * size.tokens,
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
@@ -122,7 +122,7 @@ def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool 
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
         linear_inputs=(2 * 2 if casts else e) * size.stream,  # w1 and w3 share their input unless each casts it.
-        swiglu=5 * e * size.inner,
+        swiglu=5 * e * size.inner,  # w1(x), its sigmoid, SiLU, w3(x) and the product.
         weight_copies=2 * 3 * size.d_model * size.d_ff if casts else 0,
     )
 

@@ -3,7 +3,7 @@
 Letters as in ``accounting.activations``. Under autocast the blocks' matrices may have copies in half precision that
 live from step to step, in place of casts in every pass, and so may the LM head: AdamW of ``cs336sys.kernels.adamw``
 writes them. With its state ``split`` the blocks' matrices are themselves in bf16, and the head is cast. Gradients of
-copies are in bf16, as autocast's products round them.
+copies are in bf16, as autocast's products round them. ``stream`` counts ``T d`` numbers, ``inner`` ``T f``.
 """
 
 from collections.abc import Sequence

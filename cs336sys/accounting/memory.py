@@ -4,7 +4,7 @@ Eager execution of ``cs336_basics``, in half precision under torch autocast or b
 formulas were read off what the allocator really hands out in each place, and the tests hold them to that. Letters as in
 ``accounting.activations``: ``T`` tokens, ``S`` context, ``d`` d_model, ``f`` d_ff, ``e`` bytes of a matrix product's
 result; and ``r`` bytes of a number of the residual stream: 4 in fp32 and under autocast, 2 in a model that is in half
-precision itself.
+precision itself. ``stream`` counts ``T d`` numbers, ``inner`` ``T f``; the batch is ``16 T`` bytes of int64.
 """
 
 from collections.abc import Sequence

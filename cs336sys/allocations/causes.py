@@ -366,7 +366,7 @@ def _fragmentation(moment: Moment) -> Finding | None:
     free, failure = moment.free, moment.failure
     if failure is None or not max(free.largest, failure.device_free) < failure.size <= free.usable:
         return None
-    if free.usable < _LEAST_SHARE * free.reserved:
+    if free.usable < _LEAST_SHARE * free.reserved:  # Too little to be what filled the device.
         return None
     facts: dict[str, Any] = {"largest": free.largest, "requested": failure.size, "is_expandable": free.is_expandable}
     return memory_cause("fragmentation", free.usable, **facts)

@@ -27,7 +27,7 @@ _OWN_BLOCK, _SHARED_BLOCK, _WHOLE, _LEAST_REST = 10 * _MIB, 20 * _MIB, 2 * _MIB,
 
 
 def allocated_bytes(size: int) -> float:
-    """Return the bytes that the allocator counts for a tensor; those under 10 MiB share a block with others like it."""
+    """Return the bytes that the allocator counts for a tensor: with what is left of its block and given to no other."""
     if size < _LEAST_REST:
         return size
     if size < _OWN_BLOCK:

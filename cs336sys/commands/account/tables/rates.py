@@ -44,7 +44,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """Return the bytes/s that a rank sent (bus bandwidth) in the largest all-reduce; of several, in that of most ranks."""
+    """Return the bytes/s that a rank sent (bus bandwidth) in the largest all-reduce, of several that of most ranks."""
     all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
     if not all_reduces:
         raise UsageError(*sentences(__name__, "no_bandwidth"))
@@ -306,7 +306,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
-    """Return the bytes that a rank sends in a step, counted or else by the formula; None where it has none."""
+    """Return the bytes that a rank sends in a step, as counted or else by a formula; None without either."""
     sent_bytes: Any = cell.derived.get("sent_bytes")
     if sent_bytes:
         return float(sent_bytes)
