@@ -304,8 +304,8 @@ def _is_around_model(
         key: Counter(bisect_right(iteration_starts, start) for start in positions if first <= start < last)
         for key, positions in runs_of_line.items()
     }
-    fewest = _LEAST_ITERATIONS * (len(iteration_starts) - 1)
-    typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= fewest}
+    least = _LEAST_ITERATIONS * (len(iteration_starts) - 1)  # Fewer iterations say nothing of a line.
+    typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= least}
     stacks = [moment.record.stacks[stack] for stack, _ in typical_runs if stack]
     # A loss ends a model, so lines that run twice are those of two layers; without it they may be a layer's two norms.
     has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if infer.is_telling(frame))

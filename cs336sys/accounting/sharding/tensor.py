@@ -135,8 +135,10 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     As :func:`~cs336sys.accounting.memory.widest_moments`, of which
 
     - *loss* computes its gradient in fp32 from three tensors of the size of the logits, where it is not compiled;
-    - *feed-forward backward* has the gradients of the stream and of gate and up, ``4 m d + 2 e n f`` bytes;
-    - *softmax backward* of reference attention has its fp32 matrices for this rank's heads.
+    - *feed-forward backward* has the gradients of the stream and of gate and up, ``4 m d + 2 e n f`` bytes, and w2's
+      gradient in place of its copy;
+    - *softmax backward* of reference attention has four fp32 matrices for this rank's heads in place of exponentials
+      and probabilities; what the feed-forward layer saved is gone, and so are the heads side by side.
 
     Args:
         step: of a strategy that computes in fp32 or under autocast: none that gathers weights.
@@ -150,7 +152,6 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     d, features, vocabulary = size.d_model, widths["ffn.w1"], widths["lm_head"]
     projection, w2 = d * widths["attn.q_proj"], d * features
     copy = 2 if e == 2 else 0  # Bytes of an element of autocast's copy of a weight.
-    keeps_scores = ATTENTION[attention].keeps_scores
     scores = sequences * size.num_heads // step.tensor_ranks * size.context**2
     logit_bytes = e if step.compiles else 12  # Three fp32 tensors.
     always = 16 * tokens + 4 * size.context * size.head_dim  # The batch, int64, and the rotary table.
@@ -172,9 +173,8 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
         saved_bytes = part.held(blocks) + 9 * tokens  # And the embedding's rows and mask.
         inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
-        if keeps_scores:
-            statistics = 4 * scores // size.context
-            query_bytes = e * tokens * widths["attn.q_proj"]
+        if ATTENTION[attention].keeps_scores:
+            statistics, query_bytes = 4 * scores // size.context, e * tokens * widths["attn.q_proj"]
             freed = part.feed_forward + copy * projection  # And the output projection's copy.
             softmax = saved_bytes - freed + part.stream - query_bytes + (12 - e) * scores + statistics
             done = gradients + 3 * w2 + projection + d
