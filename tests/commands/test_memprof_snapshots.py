@@ -91,6 +91,16 @@ def test_page_and_pictures(folder, tmp_path):
     assert 'getElementById("timeline" + data.number)' in script
 
 
+def test_snapshots_of_one_name_have_files_of_their_own(folder, tmp_path):
+    for rank in ("rank0", "rank1"):
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "oom.pickle").write_bytes((folder / "a.pickle").read_bytes())
+    result = invoke("--from", f"{tmp_path / 'rank0'},{tmp_path / 'rank1'}", "--snapshot", tmp_path / "s")
+    assert result.exit_code == 0, result.output
+    pages = sorted(path.name for path in (tmp_path / "s").glob("*.html"))
+    assert [page[-14:] for page in pages] == ["rank0-oom.html", "rank1-oom.html"]
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("80G", 80 * 2**30), ("1MiB", 2**20), ("80 GiB", 80 * 2**30), ("1.5tb", 1.5e12), (" .5GB", 5e8), ("64kib", 2**16)],

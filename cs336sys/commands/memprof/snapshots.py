@@ -182,6 +182,7 @@ def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directo
     """Write each snapshot's timeline as ``.png``, ``.svg`` and ``.html`` into a folder, or raise an OutputError."""
     for diagnosis in diagnoses:
         device = diagnosis.moment.record.device
-        stem = Path(diagnosis.source).stem + (f"-device{device}" if device else "")
+        source = Path(diagnosis.source).with_suffix("").as_posix().lstrip("./")  # A path if several have the same name.
+        stem = source.replace("/", "-") + (f"-device{device}" if device else "")
         page = snapshot_page([diagnosis], snapshot_tables([diagnosis], top))
         write_timeline(directory / stem, timeline_data(diagnosis), diagnosis.name, page)
