@@ -95,8 +95,7 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     free_bytes = symbol("M_max", device_bytes) - a / 2
     degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
     row = partial(_answer, unit="devices")
-    label = "sharding at which a device is exactly full"
-    exact = row(label, degree, name="N_exact", reason=why("exact_sharding"))
+    exact = row("sharding at which a device is exactly full", degree, name="N_exact", reason=why("exact_sharding"))
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         copies_gb = f"{copies_bytes / 1e9:.1f}" if copies_bytes else ""  # Without copies nothing is said of them.
