@@ -154,7 +154,7 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
         return None
     expected = _with_torch(a, b, add)
     result = torch.empty_like(expected)
-    # The heuristic's own choice comes first.
+    # The heuristic's own choice comes first, here and among the finalists.
     runs = [run for run in library.algorithms(shape) if _is_right(run, a, b, add, result, expected)]
     del expected
     if not runs:

@@ -105,7 +105,7 @@ class Space:
                 f"{self.world_size} ranks; choose {whole:,}"
             )
         divisors = [(size, sequences // size) for size in sizes if sequences % size == 0]
-        if not divisors:
+        if not divisors:  # The user chose the sizes: 1, which is else among them, divides all.
             raise UsageError(f"--micro-batch {sizes[0]}: does not divide the {sequences} sequences of a rank's step")
         return divisors
 

@@ -222,7 +222,7 @@ def timeline_title(cell: Cell, run: Run | None) -> str:
 
 
 def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
-    """Return a function that draws each measured cell's timeline."""
+    """Return, by workload, a function that draws a measured cell's timeline; ``options`` change nothing in it."""
     return {
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
             plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
