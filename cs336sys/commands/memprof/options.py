@@ -52,7 +52,7 @@ class SnapshotOptions:
 
         output.check()
         check_page_writable(self.html)
-        check_directory(snapshot, ["memory"])  # Any name: that of the snapshots' devices are not known yet.
+        check_directory(snapshot, ["memory"])  # Any name: those of the files are not known yet.
         diagnoses = _read_diagnoses(self.source)
         if self.against:
             before = _read_diagnoses(self.against)
