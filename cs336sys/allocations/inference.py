@@ -113,7 +113,7 @@ class Inference:
         # Recomputations belong to the backward pass that waits for them.
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
-        self._backward_starts = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
+        self._backward_allocations = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
         # Allocations that follow one another in one part of training: the part, and their positions.
         runs = [(part, [start for start, _ in run]) for part, run in groupby(parts, itemgetter(1))]
         ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]
@@ -169,7 +169,7 @@ class Inference:
         if block.pool != DEFAULT_POOL:
             return "graph pools"
         part = self.roles[block.stack]
-        length = self._record.last_position
+        last_position = self._record.last_position  # A block that is never freed ends after it.
         # What memory is for that outlives the run of the part of training which made it.
         lasting = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
         if block.start == 0:
@@ -179,15 +179,15 @@ class Inference:
         run_end = self._run_ends[bisect_left(self._starts, block.start)]
         if part in (INITIAL, OPTIMIZER):
             return lasting[part] if block.end > run_end else "temporary"
-        next_backward = self._backward_starts[bisect_right(self._backward_starts, block.start)]
+        next_backward = self._backward_allocations[bisect_right(self._backward_allocations, block.start)]
         if part in (FORWARD, RECOMPUTATION):
             # A failure can come before the backward pass goes on.
             index = bisect_left(self._failure_positions, block.start)
-            needed_until = min(next_backward, length, *self._failure_positions[index : index + 1])
+            needed_until = min(next_backward, last_position, *self._failure_positions[index : index + 1])
             return "activations" if block.end > needed_until else "temporary"
         if part == BACKWARD:
-            # What the next event frees was needed for the run's last allocation.
-            last_backward = self._backward_starts[bisect_left(self._backward_starts, run_end) - 1]
+            # The last allocation of the run; what the event right after it frees was needed for it alone.
+            last_backward = self._backward_allocations[bisect_left(self._backward_allocations, run_end) - 1]
             return "gradients" if block.end > last_backward + 1 else "temporary"
         # The user's own code: what it computes the loss with, or keeps from step to step.
         next_step = bisect_right(self.steps, block.start)
@@ -195,7 +195,7 @@ class Inference:
             return "unknown"
         if next_backward < block.end:
             return "activations"
-        return "temporary" if block.end <= length else "unknown"
+        return "temporary" if block.end <= last_position else "unknown"
 
     def _name_older_blocks(self) -> None:
         """Name older memory by size: as large as a gradient is a parameter, or beyond their number optimizer state."""

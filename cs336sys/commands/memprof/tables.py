@@ -248,13 +248,14 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         size = training.size
         row = dict(cell.configuration)
         if training.is_ours:
+            # In single precision, as the handout asks.
             row["stream_bytes"] = 4 * size.batch_size * size.context * size.d_model
             row["stream_derivation"] = f"{size.batch_size} x {size.context} x {size.d_model} x 4"
         if training.has_backward:
-            row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
+            row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])  # Of one block.
             if not training.is_compiled and training.is_ours:
                 row["saved_predicted_bytes"] = training.block_activations
-        changes = cell.derived["block"]
+        changes = cell.derived["block"]  # forward_growth, backward_change and gradients; None without a record of it.
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}
             if training.is_ours:
