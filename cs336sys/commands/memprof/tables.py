@@ -255,7 +255,7 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
             row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])  # Of one block.
             if not training.is_compiled and training.is_ours:
                 row["saved_predicted_bytes"] = training.block_activations
-        changes = cell.derived["block"]  # forward_growth, backward_change and gradients; None without a record of it.
+        changes = cell.derived["block"]  # forward_growth, backward_change, gradients; None with checkpoints.
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}
             if training.is_ours:
