@@ -28,7 +28,7 @@ _PLURALS = {"loss": "losses", "state": "optimizer state"}
 
 
 def fault(cause: str, seen: str = "", where: str = "", **facts: Any) -> Finding:
-    """Build the finding of a fault; the block ``cause_seen``, without apostrophes, of ``sentences.jinja`` tells it."""
+    """Build the finding of a fault: ``cause`` and ``seen``, how it shows, name its block of ``sentences.jinja``."""
     return Finding(cause, where, facts={"block": f"{cause} {seen}".strip().replace("'", "").replace(" ", "_"), **facts})
 
 
@@ -94,7 +94,7 @@ class ComparedCase:
         return [off for off in self.differences if off.kind == kind and step in (None, off.step)]
 
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
-        """Return collectives of the first rank in these phases, in one step, from 0, or in all."""
+        """Return the first rank's collectives in these phases, of one step, which is counted from 0 here, or of all."""
         watched_launches = self.watched[0].launches if self.watched else []
         return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
 
@@ -106,12 +106,12 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Build the finding of a cause, and blame the last of ``launches`` and its line, or the wrap if they are none.
+        """Build the finding of ``cause`` by :func:`fault`; blame the last of ``launches``, or the wrap if it is empty.
 
         By default they are the collectives that send gradients in the first difference's step, if it is of a gradient.
         """
         first = self.differences[0]
-        if launches is None:
+        if launches is None:  # They count steps from 0, and differences from 1.
             launches = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
         collective, line = (launches[-1].description, launches[-1].line) if launches else ("", "")
         moment = first.kind, first.step, first.name
@@ -146,20 +146,20 @@ class ComparedCase:
             zeros = {name: torch.zeros(shape, dtype=self.training.dtype) for name, shape in self.shapes.items()}
             expected = {name: expected.get(name, zero) for name, zero in zeros.items()}
         elif kind in ("loss", "evaluation"):
-            # A sum that lacks a rank's part is not compared.
+            # All ranks have one loss together, under the empty name. Without a rank's part it is not compared.
             ranks = [{"": self._batch_loss([part[""] for part in ranks])}] if all(ranks) else []
         elif kind == "buffer":
-            expected = self._comparable_buffers(expected, others[0])
+            expected = self._comparable_buffers(expected, by_rank=others[0])
             buffer_shapes = {name: value.shape for name, value in expected.items()}
             ranks = [  # Without slices of buffers.
                 {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}
                 for rank in ranks
             ]
         whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.workload.groups)
-        for record, tensors in zip(self.records, whole, strict=False):  # All ranks have one loss together.
+        for record, tensors in zip(self.records, whole, strict=False):  # Of a loss, one for all ranks.
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
-            self.unknown |= unknown  # Gradients show no more, and states are no parameters.
+            self.unknown |= unknown  # Gradients are cut as weights are, and states have names of their own.
         if not any(whole) or (kind == "gradient" and self.program.overflows(step)):
             return  # Infinite gradients are not compared.
         for name, value in expected.items():
@@ -174,14 +174,14 @@ class ComparedCase:
                 if is_owned and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
-    def _comparable_buffers(self, expected: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Leave out buffers that depend on how a batch is cut, such as statistics of a rank's sequences."""
+    def _comparable_buffers(self, expected: dict[str, Tensor], by_rank: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out buffers that end otherwise where one process trains ``by_rank``, as statistics of sequences do."""
         if not self.reference.is_whole:
             return {}  # Any may depend on it.
         return {
             name: value
             for name, value in expected.items()
-            if torch.equal(torch.nan_to_num(value), torch.nan_to_num(other[name]))
+            if torch.equal(torch.nan_to_num(value), torch.nan_to_num(by_rank[name]))  # NaN is equal to itself.
         }
 
     def _batch_loss(self, rank_losses: Sequence[Tensor]) -> Tensor:
@@ -194,9 +194,10 @@ class ComparedCase:
         return total
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], total_norm: float = 0.0, power: int = 1) -> float:
-        """Return the norm of a difference that rounding explains; ``others`` are the tensor, rounded otherwise.
+        """Return the norm of a difference that rounding explains; ``others`` is the tensor in other orders of summing.
 
-        A small tensor may be as far off as one whose norm is average among those that have ``total_norm`` together.
+        A small tensor may be as far off as one of average norm, if all together have ``total_norm``; 0 is for none.
+        ``power`` is 2 for squares, whose relative error is twice as large as that of the numbers themselves.
         """
         if not value.is_floating_point():
             return 0.0
@@ -212,11 +213,10 @@ class ComparedCase:
         actual = torch.zeros_like(expected) if tensor is None else tensor
         size, off = norm(expected), norm(actual.double() - expected.double())
         relative = relative_difference(off, size)
-        if not off <= rounding:
+        if not off <= rounding:  # Or it is NaN.
             allowed = rounding / size if size else 0.0
-            difference = TensorDifference(
-                kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None
+            self.differences.append(
+                TensorDifference(kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None)
             )
-            self.differences.append(difference)
-        elif relative > self.largest and size:
+        elif relative > self.largest and size:  # Relative to a size of 0, any difference is infinite.
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()

@@ -28,6 +28,7 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
         return with_facts(plain_fault, is_of_plain_step=True)
     if (race := _race(case)) is not None:
         return race
+    # Other kinds, as gradients, may have other causes: they are diagnosed first, and then attributed to the case.
     is_loaded = case.program.resume is not None and first.step > SAVED_AFTER
     if is_loaded and first.kind in ("loss", "weight", "state"):
         return _diagnose_resume(case)
@@ -35,13 +36,13 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
 
 
 def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
-    """Name what the case does as the cause, where the plain step is right."""
+    """Name what the case does as the cause, where the plain step is right and ``sentences.jinja`` says so of it."""
     if not case.is_plain_step_right:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":
         kept_facts = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
         return replace(with_facts(_diagnose_resume(case), **kept_facts), where=diagnosis.where)
-    cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)
+    cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)  # Both accumulate.
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
     names = {difference.name for difference in case.differences_of("gradient")}
@@ -56,10 +57,10 @@ def _race(case: ComparedCase) -> Finding | None:
     sent = case.launches(GRADIENT_PHASES)
     if case.workload.case == "late" and case.is_plain_step_right:
         return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
-    allowed = max(case.differences[0].allowed, 1e-12)
+    allowed = max(case.differences[0].allowed, 1e-12)  # It is 0 where the first tensor that is off should be 0.
     if not math.isfinite(allowed):
         return None
-    # The watched run repeats the first: what differs between the two is in no fixed order.
+    # The watched run repeats the first: what differs by more than rounding was read or written in no fixed order.
     for report, rerun in zip(case.reports, case.watched, strict=False):
         for (kind, step), tensors in report.record.moments.items():
             for name, value in tensors.items() if kind == "gradient" else ():
@@ -77,22 +78,21 @@ def _diagnose_start(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("wrong slices", "order")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", "twice")
-    ratio = scale_factor(first.actual, first.expected, case.explained)
-    return case.conclude("wrong slices", ratio=ratio)
+    return case.conclude("wrong slices", ratio=scale_factor(first.actual, first.expected, case.explained))
 
 
 def _holds_twice(values: Tensor) -> bool:
-    """Return whether two rows are equal."""
+    """Return whether two rows are equal, as no two rows of random weights are."""
     rows = values.flatten(1) if values.dim() > 1 else values[:, None]
     return len(torch.unique(rows, dim=0)) < len(rows)
 
 
 def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a loss that is off while the gradients and weights before it are right, or not compared."""
-    if first.step > 1:
+    if first.step > 1:  # The loss of step 1 was right, and so was the forward pass: only its weights can be wrong.
         if not all(record.at("weight", first.step - 1) for record in case.records):
-            return case.conclude("forward", "later")
-        # The weights before the step are right, but others were gathered for it.
+            return case.conclude("forward", "later")  # Some rank's weights before this step were not compared.
+        # As the last step left them they are right, so that others were gathered for this one.
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
         return case.conclude("stale weights", launches=gathers)
     if (diagnosis := _diagnose_outputs(case)) is not None:
@@ -101,11 +101,11 @@ def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
 
 
 def _diagnose_outputs(case: ComparedCase) -> Finding | None:
-    """Blame the first module, in the order of calls, whose output is off; None without any."""
+    """Blame the first module, in the order in which calls return, whose output is off in step 1; None without any."""
     all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
     context_ranks = sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1
-    # The last layer whose ranks' outputs add up to what is expected. The module around it may add them, and is next.
+    # The last layer whose ranks' outputs add up to what is expected: no fault if the module around it adds them up.
     summand = ""
     for name, expected in all_expected.items() if case.watched else ():
         outputs = [report.record.outputs.get(name) for report in case.watched]
@@ -118,10 +118,10 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
             if expected.dim() > 1 and context_ranks > 1:
                 expected = expected[:, : output.shape[1]]
         if output.shape != expected.shape or not (has_whole_batch or expected.dim()):
-            continue
+            continue  # A single number of a rank's part of the batch is not that of the whole batch.
         parent = name.rpartition(".")[0]
-        if norm(output - expected) <= 1e-6 * norm(expected):
-            summand = "" if name == summand.rpartition(".")[0] else summand
+        if norm(output - expected) <= 1e-6 * norm(expected):  # Right but for rounding in float32.
+            summand = "" if name == summand.rpartition(".")[0] else summand  # The module around it has added up.
             continue
         parts = [part for part in outputs if part is not None and part.shape == expected.shape]
         may_be_sum = has_whole_batch and len(parts) == len(outputs)
@@ -139,10 +139,10 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
 
 def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a wrong norm of right gradients."""
-    norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]
+    norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]  # Numbers have no name.
     expected = first.expected.item()
     if len(set(norms)) > 1:
-        add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected
+        add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected  # Then each is of a part of the gradients.
         listed = ", ".join(f"{value:.3g}" for value in norms)
         return case.conclude("clipping", "locally", norms=listed, add_up=add_up)
     ratio = norms[0] / expected if expected else None
@@ -171,10 +171,8 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
     ratio = scale_factor(first.actual - before, first.expected - before)
     if program.clips:
         return case.conclude("clipping", ratio=ratio)
-    facts: dict[str, Any] = {
-        "are_compared": "gradients" not in case.not_compared,
-        "names": list(dict.fromkeys(difference.name for difference in differences)),
-    }
+    names = list(dict.fromkeys(difference.name for difference in differences))
+    facts: dict[str, Any] = {"are_compared": "gradients" not in case.not_compared, "names": names}
     if len(ranks_off) < rank_count:
         return case.conclude("not sent", launches=sent, ranks=ranks_off, **facts)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
@@ -223,8 +221,7 @@ def _diagnose_other(case: ComparedCase, first: TensorDifference) -> Finding:
     if first.kind == "buffer":
         is_start = case.workload.case == "start"
         return case.conclude("not broadcast", "buffer") if is_start else case.conclude("buffers")
-    ratio = scale_factor(first.actual, first.expected, case.explained)
-    return case.conclude("optimizer", "state", ratio=ratio)
+    return case.conclude("optimizer", "state", ratio=scale_factor(first.actual, first.expected, case.explained))
 
 
 _BY_KIND = {
@@ -247,7 +244,7 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
     cause, launches = "hang" if is_hang else "died", [report.launches for report in reports]
     if not any(launches):
         return Finding(cause, facts={"block": "lost_ranks", "reason": reason})
-    last = max(launches, key=len)[-1]
+    last = max(launches, key=len)[-1]  # Of the rank that came farthest.
     messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
     receives = sum(launch.name.startswith("recv") for launch in messages)
     if (difference := first_disagreement(launches)) is not None:
@@ -257,17 +254,16 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         reason = sentence(__package__, "hang receive", rank=rank, launch=last)
     else:
         reason = f"{reason}, after {last.description}"
-    facts = {"block": "lost_ranks", "reason": reason, "collective": last.description}
-    return Finding(cause, last.line, facts=facts)
+    return Finding(cause, last.line, facts={"block": "lost_ranks", "reason": reason, "collective": last.description})
 
 
 # Cases that compare ranks with each other, or with a rank alone, rather than numbers with those of one process.
 
 
 def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Finding | None:
-    """Say which ranks' dropout masks should be alike, or should not be."""
+    """Say whether dropout masks differ between ranks that have the same sequences, or are equal between others."""
     masks = [(workload.data_place(rank), report.masks) for rank, report in enumerate(reports)]
-    pairs = [
+    pairs = [  # Whether the two ranks have the same sequences, and the mask of each.
         (place == other_place, mask, other_mask)
         for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
         if mask is not None and other_mask is not None
@@ -300,10 +296,10 @@ def diagnose_groups(
     sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
     not_compared = [
         sentence(__package__, "groups of slices", name=name, sees=seen_shapes[name], shape=shapes[name])
-        for name in sliced[:1]
+        for name in sliced[:1]  # The first stands for all.
     ]
     for name, (_, settings) in spec.settings.items():
-        expected_settings = {} if expected is None else expected.settings.get(name, (None, {}))[1]
+        _, expected_settings = (None, {}) if expected is None else expected.settings.get(name, (None, {}))
         for key, value in settings.items():
             if expected_settings.get(key, value) != value:
                 facts: dict[str, Any] = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}

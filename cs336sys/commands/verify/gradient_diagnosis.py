@@ -14,10 +14,10 @@ from cs336sys.parity.weights import norm
 
 
 def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
-    """Explain the first gradient that is off."""
+    """Explain the first gradient that is off, and others of its step."""
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
-    if early:
+    if early:  # They were launched before the backward pass had completed the gradients that they sent.
         return case.conclude("too early", launches=early[:1], parameter=early[0].incomplete[0])
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
@@ -32,7 +32,7 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
             return case.conclude("mixed up", other=name)
     names = list(dict.fromkeys(difference.name for difference in differences))
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
-    # The backward pass begins at the last one, and what follows it is off in no proportion.
+    # The backward pass begins at the last one, which may be off by a plain factor: layers on the way mix up the others.
     last = next(difference for difference in differences if difference.name == names[-1])
     for difference in (first, last) if shares_layers else (first,):
         ratio = scale_factor(difference.actual, difference.expected, case.explained)
@@ -44,10 +44,10 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
 
 
 def diagnose_ratio(case: ComparedCase, ratio: float) -> Finding:
-    """Name the cause of gradients that are all ``ratio`` times what they should be, by numbers of ranks that it is."""
+    """Name the cause of gradients that are ``ratio`` times what they should be, by which number of ranks that is."""
     sizes, all_ranks = case.workload.dimensions, case.workload.world_size
     ranks = sizes.get("data", 1) * sizes.get("context", 1)  # Gradients are averaged over these.
-    causes = (  # The first that is near: 1 is no number of ranks.
+    causes = (  # Ratio, cause and how it shows; the first that is near. 1 stands first, as numbers of ranks may be 1.
         (1, "scaled", ""),
         (ranks, "not averaged", ""),
         (1 / ranks, "averaged twice", ""),
@@ -70,8 +70,8 @@ def _diagnose_summands(case: ComparedCase, difference: TensorDifference) -> Find
     return case.conclude("partial sum", "of ranks", parameter=difference.name, times=times)
 
 
-# A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
-# micro-batch, and the gradient of the step before. Those without such a gradient are left out.
+# How often other gradients are in a wrong one, if it is their sum: those of micro-batches, by (data rank, micro-batch),
+# and that of the step before. Micro-batches without such a gradient are left out.
 _Counts = Mapping[tuple[int, int], float]
 _STEP_BEFORE = (-1, -1)
 
@@ -80,7 +80,7 @@ def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[T
     """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
-        return None  # Clipping also multiplies gradients by a factor that is unknown here.
+        return None  # Clipping multiplies by an unknown factor; weights of a large model are not recorded in each step.
     by_part = gradients_of_shares(case.training, case.program, step, weights)
     by_part[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
     name = differences[0].name
@@ -99,7 +99,7 @@ def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[T
 def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, tolerance: float) -> _Counts | None:
     """Return how often each of ``columns`` is in a gradient; None where they leave more than ``tolerance`` of it."""
     if not columns.keys() - {_STEP_BEFORE} or len(gradient) < len(columns) or not torch.isfinite(gradient).all():
-        return None
+        return None  # No micro-batch has such a gradient, or fewer numbers than unknowns would fit anything.
     matrix = torch.stack([*columns.values()], 1)
     solution = torch.linalg.lstsq(matrix, gradient[:, None]).solution[:, 0]
     if norm(matrix @ solution - gradient) > tolerance * norm(gradient):
@@ -108,10 +108,13 @@ def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, t
 
 
 def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int, _Counts]) -> Finding | None:
-    """Say which micro-batches count too often, too rarely or not at all in a gradient; None where all count once."""
+    """Say which micro-batches count too often, too rarely or not at all in a gradient; None where all count once.
+
+    ``counts_of_ranks`` has the ranks on which it is off. Below, *senders* are data ranks with any micro-batch in it.
+    """
     data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
     rank, first_counts = next(iter(counts_of_ranks.items()))
-    # The first of them shows what is wrong, the others only whether each has another sender.
+    # The first rank's show what is wrong; others tell only whether each rank has the gradient of another one.
     values = [count for part, count in first_counts.items() if part != _STEP_BEFORE]
     if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
         is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
@@ -129,7 +132,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         # Of each rank, the data rank of the micro-batch that counts most.
         main_senders = {max(counts, key=lambda part: abs(counts[part]))[0] for counts in counts_of_ranks.values()}
         if len(main_senders) > 1 or (is_one_rank_off and sender == case.workload.data_place(rank)):
-            return _diagnose_own_gradient(case, name)
+            return _diagnose_own_gradient(case, name)  # Each has its own, or the one that is off has.
         if is_one_rank_off:
             return case.conclude("one rank's", rank=rank, sender=f"rank {sender}", is_alone=True)
         described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
@@ -160,7 +163,7 @@ def _diagnose_own_gradient(case: ComparedCase, name: str) -> Finding:
     launches = case.launches(GRADIENT_PHASES, case.differences[0].step - 1)
     reductions = [launch for launch in launches if "gather" not in launch.name]  # Weights are gathered.
     sent = sum(launch.elements for launch in reductions)
-    if reductions and sent >= elements and not case.program.no_sync:  # There, one micro-batch may be sent alone.
+    if reductions and sent >= elements and not case.program.no_sync:  # That may have sent one micro-batch alone.
         return case.conclude("not waited for", launches=reductions, name=name)
     facts = {"sent": sent if reductions else None, "elements": elements * case.program.micro_batches}
     return case.conclude("not synchronized", "gradient", launches=(), name=name, **facts)

@@ -67,7 +67,7 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     workload = VerifiedWorkload.from_configuration(configuration)
     plain_step = replace(workload, case="step")
     training = workload.training
-    model = training.user, replace(training.size, batch_size=1)  # Whatever the number of ranks.
+    model = training.user, replace(training.size, batch_size=1)  # The batch grows with the number of ranks.
     for key in (model, plain_step):
         if key in _not_run_because and key != workload:  # The plain step itself is run again.
             return _refused(f"not run: {_not_run_because[key]}")
@@ -104,8 +104,8 @@ class _Case:
         if is_user_code(workload.wrap):
             with contextlib.suppress(UserCodeError):  # What ranks send back may be of classes of the wrap's file.
                 user_models.load(workload.wrap)
-        self._ranks(workload.timeout_s)  # They start while this process trains.
-        dtype = torch.float32 if self.plain_step in _float32_only else None
+        self._ranks(workload.timeout_s)  # Called for its effect: they start while this process trains.
+        dtype = torch.float32 if self.plain_step in _float32_only else None  # None: float64, if the model can.
         training = references.choose_training(workload, self.device, dtype)
         self.training = references.with_max_norm(training) if self.program.clips else training
 
@@ -138,16 +138,16 @@ class _Case:
             return self._lost_outcome(program, run)
         if (refusal := self._refusal(run.reports)) is not None:
             return refusal
-        if program.masks:
+        if program.masks:  # They were recorded, and nothing was trained.
             return self._agreed(diagnoses.diagnose_masks(self.workload, run.reports))
-        if self.workload.case == "groups":
+        if self.workload.case == "groups":  # It builds the optimizer, and runs no step.
             return self._compare_groups(run.reports)
         self.progress(f"{self.workload.case}: one process")
         # Afterwards self.training has the wrap's optimizer, and the workload of ranks that loaded what others saved.
         reference = self._train_reference(program, run.reports)
         compared = ComparedCase(self.training, program, reference, run.reports)
-        leaves_gradients = run.reports[0].runs_steps and compared.differences_of("gradient")
-        if leaves_gradients and _leaves_unused_gradients(compared):
+        # A wrap that runs whole steps may leave other gradients in .grad than those by which it has stepped.
+        if run.reports[0].runs_steps and compared.differences_of("gradient") and _leaves_unused_gradients(compared):
             compared.ignore_gradients()
         if not compared.differences:
             return self._nothing_found(compared)
@@ -173,7 +173,7 @@ class _Case:
         return launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
 
     def run_on_ranks(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> RanksRun:
-        """Run the program on ranks, which are started where there are none."""
+        """Run the program on the ranks of the last case, or on new ones; end those that could run no other case."""
         training = replace(self.training, optimizer=None)  # Ranks have the wrap's.
         try:
             ranks = self._ranks(timeout_s or self.workload.timeout_s)
@@ -215,11 +215,11 @@ class _Case:
         return reports
 
     def _train_reference(self, program: Program, reports: Sequence[RankReport]) -> references.Reference:
-        """Train in one process, by the optimizer of the wrap, which becomes that of ``training``."""
+        """Train in one process as the ranks that ran last: ``self.training`` gets their workload and optimizer."""
         optimizer = diagnoses.merged_spec(reports)
         self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
         optimizer_class = optimizer and optimizer.optimizer_class
-        with refusing_optimizer(optimizer_class, "fails") if optimizer_class else contextlib.nullcontext():
+        with refusing_optimizer(optimizer_class, failure="fails") if optimizer_class else contextlib.nullcontext():
             return references.train_reference(self.training, program)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
@@ -268,6 +268,7 @@ class _Case:
                 reason = failures[0] if has_failed else run.lost_because
                 not_compared.append(f"{condition}: {reason or 'no collective was seen'}")
                 continue
+            # A rank meets the condition in a step, so that what is launched while wrapping does not depend on it.
             launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
             if (difference := first_disagreement(launches)) is not None:
                 differing, last = difference
@@ -278,7 +279,7 @@ class _Case:
         return self._agreed(None, not_compared)
 
     def _compare_groups(self, reports: Sequence[RankReport]) -> Outcome:
-        """Compare the groups of the ranks' optimizers with those of one process."""
+        """Compare the groups of the ranks' optimizers with those that the wrap makes here, on a single rank."""
         if diagnoses.merged_spec(reports) is None:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:
@@ -298,15 +299,15 @@ class _Case:
         workload, is_loaded_by_others = self.workload, program.resume == "ranks"
         self.progress(f"{workload.case}: diagnosis")
         if self.plain_step not in _plain_step_diagnoses:
-            # What it does wrong is not the case's doing.
+            # A case is not blamed for a fault of the plain step, which outcome() keeps in _plain_step_diagnoses.
             _Case(self.plain_step, self.folder, self.progress).outcome()
         plain_fault = _plain_step_diagnoses[self.plain_step]
         watched_run = RanksRun()
         if is_loaded_by_others:
-            # The other ranks, which trained what was loaded, show in which precision by the plain step.
+            # The ranks that loaded have ended: those of the plain step show in which precision the wrap computes.
             plain_case = _Case(self.plain_step, self.folder, self.progress)
             watched_run = plain_case.run_on_ranks(plain_case.program, watch=True)
-        elif plain_fault is None or workload.case == "late":
+        elif plain_fault is None or workload.case == "late":  # Numbers of late ranks may change from run to run.
             watched_run = self.run_on_ranks(program, watch=True)  # What is wrong like the plain step is not run again.
         watched = () if watched_run.lost_because else watched_run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
@@ -359,7 +360,7 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
     Each rank has its own gradients then, though the weights of all ranks are the same.
     """
     if not compared.differences_of("weight"):
-        return True
+        return True  # It has stepped by the right ones.
     weights, gradients = ([record.at(kind, 1) for record in compared.records] for kind in ("weight", "gradient"))
     return _are_alike(weights) and not _are_alike(gradients)
 

@@ -44,7 +44,7 @@ class VerificationOptions(options.OptionGroup):
     case: Annotated[Sequence[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = tuple(CASES)
 
     def workloads(self, model: VerifiedModelOptions) -> list[VerifiedWorkload]:
-        """Every case of every wrap and number of ranks, the cases of one after another.
+        """Return a workload for every case of every number of ranks of every wrap, in this order.
 
         Raises:
             UsageError: settings do not go together.
@@ -53,12 +53,12 @@ class VerificationOptions(options.OptionGroup):
             raise UsageError(f"--wrap: name what makes a model parallel: FILE.py:NAME, or {', '.join(WRAPS)}")
         world_sizes = choose_world_sizes(self.world_size)
         trainings = {ranks: _training(model, ranks) for ranks in world_sizes}
-        codes = {name: digest([name]) if is_user_code(name) else None for name in self.wrap}
+        digests = {name: digest([name]) if is_user_code(name) else None for name in self.wrap}  # Compared on --resume.
         cells = self.combinations(VerifiedWorkload, "wrap", "world_size", "case", world_size=world_sizes)
         return [
             VerifiedWorkload(
                 trainings[cell["world_size"]],
-                **cell | {"mesh": self.mesh or WRAPS.get(cell["wrap"], "data"), "wrap_digest": codes[cell["wrap"]]},
+                **cell | {"mesh": self.mesh or WRAPS.get(cell["wrap"], "data"), "wrap_digest": digests[cell["wrap"]]},
             )
             for cell in cells
         ]

@@ -91,8 +91,8 @@ class ProgramRun:
         self.record = recording.Record()
         self.report = recording.RankReport(self.record)
         self.rank = self.data_rank = self.context_rank = 0
-        # Losses have the weights of their shares of the batch: a mean over the ranks divides by the data ranks once
-        # more. A sum adds what context ranks have, each of which has a mean over its own tokens.
+        # Each loss is multiplied by its share of the batch, so that gradients should be added up. Ranks that take the
+        # mean divide by the data ranks, too; and a sum adds means of the context ranks, each over its own tokens.
         self._loss_factor = 1.0
         sizes = self.workload.dimensions
         if self.on_ranks:
@@ -112,7 +112,7 @@ class ProgramRun:
         return [share for share in shares if not self.on_ranks or share.data_rank == self.data_rank]
 
     def prepare(self, seed_shift: int = 0) -> None:
-        """Build the model, wrap it on a rank, and find its parameters, buffers and optimizer."""
+        """Build the model with the seed and ``seed_shift``, wrap it on a rank, and find what a step needs."""
         workload, learning_rate = self.workload, self.training.learning_rate
         self.watcher.phase = "wrap"
         self.subject = subjects.build_subject(workload, self.program, self.device, self.dtype, seed_shift)
@@ -122,7 +122,7 @@ class ProgramRun:
         self.shapes = {name: parameter.shape for name, parameter in plain_parameters.items()}
         buffer_names = [name for name, _ in model.named_buffers()]
         self._outputs = recording.captured_outputs(model, self.record.outputs) if self.watch else nullcontext()
-        self.wrapped = Wrapped(None, model)
+        self.wrapped = Wrapped(owner=None, module=model)  # In one process.
         if self.on_ranks:
             torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data_rank)  # Other masks of other sequences.
             # Alike on all ranks: user code may decide by it which layers run.
@@ -207,7 +207,7 @@ class ProgramRun:
         return optimizers.OptimizerSpec(pairs[0][0], settings)
 
     def _names_of_updated(self, updated: Tensor) -> list[str]:
-        """Name the parameters that an optimizer's is, or shares memory with: as a slice of one or of several."""
+        """Name the parameter that an optimizer's is, or those with which it shares memory as a slice of them."""
         if id(updated) in self.parameter_names:
             return [self.parameter_names[id(updated)]]
         if hasattr(updated, "to_local"):
@@ -220,23 +220,23 @@ class ProgramRun:
     def all_steps(self) -> None:
         """Train from the start or from what others have saved, and record."""
         if self.saved_ranks:
-            self._load(None)
+            self._load(state=None)  # From the folder.
         else:
-            self.prepare(_OTHER_SEED * self.rank if self.program.other_starts else 0)
+            self.prepare(seed_shift=_OTHER_SEED * self.rank if self.program.other_starts else 0)
             self.record.moments["start", 0] = self.weights()
             if self.program.other_starts:
                 self._record_buffers()  # Wrapping must have made them equal, too.
         if self.program.masks:
             self._record_masks()
         else:
-            self._train(SAVED_AFTER if self.saved_ranks else 0)
+            self._train(steps_done=SAVED_AFTER if self.saved_ranks else 0)
 
-    def _train(self, first: int) -> None:
-        """Run the steps from ``first`` on, and record."""
+    def _train(self, steps_done: int) -> None:
+        """Run the steps after those that are done, and record."""
         program, record = self.program, self.record
         elements = program.steps * sum(shape.numel() for shape in self.shapes.values())
         compared = range(1, program.steps + 1) if elements <= _MOST_ELEMENTS else (1, program.steps)
-        for step in range(first + 1, program.steps + 1):
+        for step in range(steps_done + 1, program.steps + 1):
             self.watcher.step = step - 1
             self.one_step(step)
             groups = getattr(self.inner_optimizer, "param_groups", ())
@@ -250,9 +250,9 @@ class ProgramRun:
             if program.resume is not None and not self.saved_ranks and step == SAVED_AFTER:
                 state = self._save(program.resume)
                 if program.resume == "ranks":
-                    return
+                    return  # Other ranks load it, and go on.
                 self._load(state)
-        if not program.other_starts:
+        if not program.other_starts:  # Then they were recorded before the first step.
             self._record_buffers()
 
     def _record_buffers(self) -> None:
@@ -377,7 +377,7 @@ class ProgramRun:
         model, outputs = self.subject.model, dict[str, Tensor]()
         batch = subjects.batch_of(self.workload, self.device, self.dtype, 0)
         with recording.captured_outputs(model, outputs):
-            self._loss(*self._part_of(self.shares(1)[0], batch))
+            self._loss(*self._part_of(self.shares(micro_batches=1)[0], batch))
         layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}
         masks = [output == 0 for name, output in outputs.items() if name in layers]
         if not masks:
@@ -392,7 +392,7 @@ class ProgramRun:
         self.watcher.phase = phase
 
     def weights(self) -> dict[str, Tensor]:
-        getattr(self.optimizer, "wait_for_parameters", lambda: None)()
+        getattr(self.optimizer, "wait_for_parameters", lambda: None)()  # Our ShardedOptimizer may still receive some.
         with self._observed():
             return {name: recording.clone(parameter) for name, parameter in self.parameters.items()}
 
@@ -429,7 +429,7 @@ class ProgramRun:
 
     def _load(self, state: Any) -> None:
         """Load into new objects: a checkpoint where there is one, else what other ranks saved, or ``state``."""
-        self.prepare(_OTHER_SEED)  # With other weights, so that only what is loaded is right.
+        self.prepare(seed_shift=_OTHER_SEED)  # With other weights, so that only what is loaded is right.
         if Path(self.folder, "dcp").exists():
             self._save_or_load_checkpoint(loads=True)
             return

@@ -16,11 +16,11 @@ from cs336sys.training import user_models
 
 def is_sound(world_size: int) -> bool:
     """Return whether this rank's collectives still meet those of the others, ``world_size`` in all."""
-    numbers = torch.full((3,), float(dist.get_rank()))
+    numbers = torch.full((3,), float(dist.get_rank()))  # Added to others if a rank is still in an earlier collective.
     if dist.get_backend() == "nccl":
         numbers = numbers.cuda()
     dist.all_reduce(numbers)
-    return bool((numbers == world_size * (world_size - 1) / 2).all())  # The sum of their numbers.
+    return bool((numbers == world_size * (world_size - 1) / 2).all())  # The sum of all ranks' numbers.
 
 
 def train_on_rank(training: Training, program: Program, **settings: Any) -> RankReport:

@@ -66,7 +66,7 @@ def train_in_one_process(training: Training, program: Program, shares: Sequence[
 
     ``settings`` are other fields of :class:`ProgramRun`.
     """
-    shares = shares or training.workload.shares(program, 1, whole=True)
+    shares = shares or training.workload.shares(program, micro_batches=1, whole=True)
     run = ProgramRun(training, program, step_shares=shares, **settings)
     with user_models.nothing_dropped():
         run.all_steps()
@@ -81,7 +81,7 @@ def gradients_of_shares(
     with user_models.nothing_dropped():
         run.prepare()
         for share in training.workload.shares(program, program.micro_batches):
-            with torch.no_grad():
+            with torch.no_grad():  # The step of the last share has changed them.
                 for name, value in weights.items():
                     run.parameters[name].copy_(value)
             run.step_shares = [share]
@@ -91,7 +91,7 @@ def gradients_of_shares(
 
 
 def train_reference(training: Training, program: Program) -> Reference:
-    """Train the program in one process in several orders; kept for other cases of the same training."""
+    """Train the program in one process in several orders of summation; kept for other cases of the same training."""
     program, workload = program.in_one_process, training.workload
     spec = training.optimizer
     optimizer = spec and (spec.optimizer_class, repr(spec.settings))
@@ -112,7 +112,7 @@ def train_reference(training: Training, program: Program) -> Reference:
     if abs(whole_loss - mean_loss) <= MEAN_LOSS[training.dtype] * abs(whole_loss):
         reference = Reference(records[0], records[1:], is_whole=True)
     else:
-        # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
+        # Sequences of a batch look at each other, as in batch norm: ranks see their own shares, which none may cut.
         reference = Reference(records[1], [train_in_one_process(training, program, by_rank[::-1])], is_whole=False)
     _references[key] = reference
     return reference

@@ -51,7 +51,7 @@ class Wrapped:
         Raises:
             CapabilityError: it has no way to.
         """
-        candidates = (self.owner, self.module, optimizer)
+        candidates = (self.owner, self.module, optimizer)  # The owner may be an Accelerator, with no_sync(model).
         no_sync: Any = next((part.no_sync for part in candidates if hasattr(part, "no_sync")), None)
         set_sync: Any = getattr(self.module, "set_requires_gradient_sync", None)
         if no_sync is not None:
@@ -65,17 +65,17 @@ class Wrapped:
             raise CapabilityError("it has no no_sync()")
 
     def clip(self, optimizer: Any, max_norm: float) -> float:
-        """Clip gradients by what the wrap has for it, else by torch's function, and return their norm before."""
+        """Clip gradients as the owner does, else the module, the optimizer or torch; return their norm before."""
         clip: Any = functools.partial(nn.utils.clip_grad_norm_, self.module.parameters())
-        for candidate in (optimizer, self.module, self.owner):
+        for candidate in (optimizer, self.module, self.owner):  # The last that can is called.
             clip = getattr(candidate, "clip_grad_norm_", None) or clip
         norm = clip(max_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def saves_all(self, method_name: str) -> bool:
-        """Return whether the owner's method, ``state_dict`` or ``load_state_dict``, is of module and optimizer."""
+        """Return whether the owner's ``state_dict`` or ``load_state_dict`` has states of module and optimizer."""
         method = getattr(self.owner, method_name, None)
-        # Not the module's, which the owner may pass on by __getattr__.
+        # By __getattr__ an owner may pass on the module's method, which knows no optimizer.
         is_of_owner = method is not None and getattr(method, "__self__", self.owner) is self.owner
         return is_of_owner and not isinstance(self.owner, nn.Module)
 
@@ -98,7 +98,7 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
 
 def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
     """Call a user's wrap with the model, and the mesh or the group by the name of its parameter for it, if any."""
-    parameters: list[inspect.Parameter] = []
+    parameters: list[inspect.Parameter] = []  # All but the model.
     with contextlib.suppress(ValueError):  # Python does not know the parameters of some functions in C.
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
@@ -131,7 +131,7 @@ def _find_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> 
     if optimizer is not None and not hasattr(optimizer, "zero_grad"):
         raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
     finish_name = workload.finish or "finish_gradient_synchronization"
-    # A ShardedOptimizer that has no slices refuses to finish: step() averages, or the module does.
+    # A ShardedOptimizer without slices has no gradients to finish, and raises an error if it is asked to.
     candidates = (owner, module, optimizer if getattr(optimizer, "updates_slices", True) else None)
     finish = next(filter(None, (getattr(candidate, finish_name, None) for candidate in candidates)), None)
     if workload.finish is not None and finish is None:
@@ -236,7 +236,7 @@ def _flat_optimizer(call: WrapCall) -> Any:
 def _fsdp(call: WrapCall) -> Any:
     from cs336sys.parallel.fsdp import FSDP
 
-    blocks = None if call.workload.training.is_ours else call.blocks or None
+    blocks = None if call.workload.training.is_ours else call.blocks or None  # None: FSDP finds blocks itself.
     return SimpleNamespace(module=FSDP(call.model, unit_modules=blocks), scaler_class=ShardedGradScaler)
 
 
@@ -249,7 +249,7 @@ def _tensor(call: WrapCall) -> Any:
 
 @contextlib.contextmanager
 def _optional_package(name: str) -> Iterator[Any]:
-    """Import a package, and set what torchrun sets meanwhile: some read it though the ranks have met already.
+    """Import a package, and set variables that torchrun sets, if it has not: some packages require them to start.
 
     Raises:
         CapabilityError: it is not installed.
