@@ -182,7 +182,7 @@ class CollectiveWatcher(CollectiveMode):
         tensors = list(itertools.chain(*tensor_lists))
         name = operator.overloadpacket.__name__
         if name == "barrier" or not tensors:
-            return
+            return  # Nothing is sent that ranks could send differently.
         if self.phase != "wrap":
             self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
         ranks: tuple[int, ...] = ()
@@ -195,9 +195,9 @@ class CollectiveWatcher(CollectiveMode):
         self.launches.append(CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks))
 
     def _line(self) -> str:
-        """Return the innermost line of the user's files on the stack, whose frames a traceback lists last."""
+        """Return the innermost line of the user's files on the stack."""
         lines = [(Path(file), line) for file, line, _ in python_frames()] if self._files else []
-        return innermost_line(lines[::-1], self._files)
+        return innermost_line(lines[::-1], self._files)  # The outermost first, as a traceback lists them.
 
     def _incomplete(self, tensors: list[Tensor]) -> tuple[str, ...]:
         """Name the parameters with incomplete gradients that share memory with these tensors."""
@@ -211,7 +211,7 @@ class CollectiveWatcher(CollectiveMode):
 
     def expect(self, parameters: dict[str, torch.nn.Parameter]) -> list[Any]:
         """Watch the gradients of the next backward pass, and return the handles to remove after it."""
-        self.waiting = dict(parameters)  # Frozen ones for ever, but they have no gradient that could be sent.
+        self.waiting = dict(parameters)  # Frozen ones stay in it, which have no gradient to send too early.
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         return [parameter.register_hook(partial(self._complete, name)) for name, parameter in trained.items()]
 

@@ -62,8 +62,8 @@ def check_training(
 
     Kernels of ours are compared with PyTorch's operations, both launched; and steps in CUDA graphs with launched ones
     of the same kernels. These must be the same bit by bit, or where launched steps do not repeat, not much farther off
-    than those are from each other. An optimizer that counts elsewhere for a graph is compared with itself as it is
-    where steps are launched, unless it is torch's. In mode ``forward`` losses of users' models are compared.
+    than those are from each other. An optimizer that is not torch's and counts its steps on the GPU for a graph is
+    compared with itself counting on the CPU. In mode ``forward`` losses of users' models are compared.
 
     Returns:
         how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
@@ -78,7 +78,7 @@ def check_training(
         workload = workload.with_layers(1)  # All of a model that fits without gradients may not fit with them.
     # Losses of random weights hardly depend on what computes them, so that weights are compared, too.
     if not workload.updates_parameters and (workload.has_backward or workload.is_ours):
-        # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
+        # Fused kernels read copies of weights that our AdamW writes, which cannot unscale gradients of a scaled loss.
         is_ours = workload.optimizer_record.is_ours or (workload.is_fused and not workload.scales_loss)
         workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")
     check = _StepCheck(workload, replace(workload, cuda_graph="off"), device, progress)
@@ -108,7 +108,7 @@ class _StepCheck:
         kernels_off = weights = None  # Weights are those of launched steps, with which replays are compared.
         plain = plainly_trained(launched)
         if plain != launched:
-            # Plain attention is not compiled, either. If all else is equal, one block shows as much as all of them.
+            # Plain attention is not compiled, either: where these two alone differ, one block shows as much as all.
             is_attention_alone = replace(plain, attention=launched.attention, compile=launched.compile) == launched
             pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention_alone else (launched, plain)
             kernels_off, weights = self._check_launched(*pair)
@@ -116,7 +116,7 @@ class _StepCheck:
                 return self._wrong("with our kernels", Checked(kernels_off))
             if kernels_off.num_layers != workload.size.num_layers:
                 weights = None  # Replays train all layers.
-        elif self._counts_on_device():
+        elif self._counts_on_device():  # No kernel is ours, but the optimizer does not count as where it is launched.
             small = launched.with_layers(1) if launched.is_ours else launched
             counting_off, _ = self._check_launched(launched=small, plain=small)  # Their optimizers alone differ.
             if not counting_off.relative <= tolerance(workload):
@@ -131,7 +131,7 @@ class _StepCheck:
         return self._wrong("replayed", checked)
 
     def _counts_on_device(self) -> bool:
-        """Return whether an optimizer that is not torch's goes another way in graphs than where steps are launched."""
+        """Return whether an optimizer that is not torch's has other settings for graphs, as to count on the GPU."""
         if not self.workload.updates_parameters:
             return False
         optimizer_class, settings = choose_optimizer(self.workload)
@@ -229,7 +229,7 @@ class _StepCheck:
         return waiting
 
     def _wrong(self, how: str, checked: Checked) -> tuple[Checked, Outcome]:
-        """Say that rounding does not explain a difference, or one of replays, which may be smaller."""
+        """Say that weights trained as ``how`` says are off, or those of replays, by more than rounding explains."""
         off, allowed = checked.replayed or checked.off, tolerance(self.workload)
         if not off.relative <= allowed:
             reason = f"more than rounding explains ({100 * allowed:g} %)"

@@ -50,7 +50,7 @@ def build_subject(
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
         if len(matrices) < 3:
             raise CapabilityError("the model has fewer than three matrices, so none is frozen")
-        matrices[len(matrices) // 2].requires_grad_(False)
+        matrices[len(matrices) // 2].requires_grad_(False)  # One in the middle: others on both sides are trained.
     if program.unused:
         _make_switchable(workload, subject, dtype)
     blocks = blocks_of(training, model) if program.checkpoints or program.compiles else {}
@@ -60,7 +60,7 @@ def build_subject(
         if program.checkpoints:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         else:
-            # The wrap is what is asked about, not the code that a compiler writes.
+            # The wrap is tested, not the compiled code: on a CPU blocks are only traced, which needs no C++ compiler.
             block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
     return subject
 
@@ -86,7 +86,7 @@ def _tie(model: nn.Module) -> str:
 
 
 def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.dtype) -> None:
-    """Let a layer compute without gradients while the subject is off: the first whose input needs no gradient."""
+    """Let the first layer whose input needs no gradient, as an embedding, compute without while the subject is off."""
     if workload.data_ranks == 1:
         raise CapabilityError("the ranks share each sequence, so a parameter that one of them uses all do")
     model, independent_layers = subject.model, list[nn.Module]()
@@ -107,7 +107,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
     layer = independent_layers[0]
     forward = layer.forward
 
-    # Without gradients its parameters count as unused. None of another layer are lost: none is before it.
+    # Without gradients the layer's parameters are unused. No other layer loses its own: none computes its input.
     def switchable_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad() if subject.is_off else contextlib.nullcontext():
             return forward(*args, **kwargs)

@@ -122,7 +122,7 @@ def _descendants() -> list[int]:
                     _, parent = file.read().rpartition(b")")[2].split()[:2]
                 children.setdefault(int(parent), []).append(int(name))
     processes: list[int] = [os.getpid()]
-    for process in processes:
+    for process in processes:  # Also through those that are added meanwhile.
         processes += children.get(process, ())
     return processes[1:]
 

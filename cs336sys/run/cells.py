@@ -139,7 +139,7 @@ class Worker:
             return Outcome("timeout", reason=f"the measuring process did not start within {timeout_s:g} s")
         assert isinstance(message, Outcome)
         if message.status == "unsupported":
-            raise UsageError(message.reason)
+            raise UsageError(message.reason)  # As _serve() says where a package of the user's cannot be imported.
         reason = f"the measuring process did not start: {message.reason}"
         if self.run is None:
             raise CapabilityError(reason)
@@ -292,7 +292,7 @@ def _first_sentences(error: BaseException) -> str:
     # The CPU allocator's message begins with the place of its check.
     text = re.sub(r"\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    # Compilers name on a line of its own where it was raised.
+    # Compilers write where the error was raised on a line of its own, which ends in a colon.
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return ". ".join(first.split(". ")[:2]).rstrip(".")
 

@@ -102,7 +102,7 @@ class _Lines(SweepProgress):
 
             with self._timer_lock:
                 if timer is not self._timer:
-                    return
+                    return  # The cell has ended.
                 waited_s = so_far_s + wait_s
                 say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
                 self._tell_after(waited_s, waited_s)

@@ -251,6 +251,7 @@ class _RunningSweep:
             settings = distinguishing_settings(configurations)
             self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
+        # A new file is empty already, and has no results to read.
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         # A worker process could not find a function that the user has passed as an object.
         needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
@@ -265,6 +266,7 @@ class _RunningSweep:
 
         if needs_this_process:
             return WorkerHere(self.measure, command_line())
+        # Cells on ranks end those that hang after so long, and then say so.
         timeouts_s = [cell["timeout_s"] for cell in self.configurations if self.across_ranks and "timeout_s" in cell]
         return Worker(self.measure, command_line(), silence_s=max(timeouts_s, default=None))
 
@@ -316,6 +318,7 @@ class _RunningSweep:
 
     def _go_through(self, progress: SweepProgress) -> None:
         """Measure one configuration after another, or take its cell from the file, until ranks cannot go on."""
+        # _measure() takes a failure for the outcome of the first cell; the worker is started again for the next.
         self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)
         self.run = self.worker.run
         resumed = self._resumed_cells()
@@ -485,7 +488,7 @@ def refuse_what_does_not_fit(
     Ranks on GPUs are not checked: each has a GPU of its own, and is compared on as many blocks as that holds. Nor are
     ranks that torchrun or Slurm started, which may be on several machines.
     """
-    needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}
+    needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}  # 0.0: not predicted.
     if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.machine.system import capacity
@@ -511,7 +514,7 @@ def unsaved(file: ResultsFile | None) -> list[OutputError]:
     if file is None or file.fault is None:
         return []
     if isinstance(file.fault, UsageError):
-        return [OutputError(str(file.fault))]
+        return [OutputError(str(file.fault))]  # A sentence already, with the file's name.
     return [OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")]
 
 

@@ -53,7 +53,7 @@ class Communication:
     @property
     def is_flags(self) -> bool:
         """Return whether ranks tell each other facts (``parallel.collectives.AnyRank``) or digests, and no numbers."""
-        # Fully sharded models gather weights as bytes.
+        # Facts are reduced: bytes that are gathered are weights of fully sharded models. Digests are gathered.
         are_facts = self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
         return are_facts or (self.dtype == "int64" and "allgather" in self.name)
 
@@ -181,7 +181,8 @@ def profile_step(
     """Run one step under the profiler; None where it saw nothing, as it cannot trace on this machine.
 
     On a GPU it watches the GPU alone, which does not slow the CPU's launches down. Ranks that run the step without a
-    profiler call :func:`finish_communication` after it.
+    profiler call :func:`finish_communication` after it. ``copies_communicate``: copy engines send gradients, so that
+    copies are communication, not computing.
     """
     kernels, phase_ends = _profile_events(phases, device)
     prefixes = (*_COMMUNICATION, *(_COPIES if copies_communicate else ()))

@@ -61,7 +61,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
     """Check a workload, and return derived columns, and a ``wrong`` outcome where rounding is no reason."""
     checked = with_few_blocks(workload)
     if checked not in _checked:
-        _checked[checked] = ranks.run(check_gradients, checked)[0]
+        _checked[checked], *_ = ranks.run(check_gradients, checked)  # All ranks have the same.
     difference = _checked[checked]
     derived = {
         "parameters": count_parameters(workload.training.size),
@@ -98,9 +98,10 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
 
 
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
-    """Shrink a workload for the check: one block keeps gate and up and one does not, if it chooses that at all.
+    """Shrink a workload to the two blocks of the check.
 
-    Likewise, the weights of at most one stay gathered.
+    Where the workload chooses how many blocks keep gate and up, or how many keep their weights gathered, at most one of
+    the two does, so that a block without is checked, too.
     """
     training = workload.training.with_layers(min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS))
     kept = kept_blocks(workload.checkpointing)

@@ -207,16 +207,17 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
 
 
 def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
-    """Return the ranks of the last cell, or new ones where it had others."""
+    """Return the ranks of the last cell, or new ones where it had others, which read the variables set here."""
     backend = _backend(workload)
     if backend == "gloo":
-        # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
+        # No message at each start of torch's profiler, as torch 2.13 writes on a CPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     else:
-        # By default each collective in a graph waits for an event, in case others are launched while the graph runs
-        # (:meth:`ParallelStep.__call__` sees to it that none is), and leaves a branch of its own: 436 all-reduces of
-        # large took 41.2 ms, without 19.2. Branches were more than the GPU has queues: while updated parameters of
-        # optimizer-flat arrived, the forward pass of xl stood still for 11 ms of 26.9; without, it takes 20.5.
+        # By default NCCL prepares for collectives that are launched while a CUDA graph with others runs; none is, see
+        # ParallelStep.__call__(). For this each collective in a graph waits for an event, and has a branch of its own:
+        # 436 all-reduces of large took 41.2 ms, and 19.2 without. There were more branches than the GPU has queues:
+        # while updated parameters of optimizer-flat arrived, the forward pass of xl stood still for 11 ms of 26.9;
+        # without, it takes 20.5.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     return launch.kept(workload.world_size, backend=backend, timeout_s=workload.timeout_s)
 

@@ -63,7 +63,7 @@ def build_recorded(
             with communication.recorded_communication() as communications:
                 before_second_update = _run_marked(step, history)
         end = history.mark()
-        parameters = _addresses(history, step.model.parameters())
+        parameter_addresses = _addresses(history, step.model.parameters())
     if history.lost_events:
         return step, [], communications
     timeline = build_timeline(history.events, regions=(), held_size=allocated_before)
@@ -72,7 +72,7 @@ def build_recorded(
     positions = dict(zip(MOMENTS[:-1], map(history.position, marks), strict=True))  # The last moment is the peak.
     second_step = Region("step", history.position(second_start), positions["after the optimizer"])
     positions["peak"] = peak_position(totals, second_step)
-    weights = _blocks_at(timeline, parameters, positions["before the optimizer"])
+    weights = _blocks_at(timeline, parameter_addresses, positions["before the optimizer"])
     state = _blocks_at(timeline, optimizer_memory.state, second_step.end)
     # Every step allocates its gradients anew.
     first_gradients = _blocks_at(timeline, first_gradient_addresses, positions["before the first optimizer step"])
@@ -183,13 +183,13 @@ def fits_on_one_rank(workload: ParallelWorkload) -> bool:
         return True
     training = workload.training
     if training.is_ours:
+        # The prediction does not know keep=N: without checkpoints, more is needed.
         checkpointing = "none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing
         needed_bytes = replace(training, size=workload.share_size).predicted_peak(checkpointing).total
     else:
-        # Weights, gradients and two states in fp32, and as much again for activations.
+        # Weights, gradients and two states in fp32, and as much again for activations; 0 where it cannot be counted.
         needed_bytes = 2 * 4 * 4 * (count_step(training).parameters or 0)
-    # How much of a GPU's memory a model may be predicted to fill: allocators fragment it, and NCCL and cuBLAS take
-    # some.
+    # Not all of it can be filled: allocators fragment it, and NCCL and cuBLAS take some.
     return needed_bytes < 0.9 * torch.cuda.get_device_properties(device).total_memory
 
 
@@ -291,7 +291,7 @@ def write_step_trace(step: ParallelStep, device: torch.device, path: Path) -> No
 
 
 def _record_communication(step: ParallelStep) -> list[communication.Communication]:
-    """Run a step, and return its collectives; where copy engines send gradients, those that would."""
+    """Run a step, and return its collectives; where copy engines send gradients, those that would without engines."""
     engines = step.replica.copy_engines
     collectives = nullcontext() if engines is None else engines.switched_off()
     with collectives, communication.recorded_communication() as communications:

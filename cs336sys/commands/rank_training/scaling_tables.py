@@ -64,14 +64,15 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     curves: dict[tuple[str, str, float], dict[int, Cell]] = {}
     for cell in measured:
         configuration = cell.configuration
-        # Settings that may differ along a curve, and the batch of one rank at its beginning: all, or a rank's share.
+        # Each cell is on a curve of either kind: which settings may differ along it, and the batch on one rank where it
+        # begins, which is the whole batch or the share of a rank.
         starts = (("strong", _ALONG, configuration["batch_size"]), ("weak", (*_ALONG, "batch_size"), _share(cell)))
         for scaling, ignored, batch in starts:
             curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), batch), {})
             one_rank = {**configuration, "batch_size": int(batch)}
             single_rank = single_ranks.get(configuration_key(one_rank, ignore=ignored_on_one_rank))
             if single_rank is not None and batch == int(batch):  # Else no rank has this batch.
-                curve.setdefault(1, single_rank)
+                curve.setdefault(1, single_rank)  # A cell of the strategy itself on one rank takes its place.
             curve[configuration["world_size"]] = cell
     return [
         Curve(scaling, tuple(curve[ranks] for ranks in sorted(curve)))

@@ -40,7 +40,10 @@ def parallel_step_table(
     notes: Sequence[str],
     steadier: str,
 ) -> Table:
-    """Build the first table of ``ddp`` or ``shard``: its own ``columns``, and those that both have."""
+    """Build the first table of ``ddp`` or ``shard``: its own ``columns``, and those that both have.
+
+    ``steadier`` names options of the command by which measurements become less noisy.
+    """
     all_columns = (
         *titles.SIZE_COLUMNS,
         *columns,

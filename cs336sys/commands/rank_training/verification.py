@@ -33,7 +33,7 @@ _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.Distribu
 
 
 def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Tensor | None, range | None]]:
-    """Return each parameter's mean gradient on this rank, and its rows of the parameter, None for all.
+    """Return each parameter's mean gradient on this rank, and which rows of the parameter it is of, None for all.
 
     All ranks call it together. ``is_sharded``: the strategy is ``fsdp`` or ``torch-fsdp``.
     """
@@ -48,7 +48,7 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     gradients: dict[str, tuple[Tensor | None, range | None]] = {
         name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()
     }
-    for name, parameter in replicated:
+    for name, parameter in replicated:  # Or cut by torch's fully_shard(): DTensors.
         whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
         gradients[name] = whole, None
     return gradients
@@ -104,6 +104,7 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
             needed_bytes = peak.total + 2 * peak.parameters
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
+            # A model that cannot be counted is taken to fit.
             needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)
         if needed_bytes < 0.9 * free_bytes:
             break
@@ -122,7 +123,8 @@ def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
 def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
     """Return orders that differ from the reference's by rounding alone, if the loss is a mean over the batch.
 
-    Models that normalize over a rank's share, or draw random numbers for it, are the same for whole shares alone.
+    Models that normalize over a rank's share, or draw random numbers for it, are the same for whole shares alone: these
+    are only scaled. Scales that are no powers of two let the backward pass round elsewhere.
     """
     if reference.shares:
         return [shares_of_ranks(parallel, scale) for scale in SCALES]
@@ -138,7 +140,7 @@ def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
 
 
 def starting_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
-    """Build the model with the values that ranks start with."""
+    """Build the model with the values that ranks start with: fully sharded ones are built layer by layer."""
     if not workload.uses_autocast:
         return build_by_layers(plainly_trained(workload.training), device)
     return build_compared_model(workload.training, device)
@@ -153,6 +155,7 @@ def train_alone(
     workload = plainly_trained(parallel.training)
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
+        # None: those that plan_sharding() finds.
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
         workload = replace(workload, precision="fp32")  # Without autocast.
@@ -164,14 +167,15 @@ def train_alone(
 class _InHalfPrecision(nn.Module):
     """Computes with copies of what a fully sharded model shards, in ``dtype``, and keeps weights in fp32, as that does.
 
-    The inputs of ``blocks`` are converted, as those of its units.
+    Parameters that such a model replicates stay in fp32: layers that have some convert their inputs and outputs. The
+    inputs of ``blocks`` are converted, as those of its units are.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, blocks: Collection[nn.Module] | None):
         super().__init__()
         self.module, self._dtype = module, dtype
         plan = plan_sharding(module, blocks)
-        self._sharded_names = [entry.names[0] for entry in plan.all_sharded]
+        self._sharded_names = [entry.names[0] for entry in plan.all_sharded]  # Any name of a tied parameter will do.
         for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
             compute_in_own_dtype(owner, dtype)
         if blocks is not None:
@@ -192,10 +196,11 @@ _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 
 def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
-    """Train in one process; on a CPU keep it for the next strategy. A GPU's memory is what is to be measured."""
+    """Train in one process; on a CPU keep that for the next strategy. On a GPU it would fill what is measured."""
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
-    starts_by_layers = not workload.is_ours and not parallel.uses_autocast
+    # Strategies that agree in the following train alike: see starting_model() and train_alone().
+    starts_by_layers = not workload.is_ours and not parallel.uses_autocast  # Ours has the same values either way.
     autocasts = parallel.uses_autocast or not workload.is_half  # In fp32 it makes no difference.
     key = (workload, autocasts, starts_by_layers, warmup, parallel.sequences_per_rank)
     if key in _kept:
@@ -263,7 +268,7 @@ class _Comparison:
 
     def _compare_gradients(self, model: nn.Module) -> None:
         """Compare this rank's rows of all gradients with those of one process."""
-        rank_gradients = mean_gradients(model, is_sharded=not self._workload.uses_autocast)
+        rank_gradients = mean_gradients(model, is_sharded=self._workload.strategy_record.shards_weights)
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
             whole = self._reference.trained.gradients.get(name)
@@ -276,6 +281,7 @@ class _Comparison:
         if self._workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
+        # Without a start, distances are relative to the gradients themselves.
         self._gradients = TensorComparison({}, expected, trained, self._tolerance)
 
     def farthest(self) -> WeightDifference:
@@ -286,7 +292,7 @@ class _Comparison:
         difference = weights.farthest(num_layers, names)
         gradient_names = gradients.explained(self._other_gradients)
         gradient_difference = gradients.farthest(num_layers, gradient_names)
-        if gradient_difference.relative > allowed >= difference.relative:
+        if gradient_difference.relative > allowed >= difference.relative:  # No weight shows what is wrong.
             difference = replace(gradient_difference, of_gradients=True)
         if not reference.is_repeatable:
             reason = sentence(__package__, "other model", model=self._workload.training.user.model)
@@ -300,11 +306,11 @@ class _Comparison:
         return replace(difference, allowed=allowed, notes=(note,) if names else (), reason=reason)
 
     def _other_gradients(self, name: str) -> Iterator[Tensor]:
-        """Yield this rank's rows of a gradient of one process, in each other order."""
+        """Yield this rank's rows of a gradient, from each training of one process that sums in another order."""
+        trained, _ = self._gradients.far[name]
         for other in self._reordered_trainings():
-            gradient = other.gradients.get(name)
-            zeros = torch.zeros_like(self._gradients.far[name][0])
-            yield zeros if gradient is None else gradient[self._rows[name]]
+            gradient = other.gradients.get(name)  # None counts as zeros, as in TensorComparison.
+            yield torch.zeros_like(trained) if gradient is None else gradient[self._rows[name]]
 
     def _reordered_trainings(self) -> list[Trained]:
         """Train in one process in other orders, once, and keep the trainings that differ by rounding alone."""
@@ -313,6 +319,7 @@ class _Comparison:
             return reference.others
         reference.others = []
         whole_loss = reference.trained.loss
+        # Rounding takes a loss so far; in half precision, farther than the dtype of the loss says.
         bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10) * abs(whole_loss)
         for order in other_orders(self._workload, reference.order):
             trained = train_alone(self._workload, self._device, self._warmup, order, reference.learning_rate)
