@@ -123,7 +123,7 @@ class TensorComparison:
         """Return the difference of the parameter that is farthest off, those ``explained`` aside."""
         remaining = {name: distance for name, distance in self.distances.items() if name not in explained}
         if not remaining:
-            return WeightDifference(0.0, 0.0, "", num_layers)
+            return WeightDifference(largest=0.0, relative=0.0, parameter="", num_layers=num_layers)
         worst = max(remaining, key=lambda name: remaining[name].relative)
         # A weight that is NaN is farther off than any other.
         largest = max((distance.largest for distance in remaining.values()), key=lambda off: (math.isnan(off), off))

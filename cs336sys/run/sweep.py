@@ -358,7 +358,7 @@ class _RunningSweep:
         if self.ranks is None:
             return cells
         self.ranks.require_same_cells(self.configurations)
-        return self.ranks.from_first_rank(cells)
+        return self.ranks.from_first_rank(cells)  # That alone has read the file.
 
     def _cool_down(self, configuration: Mapping[str, Any], progress: SweepProgress) -> None:
         """Pause before a cell, unless it is the first or measured in turn with the one before."""

@@ -84,10 +84,10 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     device = rank_device(workload)
     step = ParallelStep(workload, device)
     for name, run in step.phases.items():
-        if name != "optimizer":
+        if name != "optimizer":  # Weights stay those of the gradients.
             run()
     assert step.loss is not None
-    loss = gather_numbers(step.loss.detach().float()).mean().item()
+    loss = gather_numbers(step.loss.detach().float()).mean().item()  # Ranks have equally many sequences.
     weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
     del step
     gc.collect()  # The plain model needs the memory.

@@ -316,9 +316,9 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     reset_peak_memory(device)
     dist.barrier()
     measurement = BoardMeasurement(
-        time_steps(step, step.phases),
-        ready_s,
-        peak_memory_gib(device),
+        samples=time_steps(step, step.phases),
+        ready_s=ready_s,
+        peak_gib=peak_memory_gib(device),
         losses=torch.stack(losses).tolist(),
         shares=on_rank.run_profiled(step, lambda: profile_shares(step.phases, device)),
         reserved_gib=torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,

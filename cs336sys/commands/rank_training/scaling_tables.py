@@ -76,7 +76,7 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
             curve[configuration["world_size"]] = cell
     return [
         Curve(scaling, tuple(curve[ranks] for ranks in sorted(curve)))
-        for (scaling, *_), curve in sorted(curves.items(), key=lambda item: item[0][0])
+        for (scaling, *_), curve in sorted(curves.items(), key=lambda item: item[0][0])  # Strong before weak.
         if len(curve) > 1
     ]
 

@@ -38,12 +38,9 @@ def parallel_step_table(
     columns: Sequence[Column],
     rows: Sequence[dict[str, Any]],
     notes: Sequence[str],
-    steadier: str,
+    steadier: str,  # Options of the command by which measurements become less noisy.
 ) -> Table:
-    """Build the first table of ``ddp`` or ``shard``: its own ``columns``, and those that both have.
-
-    ``steadier`` names options of the command by which measurements become less noisy.
-    """
+    """Build the first table of ``ddp`` or ``shard``: its own ``columns``, and those that both have."""
     all_columns = (
         *titles.SIZE_COLUMNS,
         *columns,

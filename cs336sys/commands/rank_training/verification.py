@@ -86,7 +86,8 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     reference = _reference(workload, device, warmup)
     gc.collect()  # The strategy needs the memory.
     if reason := _why_not_comparable(workload, reference):
-        return WeightDifference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
+        num_layers = workload.training.size.num_layers
+        return WeightDifference(largest=math.nan, relative=math.nan, parameter="", num_layers=num_layers, reason=reason)
     return _Comparison(workload, device, warmup, reference).farthest()
 
 
@@ -104,8 +105,7 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
             needed_bytes = peak.total + 2 * peak.parameters
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
-            # A model that cannot be counted is taken to fit.
-            needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)
+            needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)  # 0 if it cannot be counted: it is tried.
         if needed_bytes < 0.9 * free_bytes:
             break
         workload = workload.with_layers(workload.size.num_layers // 2)
@@ -155,7 +155,6 @@ def train_alone(
     workload = plainly_trained(parallel.training)
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
-        # None: those that plan_sharding() finds.
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
         workload = replace(workload, precision="fp32")  # Without autocast.
@@ -168,7 +167,7 @@ class _InHalfPrecision(nn.Module):
     """Computes with copies of what a fully sharded model shards, in ``dtype``, and keeps weights in fp32, as that does.
 
     Parameters that such a model replicates stay in fp32: layers that have some convert their inputs and outputs. The
-    inputs of ``blocks`` are converted, as those of its units are.
+    inputs of ``blocks`` are converted, as those of its units are; with None, :func:`plan_sharding` finds the units.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, blocks: Collection[nn.Module] | None):
@@ -176,7 +175,7 @@ class _InHalfPrecision(nn.Module):
         self.module, self._dtype = module, dtype
         plan = plan_sharding(module, blocks)
         self._sharded_names = [entry.names[0] for entry in plan.all_sharded]  # Any name of a tied parameter will do.
-        for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
+        for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:  # Each once.
             compute_in_own_dtype(owner, dtype)
         if blocks is not None:
             cast_outputs_of_replicated(module, blocks, dtype)
@@ -281,8 +280,7 @@ class _Comparison:
         if self._workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        # Without a start, distances are relative to the gradients themselves.
-        self._gradients = TensorComparison({}, expected, trained, self._tolerance)
+        self._gradients = TensorComparison({}, expected, trained, self._tolerance)  # No start: relative to themselves.
 
     def farthest(self) -> WeightDifference:
         """Return the parameter that is farthest off, those aside that the rounding of one process explains."""

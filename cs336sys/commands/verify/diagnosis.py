@@ -46,7 +46,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
     names = {difference.name for difference in case.differences_of("gradient")}
-    # A model may tie weights in every case.
+    # Off in the shared weight alone, it is the sharing: a model may tie weights by itself, in every case.
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         return with_facts(diagnosis, "tied", is_tied_alone=True)
     return diagnosis
@@ -59,7 +59,7 @@ def _race(case: ComparedCase) -> Finding | None:
         return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
     allowed = max(case.differences[0].allowed, 1e-12)  # It is 0 where the first tensor that is off should be 0.
     if not math.isfinite(allowed):
-        return None
+        return None  # Rounding would explain any difference.
     # The watched run repeats the first: what differs by more than rounding was read or written in no fixed order.
     for report, rerun in zip(case.reports, case.watched, strict=False):
         for (kind, step), tensors in report.record.moments.items():

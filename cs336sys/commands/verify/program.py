@@ -91,8 +91,8 @@ class ProgramRun:
         self.record = recording.Record()
         self.report = recording.RankReport(self.record)
         self.rank = self.data_rank = self.context_rank = 0
-        # Each loss is multiplied by its share of the batch, so that gradients should be added up. Ranks that take the
-        # mean divide by the data ranks, too; and a sum adds means of the context ranks, each over its own tokens.
+        # Each loss counts as its share of the batch. A mean over ranks also divides by the data ranks, which the factor
+        # undoes; a sum adds up a mean of each context rank, over its own tokens, of which the factor takes the mean.
         self._loss_factor = 1.0
         sizes = self.workload.dimensions
         if self.on_ranks:
@@ -204,10 +204,10 @@ class ProgramRun:
             if group["params"] and not settings and has_one_group:
                 # It updates copies of the weights, which can only be those of all.
                 settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
-        return optimizers.OptimizerSpec(pairs[0][0], settings)
+        return optimizers.OptimizerSpec(optimizer_class=pairs[0][0], settings=settings)
 
     def _names_of_updated(self, updated: Tensor) -> list[str]:
-        """Name the parameter that an optimizer's is, or those with which it shares memory as a slice of them."""
+        """Name the model's parameters that a tensor of the optimizer is, or of which it is a slice by its memory."""
         if id(updated) in self.parameter_names:
             return [self.parameter_names[id(updated)]]
         if hasattr(updated, "to_local"):

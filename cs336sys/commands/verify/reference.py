@@ -77,7 +77,7 @@ def gradients_of_shares(
     training: Training, program: Program, step: int, weights: Mapping[str, Tensor]
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
     """Return what each micro-batch of each data rank adds to the gradients of a step, which begins with ``weights``."""
-    run, gradients = ProgramRun(replace(training, optimizer=None), program.in_one_process), {}
+    run, gradients = ProgramRun(replace(training, optimizer=None), program.in_one_process), {}  # Any optimizer will do.
     with user_models.nothing_dropped():
         run.prepare()
         for share in training.workload.shares(program, program.micro_batches):

@@ -48,15 +48,15 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     wrong_rows = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items())
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
-    notes = [
-        f"compared with one process in {', '.join(sorted(dtypes))}: losses, gradients, norms, weights, optimizer state",
-        *found_in_user_code(cells),
-    ]
+    notes = list(found_in_user_code(cells))
+    if dtypes:  # Else nothing was compared with one process.
+        compared = "losses, gradients, norms, weights, optimizer state"
+        notes.insert(0, f"compared with one process in {', '.join(sorted(dtypes))}: {compared}")
     named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
     meanings = [f"{case}: {CASES[case].meaning}" for case in named if case in CASES]
     heading = title("verify", cells, run, settings, shown, counts)
     tables = (
-        Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
+        Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes),
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong_rows, meanings),
     )
     return [replace(table, settings=setting_columns(VerifiedWorkload.settings())) for table in tables]

@@ -269,7 +269,7 @@ def _accelerate(call: WrapCall) -> Wrapped:
     with _optional_package("accelerate") as package:
         accelerator = package.Accelerator(cpu=next(call.model.parameters()).device.type == "cpu")
     module, optimizer = accelerator.prepare(call.model, call.adamw)
-    return Wrapped(module, module, optimizer, backward=accelerator.backward)
+    return Wrapped(owner=module, module=module, optimizer=optimizer, backward=accelerator.backward)
 
 
 def _deepspeed(call: WrapCall) -> Wrapped:
@@ -297,7 +297,7 @@ def _deepspeed(call: WrapCall) -> Wrapped:
         engine.step()
         return loss.detach()
 
-    return Wrapped(engine, engine, optimizer, step=step)
+    return Wrapped(owner=engine, module=engine, optimizer=optimizer, step=step)
 
 
 READY: dict[str, Callable[[WrapCall], Any]] = {
