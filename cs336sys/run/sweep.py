@@ -259,6 +259,7 @@ class _RunningSweep:
             option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
             raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
         self.worker: Any = self.ranks or self._make_worker(needs_this_process)
+        self.is_measured_here = self.ranks is not None or needs_this_process
         self.run: Run | None = None
 
     def _make_worker(self, needs_this_process: bool) -> Any:
@@ -275,7 +276,7 @@ class _RunningSweep:
         try:
             with (
                 showing_progress(
-                    self.command, self.configurations, is_shown=self.is_shown, measured_here=self.ranks is not None
+                    self.command, self.configurations, is_shown=self.is_shown, measured_here=self.is_measured_here
                 ) as progress,
                 contextlib.closing(self.worker),
             ):

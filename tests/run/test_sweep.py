@@ -33,6 +33,7 @@ from cs336sys.run.progress import showing_progress
 from cs336sys.run.sweep import Sweep, run_sweep
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import name_object
 from cs336sys.tables.render import render
 from cs336sys.tables.table import Column, Table
 from cs336sys.tables.tidy import tidy, with_origin
@@ -290,6 +291,21 @@ def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
         "bench: 1 of 2: timing steps, after 1 min 00 s",
         "bench: 1 of 2: ok: 1.0 s, about 1.0 s left",
     ]
+
+
+def test_a_process_that_measures_itself_does_not_read_its_own_standard_error(monkeypatch):
+    """Native code that filled the pipe while it kept Python's lock would have waited for its reader for ever."""
+    stderr, is_same = os.fstat(2), []
+
+    def measure(configuration, progress):
+        is_same.append(os.path.samestat(stderr, os.fstat(2)))
+        return Outcome("ok")
+
+    monkeypatch.setitem(sys.modules, "cells_here", types.SimpleNamespace(measure=measure))
+    monkeypatch.setattr("cs336sys.run.cells.use_private_caches", lambda: None)
+    # A model that was passed as an object cannot be found by a worker process.
+    assert run_sweep("bench", "cells_here:measure", [{"model": name_object(measure)}]).cells[0].status == "ok"
+    assert is_same == [True]
 
 
 @pytest.mark.parametrize(
