@@ -116,18 +116,18 @@ class _Case:
             _plain_step_diagnoses[self.workload] = None  # Right, unless a fault is found.
         if case == "order":
             return self._compare_collectives()
-        if case == "late":
-            # A wrap that is right while the first rank is late may be wrong while the last is.
-            outcome = self._outcome_of(self.program)
-            last = replace(self.program, late_rank=self.workload.world_size - 1)
-            return self._outcome_of(last) if outcome.status == "ok" else outcome
         outcome = self._outcome_of(self.program)
-        if outcome.derived.get("cause") == "raises" and self.training.dtype == torch.float64:
+        # The plain step shows whether its wrap computes in float64; where another process ran that, the case does.
+        shows_dtype = self.workload == self.plain_step or self.plain_step not in _plain_step_diagnoses
+        if shows_dtype and self.training.dtype == torch.float64 and "when" in outcome.derived:  # An error was raised.
             self.training = replace(self.training, dtype=torch.float32)
             float32_outcome = self._outcome_of(self.program)
-            if float32_outcome.derived.get("cause") != "raises":
+            if "when" not in float32_outcome.derived:
                 _float32_only.add(self.plain_step)
-                return float32_outcome
+                outcome = float32_outcome
+        if case == "late" and outcome.status == "ok":
+            # A wrap that is right while the first rank is late may be wrong while the last is.
+            return self._outcome_of(replace(self.program, late_rank=self.workload.world_size - 1))
         return outcome
 
     def _outcome_of(self, program: Program) -> Outcome:
@@ -223,7 +223,7 @@ class _Case:
             return references.train_reference(self.training, program)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
-        """Return what a wrap's errors mean: the plain step is wrong, other cases are refused; None without any."""
+        """Return what a wrap's errors mean, and ``when`` they came: the plain step is wrong, others are refused."""
         failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
         if not failed:
             return None
@@ -234,7 +234,7 @@ class _Case:
         reason = first.failure if len(failed) == len(reports) else f"{first.failure} (on rank {rank})"
         if self.workload.case == "step":
             return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
-        return _refused(reason)
+        return Outcome("unsupported", derived={"verdict": "refused", "when": first.at}, reason=reason)
 
     def _notes(self, reports: Sequence[RankReport], lower: Collection[tuple[str, torch.dtype]]) -> list[str]:
         """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""

@@ -182,6 +182,17 @@ def half_parameters(model, mesh):
     return model
 
 
+def right_without_float64(model):
+    """Has kernels of fp32 alone."""
+
+    def refuse(module, inputs):
+        if next(module.parameters()).dtype == torch.float64:
+            raise RuntimeError("no kernel takes float64")
+
+    model.register_forward_pre_hook(refuse)
+    return nn.parallel.DistributedDataParallel(model)
+
+
 def half_parameters_summed(model, mesh):
     """The same, with gradients that are the sum over ranks."""
     half_parameters(model, mesh)

@@ -134,6 +134,16 @@ def test_case_alone_says_nothing_of_a_plain_step_that_was_not_run(monkeypatch):
     assert "as in the plain step: gradients are 2 times too large" in outcome.reason
 
 
+@pytest.mark.parametrize("case", ["accumulation", "late"])
+def test_wrap_that_computes_in_no_float64_is_compared_in_float32_where_the_step_was_not_run(monkeypatch, case):
+    """Only the plain step was run again in float32: a case alone, or after ``--resume``, was refused."""
+    monkeypatch.setattr(measure, "_plain_step_diagnoses", {})
+    monkeypatch.setattr(measure, "_float32_only", set())
+    outcome = outcome_of(f"{AUDIT}:right_without_float64", case)
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.derived["reference_dtype"] == "float32"
+
+
 def test_line_of_a_collective_is_the_users_where_packages_lie_below_their_file():
     """Of a wrap whose folder holds its environment, a line of ours was named."""
     watcher = CollectiveWatcher([Path(__file__).parents[3] / "mine.py"], is_late=False)
