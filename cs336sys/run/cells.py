@@ -67,7 +67,7 @@ class _Child:
     out_of_memory_kills: int | None = field(default_factory=out_of_memory_kills)
 
     def receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
-        """Return its next message, an ``oom`` or ``error`` outcome when it died, None when the time is up."""
+        """Return the process's next message, or an ``oom`` or ``error`` outcome if it died; None if the time is up."""
         try:
             if not self.connection.poll(timeout_s):
                 return None

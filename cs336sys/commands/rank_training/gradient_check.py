@@ -156,7 +156,7 @@ def _gradients_of_one_process(
         x = model.token_embeddings(tokens[None])
         for layer in model.layers:
             x = keeping_input(layer, x)
-        hidden = model.ln_final(x)[0]
+        hidden = model.ln_final(x)[0]  # Of the one sequence, (tokens, width).
         losses = [
             keeping_input(lambda rows, ids: F.cross_entropy(model.lm_head(rows), ids, reduction="sum"), *chunk)
             for chunk in zip(hidden.split(_TOKENS), target_ids.split(_TOKENS), strict=True)

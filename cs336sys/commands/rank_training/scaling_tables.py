@@ -31,7 +31,7 @@ _SETTING_COLUMNS = columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") |
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured cells that are alike but for the number of ranks; the fewest, first, is what others are held to."""
+    """Measured cells that are alike but for the number of ranks, the fewest first: others are compared with those."""
 
     scaling: str  # ``strong``: the batch stays the same; ``weak``: the sequences of a rank do.
     cells: tuple[Cell, ...]

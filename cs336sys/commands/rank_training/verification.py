@@ -80,7 +80,7 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     if not workload.training.is_ours:
         user_models.without_dropout()
     training = workload.training.with_layers(workload.check_layers or workload.training.size.num_layers)
-    workload = replace(workload, training=_fitting_batch(training, device))
+    workload = replace(workload, training=_with_fitting_layers(training, device))
     # A capture runs steps before, which train: the one process runs as many.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
@@ -91,7 +91,7 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     return _Comparison(workload, device, warmup, reference).farthest()
 
 
-def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
+def _with_fitting_layers(workload: Workload, device: torch.device) -> Workload:
     """Return the workload with so few layers that it fits into the GPU with two more copies of its weights.
 
     One process trains the whole batch here, which needs more memory than a rank does. The same on every rank.

@@ -196,7 +196,7 @@ class ComparedCase:
     def _rounding(self, value: Tensor, others: Sequence[Tensor], total_norm: float = 0.0, power: int = 1) -> float:
         """Return the norm of a difference that rounding explains; ``others`` is the tensor in other orders of summing.
 
-        A small tensor may be as far off as one of average norm, if all together have ``total_norm``; 0 is for none.
+        A small tensor may be as far off as one of average norm, where all of its kind have ``total_norm`` together.
         ``power`` is 2 for squares, whose relative error is twice as large as that of the numbers themselves.
         """
         if not value.is_floating_point():

@@ -156,11 +156,11 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
     start, sent = case.reference.record.at("start", 0)[name], case.launches(("optimizer",))
     ranks_off = sorted({difference.rank for difference in differences})
     ranks_off_first = sorted({difference.rank for difference in differences if difference.name == name})
-    if program.frozen and torch.equal(first.expected, start):
+    if program.frozen and torch.equal(first.expected, start):  # It should not move.
         return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
         return case.conclude("stale weights", "late", sent)
-    if norm(first.actual - start) <= 1e-12 * norm(start):
+    if norm(first.actual - start) <= 1e-12 * norm(start):  # It has not moved at all.
         return _diagnose_unchanged(case, name, ranks_off_first)
     # Gradients are right before the case scales or clips them.
     if program.scales:
@@ -173,7 +173,7 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("clipping", ratio=ratio)
     names = list(dict.fromkeys(difference.name for difference in differences))
     facts: dict[str, Any] = {"are_compared": "gradients" not in case.not_compared, "names": names}
-    if len(ranks_off) < rank_count:
+    if len(ranks_off) < rank_count:  # Others have the right weights.
         return case.conclude("not sent", launches=sent, ranks=ranks_off, **facts)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):

@@ -193,7 +193,7 @@ class ProgramRun:
             group_settings = {
                 key: value
                 for key, value in group.items()
-                if isinstance(value, int | float | tuple | None) and key not in _IGNORED_SETTINGS
+                if isinstance(value, int | float | tuple | None) and key not in _IGNORED_SETTINGS  # Not "params".
             }
             if not group["params"]:
                 self.report.empty_groups += (group_settings,)
