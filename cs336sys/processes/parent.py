@@ -171,7 +171,7 @@ def _start_requests(process_id: int) -> queue.SimpleQueue:
 @contextlib.contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
     """Let processes started in this context ignore Ctrl-C: their parent decides what happens to them."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread may set handlers.
         yield
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)

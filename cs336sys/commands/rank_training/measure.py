@@ -187,7 +187,7 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
 
     def longest(name: str, part: str) -> tuple[float, ...]:
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
-        # Series that are not a part of the step as a rank's events time it have a slowest rank of their own.
+        # These two are no phases, of whose times the step's is the sum: each has a slowest rank of its own.
         judged = name if name in ("wall", "communication") else "step"
         judged_ms, times_ms = (
             zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
@@ -336,12 +336,12 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
     peak = peak_tflops(first.device, training.precision)
     peak_of_all_ranks = None if peak is None else peak * workload.world_size
     losses = [statistics.fmean(rank_losses) for rank_losses in zip(*(rank.losses for rank in measured), strict=True)]
-    shares = {
+    utilizations = {
         name: model_flops_utilization(flops, step_s, peak_of_all_ranks)
         for name, flops in (("mfu_percent", training.flops), ("hfu_percent", computed_flops(workload)))
     }
     return {
-        **{name: None if share is None else 100 * share for name, share in shares.items()},
+        **{name: None if part is None else 100 * part for name, part in utilizations.items()},
         "tokens_per_s": training.tokens / step_s,
         "ready_s": max(rank.ready_s for rank in measured),
         "peaks_gib": [rank.peak_gib for rank in measured],

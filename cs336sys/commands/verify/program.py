@@ -386,7 +386,7 @@ class ProgramRun:
 
     @contextlib.contextmanager
     def _observed(self) -> Any:
-        """Within this, collectives are none of the wrap's."""
+        """Within this, collectives are those of looking at tensors, as gathering a DTensor, and none of the wrap's."""
         phase, self.watcher.phase = self.watcher.phase, OBSERVED
         yield
         self.watcher.phase = phase
