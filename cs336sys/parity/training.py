@@ -54,7 +54,10 @@ def run_steps(
 
 
 def train(step: Any, model: nn.Module, warmup: int) -> dict[str, Tensor]:
-    """Train, and return by name the losses of all steps, the weights after the last, and how far copies are off."""
+    """Train, and return by name the losses of all steps, the weights after the last, and how far copies are off them.
+
+    The model may compute with copies of weights in half precision, whose differences should be zeros.
+    """
     losses = {f"{LOSS}{number}": loss for number, loss in enumerate(run_steps(step, warmup), 1)}
     weights, copies = step.weights(dict(model.named_parameters()))
     return losses | weights | copies

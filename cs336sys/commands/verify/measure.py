@@ -195,7 +195,7 @@ class _Case:
     def _are_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
         """Return whether ranks of which some failed can still communicate."""
         with contextlib.suppress(RankError, LostProcessError):
-            is_lost = any(report.is_timeout for report in reports)
+            is_lost = any(report.is_timeout for report in reports)  # Its collective may still be under way.
             return not is_lost and all(ranks.run(is_sound, self.workload.world_size))
         return False
 
