@@ -70,8 +70,7 @@ def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | N
     return None
 
 
-def _is_replaceable(target: Path, existing: os.stat_result) -> bool:
-    """Return whether a file may be replaced by another; :func:`written_whole` says which may not."""
+def _is_replaceable(target: Path, existing: os.stat_result) -> bool:  # As written_whole() says.
     if not stat.S_ISREG(existing.st_mode) or existing.st_nlink > 1 or not os.access(target, os.W_OK):
         return False
     return not any(os.path.samestat(existing, opened) for opened in _open_files())
