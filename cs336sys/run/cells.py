@@ -80,8 +80,7 @@ class _Child:
                 cause = cause_of_death(self.guarded.process.returncode, kills_before)
             is_killed = self.guarded.process.returncode == -signal.SIGKILL
             ran_out = is_killed and kills_before is not None and (out_of_memory_kills() or 0) > kills_before
-            status: Status = "oom" if ran_out else "error"
-            return Outcome(status, reason=f"the measuring process {cause}")
+            return Outcome("oom" if ran_out else "error", reason=f"the measuring process {cause}")
         try:
             return pickle.loads(message)
         except Exception as error:

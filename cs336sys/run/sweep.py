@@ -251,8 +251,7 @@ class _RunningSweep:
             settings = distinguishing_settings(configurations)
             self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
-        # A new file is empty already, and has no results to read.
-        self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
+        self.results = read_results(save) if options.resumes and save and save.stat().st_size else None  # 0: it is new.
         # A worker process could not find a function that the user has passed as an object.
         needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
         if needs_this_process and (self.across_ranks or options.cell_timeout is not None):
@@ -267,9 +266,8 @@ class _RunningSweep:
 
         if needs_this_process:
             return WorkerHere(self.measure, command_line())
-        # Cells on ranks end those that hang after so long, and then say so.
         timeouts_s = [cell["timeout_s"] for cell in self.configurations if self.across_ranks and "timeout_s" in cell]
-        return Worker(self.measure, command_line(), silence_s=max(timeouts_s, default=None))
+        return Worker(self.measure, command_line(), silence_s=max(timeouts_s, default=None))  # See Worker.
 
     def finish(self) -> Sweep:
         """Go through all configurations, or as many as an interruption or lost ranks allow."""
@@ -319,8 +317,7 @@ class _RunningSweep:
 
     def _go_through(self, progress: SweepProgress) -> None:
         """Measure one configuration after another, or take its cell from the file, until ranks cannot go on."""
-        # _measure() takes a failure for the outcome of the first cell; the worker is started again for the next.
-        self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)
+        self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)  # See _measure().
         self.run = self.worker.run
         resumed = self._resumed_cells()
         for configuration in self.configurations:
@@ -377,7 +374,7 @@ class _RunningSweep:
         outcome = self.start_failure or self.worker.measure(
             configuration, timeout_s=self.options.cell_timeout, progress=progress.at_stage
         )
-        self.start_failure, self.run = None, self.worker.run
+        self.start_failure, self.run = None, self.worker.run  # The next cell starts the worker again.
         if self.predictions:
             outcome.derived.update(self.predictions.get(configuration_key(configuration, ignore=("round",)), {}))
         for note in outcome.derived.get("notes", ()) if self.is_shown else ():
