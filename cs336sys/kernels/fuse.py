@@ -41,9 +41,10 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
 
 @functools.cache
 def gate_forward(layers: Gate) -> Callable:
-    """Return the forward pass of a SwiGLU with these layers: by copies of their weights if it keeps any, else by them.
+    """Return the forward pass of a SwiGLU whose layers have these names.
 
-    ``gate_up_copy`` has the weights of gate and up below each other, ``down_copy`` those of down.
+    It multiplies by copies of their weights where the module has any, and else calls the layers. ``gate_up_copy`` has
+    the weights of gate and up below each other, ``down_copy`` those of down.
     """
 
     def forward(ffn: Any, *inputs: Tensor, **named_inputs: Tensor) -> Tensor:
@@ -96,7 +97,10 @@ def rotation_forward(theta: float) -> Callable:
 
 @functools.cache
 def attention_forward(theta: float | None, attention: Attention) -> Callable:
-    """Return the forward pass of causal self-attention, without rotations where ``theta`` is None."""
+    """Return the forward pass of causal self-attention, without rotations where ``theta`` is None.
+
+    Before the handle keeps copies of the weights (``qkv_copy``), the module computes as its class does.
+    """
 
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         if attn.qkv_copy is None:
@@ -151,7 +155,8 @@ def head_forward(head: Any, hidden: Tensor) -> Tensor:
         return type(head).forward(head, hidden)
     options = {"copy": head.copy, "gradient_dtype": head.gradient_dtype, "softcap": head.softcap, **head.loss_options}
     loss: Any = linear_cross_entropy(hidden, head.weight, head.targets, **options)
-    # A model that caps takes the loss for logits (B, S, V): scaled down, it passes the cap. Fused.loss scales it back.
+    # A model that caps takes the loss for logits, so it gets their three dimensions: (B, S, 1), or (1, 1, 1) if it is a
+    # single number. Scaled down, it passes the cap unchanged. Fused.loss scales it back.
     return loss if head.softcap is None else CAPPED_LOSS_SCALE * loss.reshape(*(loss.shape or (1, 1)), 1)
 
 
@@ -316,10 +321,10 @@ class Fused:
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
         copies = self._stack(dtype, are_separate=True)
         for module, replacement in self._replacements.items():
-            if replacement.stacks or module is self._head:
+            if replacement.stacks or module is self._head:  # Their forward passes multiply by copies, and read it.
                 module.__dict__["gradient_dtype"] = gradient_dtype
-        for weight, _ in copies:
-            if gradient_dtype != torch.float32:
+        if gradient_dtype != torch.float32:  # Of these weights, which are float32, that is the dtype anyway.
+            for weight, _ in copies:
                 weight.grad_dtype = gradient_dtype
         copies.refresh()
         if optimizer is not None:
@@ -350,7 +355,8 @@ class Fused:
                 shape = sum(map(len, weights)), weights[0].shape[1]
                 copy = module.__dict__[name] = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 self.copies.add(weights, copy)
-        # An optimizer writes one copy of a weight: what an embedding shares with the head gets none.
+        # stack_weights() moves the weights of blocks alone, so the head has a copy only for keep_copies(). An optimizer
+        # writes one copy of a weight: what an embedding shares with the head gets none.
         if are_separate and self._head is not None and _count_owners(self._model)[self._head.weight] == 1:
             self._head.__dict__["copy"] = torch.empty_like(self._head.weight, dtype=dtype, requires_grad=False)
             self.copies.add([self._head.weight], self._head.copy)
@@ -533,10 +539,11 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
 def _recognize(
     module: nn.Module, kernels: Collection[str], head: Head | None, owners: Mapping[nn.Parameter | None, int]
 ) -> tuple[str | None, Replacement | None]:
-    """Return the kernel that can replace a module, None for copies of a layer's weight, and the replacement if any.
+    """Return the name of the kernel that can replace a module, and what replaces it; twice None if nothing can.
 
-    Copies need all kernels: where one is left out, linear layers stay as they are. Weights with several ``owners``
-    would have several copies, of which an optimizer writes one: they get none.
+    A linear layer gets a replacement that multiplies by a copy of its weight, and no kernel's name. Copies need all
+    kernels: where one is left out, linear layers stay as they are. Weights with several ``owners`` would have several
+    copies, of which an optimizer writes one: they get none.
     """
     if head is not None and module is head.layer:
         return "linear-cross-entropy", Replacement(head_forward)

@@ -40,9 +40,10 @@ def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
 
 
 def define_function(name: str, compute: Callable, differentiate: Callable, save: Callable, *, twice: bool) -> Any:
-    """Return the ``torch.autograd.Function`` of ``compute`` with the gradient of :func:`define_gradient`.
+    """Return the ``torch.autograd.Function`` that computes as an operator does, for calls that need no operator.
 
     Args:
+        compute: the operator's function; ``differentiate`` and ``save`` are those of :func:`define_gradient`.
         twice: whether ``differentiate`` can be differentiated itself.
     """
 
@@ -102,7 +103,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Count a GPU's multiprocessors; 3 stand for those that the interpreter's CPU does not have."""
+    """Count a GPU's multiprocessors; 3 for the interpreter's CPU, few enough that programs of small tests loop."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -228,7 +228,7 @@ def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
 def empty_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check shapes, and allocate y, x + residual (empty where there is no residual), and 1 / rms of each row."""
+    """Check shapes, and allocate the results of :func:`launch_forward`, whose arguments these are."""
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -244,11 +244,11 @@ def empty_results(
 def launch_forward(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
+    """Return y in ``dtype``, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
     y, total, inverse_rms = empty_results(x, weight, residual, eps, dtype)
     tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
     operators.check_tensors("rms_norm", rms_norm_forward_kernel, **tensors)
-    if y.numel() == 0:
+    if y.numel() == 0:  # A row of no elements has a mean square of 0.
         return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
     rows = operators.as_rows(x)
     # Where there is no residual, the kernel does not touch what stands for it.
@@ -284,7 +284,10 @@ def launch_backward(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, of the residual (empty unless its dtype differs from x's) and of the weight."""
+    """Return the gradients of x, of the residual (empty unless its dtype differs from x's) and of the weight.
+
+    ``total`` is x, or x + residual as forward returned it; ``grad_total``: what reached it not by y, None for nothing.
+    """
     grad_x, grad_residual, grad_weight = _empty_grads(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
@@ -335,18 +338,21 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
 
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
-    """Return the gradients of x, weight and residual, and None for eps and dtype."""
+    """Return the gradients of x, weight and residual, and None for eps and dtype.
+
+    ``grad_total`` is that of the second output: the sum, or x if ``RMSNorm`` was asked to return it.
+    """
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:
-        # A gradient of the empty total that the operator returns.
-        grad_total = None
+        grad_total = None  # The operator's second output is empty then, and so is its gradient.
     backward = _backward_operator if operators.needs_operators(grad_y) else launch_backward
     grad_x, grad_residual, grad_weight = backward(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
     if residual_dtype is None:
         return grad_x, grad_weight, None, None, None
+    # Both gradients are the same numbers: that of the residual was written apart only for another dtype.
     return grad_x, grad_weight, grad_x if residual_dtype == x_dtype else grad_residual, None, None
 
 

@@ -44,9 +44,10 @@ _native: ModuleType | None = None
 
 
 def _option_number(options: Options) -> int:
-    """Return the number by which the C++ knows options: the first four's, and their count for each key of a window.
+    """Return the number by which the C++ knows options, the index of the first four in :data:`OPTIONS`.
 
-    :data:`UNKNOWN_OPTIONS` for those that only Python computes, or refuses.
+    A window of n keys adds n times ``len(OPTIONS)``. Options that only Python computes, or that it refuses, have
+    :data:`UNKNOWN_OPTIONS`.
     """
     number, (window, scale, aligned_at_end) = _option_numbers.get(options[:4], UNKNOWN_OPTIONS), options[4:]
     if number == UNKNOWN_OPTIONS or scale is not None or aligned_at_end:
@@ -70,7 +71,7 @@ def _kernel_view(tensor: Tensor, kernels: str) -> Tensor:
 
 
 def _kernel_statistic(tensor: Tensor) -> Tensor:
-    """Return numbers of queries as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
+    """Return one number for each query (a logsumexp or D) as kernels read it: contiguous, 16-byte aligned."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
@@ -79,7 +80,7 @@ def _empty_result(tensor: Tensor) -> Tensor:
     """Allocate a tensor like this one, with its strides where the kernels can write them."""
     if tensor.dim() <= 4 and tensor.stride(-1) == 1:
         result = torch.empty_like(tensor)
-        if result.stride(-1) == 1:
+        if result.stride(-1) == 1:  # Of a tensor that overlaps itself it may be another dimension's.
             return result
     return tensor.new_empty(tensor.shape)
 
@@ -87,7 +88,7 @@ def _empty_result(tensor: Tensor) -> Tensor:
 def _remember(
     signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
-    """Keep the plan of a signature; the kernels take its ``tensors`` (inputs and results) or copies of them."""
+    """Keep a signature's plan: direct if the kernels take ``tensors`` (inputs and results) themselves, and no copies."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
@@ -120,8 +121,8 @@ def _give_plan_to_native(add: str, plan: Plan, tensors: Sequence[Tensor], option
 
 def _backward_of_node(*arguments: Any) -> Sequence[Tensor]:
     """Compute the backward pass of a node of the C++ that has no plan, or where something else must see the kernels."""
-    backward = _backward_operator if needs_operators(arguments[5]) else _compute_backward
-    return backward(*arguments)
+    _query, _key, _value, _out, _logsumexp, grad_out, *_options = arguments
+    return (_backward_operator if needs_operators(grad_out) else _compute_backward)(*arguments)
 
 
 def _empty_results(plan: Plan) -> list[Tensor]:
@@ -140,7 +141,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tup
         results = _native.forward([query, key, value], _option_number(options))
         if results is not None:
             return results
-    # Kernels need 16-byte alignment.
+    # Kernels need 16-byte alignment. The index of a device is hashed faster, but is -1 for all that have none.
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
@@ -277,6 +278,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_logsumexp: Tensor) -> tuple:
+    # No gradient flows through the logsumexp, which triton_attention() detaches: what comes in for it is zeros.
     return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), *(None,) * len(ctx.options)
 
 
@@ -356,7 +358,7 @@ class FlashAttentionTriton(torch.autograd.Function):
             grads = _backward_operator(query, key, value, out, logsumexp, grad_out, *ctx.options)
         else:
             grads = _backward(query, key, value, out, logsumexp, grad_out, ctx.options)
-        return *grads, *(None,) * (1 + len(ctx.options))
+        return *grads, *(None,) * (len(ctx.options) + 1)  # For the options and return_logsumexp.
 
 
 def triton_attention(
@@ -366,7 +368,7 @@ def triton_attention(
     if torch.compiler.is_compiling():
         out, logsumexp = _forward_operator(query, key, value, *options)
         return (out, logsumexp.detach()) if return_logsumexp else out
-    # The C++ makes no node with two results; the launches behind FlashAttentionTriton are its own all the same.
+    # The C++ has no autograd node that also returns a logsumexp: FlashAttentionTriton, whose launches it makes, has.
     if _native is not None and not return_logsumexp:
         out = _native.attend(query, key, value, _option_number(options))
         if out is not None:
@@ -385,5 +387,6 @@ def triton_attention_backward(
     return grad_query, grad_key, grad_value
 
 
-# Function.apply without its share for torch.func, which takes 2 us and has nothing to do behind the refusal.
+# The apply() of Function's base class: Function's own looks for transforms of torch.func first, which takes 2 us, and
+# flash_attention() has refused these by then.
 _apply = super(torch.autograd.Function, FlashAttentionTriton).apply
