@@ -88,7 +88,7 @@ def _empty_result(tensor: Tensor) -> Tensor:
 def _remember(
     signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
-    """Keep a signature's plan: direct if the kernels take ``tensors`` (inputs and results) themselves, and no copies."""
+    """Keep a signature's plan: direct if the kernels take its ``tensors`` (inputs and results) themselves, not copies."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
@@ -194,7 +194,7 @@ def _backward(
     chosen = AttentionOptions(*options)
     if torch.are_deterministic_algorithms_enabled():
         chosen = chosen._replace(deterministic=True)
-    # Forward has checked the inputs. But strides may be others: what keeps tensors for backward may give copies back.
+    # Strides may be others than in forward: what keeps tensors for backward may give copies back.
     signature = (
         query.shape, key.shape, query.dtype, query.device, chosen,
         query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
@@ -208,6 +208,8 @@ def _backward(
         if logsumexp.is_contiguous():
             _give_plan_to_native("add_backward", plan, saved, options)
         return grads
+    if plan is None:
+        check(query, key, value, options)  # Forward has not checked them for flash_attention_backward().
     if INTERPRETED and query.dtype == torch.bfloat16:
         query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in saved)
         grads = _backward(query, key, value, out, logsumexp, grad_out, options)
@@ -379,10 +381,10 @@ def triton_attention(
 def triton_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`cs336sys.kernels.attention.flash_attention_backward`, which has checked its arguments."""
+    """Compute :func:`cs336sys.kernels.attention.flash_attention_backward`, which has checked its tensors."""
+    # Both ways take D = rowsum(dO * O) in the place of the output, see _backward().
     if needs_operators(query):
         return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
-    check(query, key, value, options)
     grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, options)
     return grad_query, grad_key, grad_value
 

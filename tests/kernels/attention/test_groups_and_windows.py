@@ -3,6 +3,8 @@
 The interpreter's tiles are 32 queries by 16 keys, so that windows of 1 to 70 are smaller and larger than either.
 """
 
+import contextlib
+import functools
 import itertools
 import math
 
@@ -470,6 +472,25 @@ def test_statistics_that_do_not_fit_are_refused(change, error, text, device):
     statistics = {name: one.to(device) for name, one in statistics.items()}
     with pytest.raises(error, match=text):
         flash_attention_backward(query, key, value, **statistics)
+
+
+@pytest.mark.parametrize(
+    "make_mode", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)], ids=["plain", "mode"]
+)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"implementation": "triton", "scale": math.nan}, UsageError, "scale nan is not finite"),
+        ({"implementation": "triton", "scale": -1.0}, UsageError, "scale -1.0 is not positive"),
+        ({"implementation": "hopper", "causal_alignment": "end"}, CapabilityError, "implementation 'hopper'"),
+    ],
+    ids=["not finite", "negative", "hopper"],
+)
+def test_backward_refuses_options_of_no_kernel_in_a_dispatch_mode_too(options, error, text, make_mode, device):
+    query, key, value = (one.detach() for one in grouped_inputs(2, 1, 8, 16, device))
+    statistics = query, query[..., 0], query[..., 0]
+    with make_mode(), pytest.raises(error, match=text):
+        flash_attention_backward(query, key, value, *statistics, is_causal=True, **options)
 
 
 def test_numbers_of_options_are_apart():
