@@ -70,7 +70,9 @@ def _reduce_row(
     logits_ptr, class_weight_ptr, origin, tile, last_start, num_columns, row_stride, softcap,
     SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Read a row's logits x, and return the last tile and what all logits sum up to.
+    """Reduce a row of logits x to its maximum and its sums; the tile at ``last_start``, read last, is returned as well.
+
+    ``tile``: 0, 1, ... for the columns of a tile. ``origin``: the target's logit, which label smoothing subtracts.
 
     Returns:
         x of the last tile; the maximum of the row; the sum of exp(x - maximum); the class weights of the last tile, 1
@@ -129,7 +131,7 @@ Shares = namedtuple("Shares", "target maximum softmax_factor target_share other_
 @triton.jit
 def _logit_gradient(x, column, weights, shares, CAPPED: tl.constexpr):
     """Return d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j, scaled."""
-    # maximum + log(sum) would have no digits left for log(sum) where all logits are large.
+    # Not exp(x - logsumexp): maximum + log(sum) would have no digits left for log(sum) where all logits are large.
     softmax = shares.softmax_factor * tl.exp(x - shares.maximum)
     gradient = softmax - shares.other_share * weights - tl.where(column == shares.target, shares.target_share, 0.0)
     if CAPPED:
@@ -365,7 +367,8 @@ def _allocate_grad_weight(
 
     They are fewer where the sums are in float32 and are rounded to a second tensor of dtype ``kept`` in the end.
     """
-    if not options.makes_gradients[1]:
+    _, makes_grad_weight = options.makes_gradients
+    if not makes_grad_weight:
         return torch.empty(0, dtype=options.dtype, device=weight.device), CHUNK_BYTES
     logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
     sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
@@ -381,7 +384,7 @@ def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
 
 
 def chunk_tokens(num_tokens: int, chunk_bytes: int, token_bytes: int) -> int:
-    """Return the tokens of a chunk: about as many in each, of ``chunk_bytes`` of logits at most, but one at least."""
+    """Return the tokens of a chunk, about as many in each: ``CHUNK_ALIGNMENT``, or a multiple if ``chunk_bytes`` allow."""
     most_tokens = max(CHUNK_ALIGNMENT, chunk_bytes // token_bytes // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
     num_chunks = triton.cdiv(num_tokens, most_tokens)
     return triton.cdiv(triton.cdiv(num_tokens, num_chunks), CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
@@ -449,7 +452,7 @@ def launch_forward(
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
 
-    if kept == torch.bfloat16:
+    if kept == torch.bfloat16:  # Its sums may be in float32; those of other dtypes are as they are kept.
         grad_weight = grad_weight.to(kept)
     loss = losses.sum() / divisor if options.is_averaged else losses.sum()
     if options.reduction == "none":
@@ -507,7 +510,7 @@ def _launch_kernel(
             SCALED=grad_loss is not None,
             COLUMN_TILE=column_tile,
             num_warps=column_tile // COLUMNS_OF_A_WARP,
-            enable_fp_fusion=True,
+            enable_fp_fusion=True,  # Without it triton 3.9 warns that it will not be the default.
         )  # fmt: skip
 
 
@@ -557,7 +560,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     hidden, weight, targets, *arguments = inputs
     options = LossOptions(*arguments)
     ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, options.gradient_dtype or weight.dtype
-    ctx.options = options._replace(copy=None, class_weight=None)
+    ctx.options = options._replace(copy=None, class_weight=None)  # Tensors are kept by save_for_backward() alone.
     if options.is_deferred:
         ctx.save_for_backward(hidden, weight, targets, options.copy, options.class_weight)
     else:

@@ -169,7 +169,10 @@ MIN_PROGRAMS_OF_MULTIPROCESSOR = 12
 
 @functools.lru_cache(maxsize=32)
 def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> Tensor:
-    """Return theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in 2^-64 turns."""
+    """Return theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in 2^-64 turns.
+
+    ``inverse``: for the rotation back the negative of that.
+    """
     turns = (math.fmod(theta ** (-2 * pair / dim) / (2 * math.pi), 1) for pair in range(dim // 2))
     # A fraction of more than a half is a negative int64.
     units = [(round(turn * 2**64) + 2**63) % 2**64 - 2**63 for turn in turns]
@@ -345,14 +348,14 @@ _operator = operators.define_operator(
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, positions, ctx.theta, ctx.inverse, *_ = inputs
-    ctx.dtype, ctx.strides = x.dtype, output.stride()
+    ctx.dtype, ctx.strides = x.dtype, output.stride()  # The strides of x, but without gaps.
     ctx.save_for_backward(positions)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
     rotate = _operator if operators.needs_operators(grad) else Rope.apply
-    # The transposed rotation is the rotation back; written as x was, so that a projection's gradient is contiguous.
+    # The transposed rotation is the rotation back. In the layout of x a projection's gradient is contiguous.
     grad_x = rotate(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
     return grad_x, None, None, None, None, None
 

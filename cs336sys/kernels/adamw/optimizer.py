@@ -95,6 +95,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _reset_tables(self) -> None:
+        """Begin without what is not pickled: tables of addresses, attached copies, and the last norm."""
         self._updated_by_step = ParameterSet([])
         self._updated_in_backward: list[ParameterSet] = []
         self._norm_and_clip_factor: Tensor | None = None
@@ -212,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def make_state(self, members: Sequence[GroupedParameter]) -> None:
-        """Make the state of every parameter that has a gradient and no state yet, as the first step would."""
+        """Make missing states of parameters with a gradient as a first step would: to predict memory without kernels."""
         for parameter, *_ in members:
             if parameter.grad is not None and not self.state[parameter]:
                 self.state[parameter].update(self._initial_state(parameter))
@@ -288,7 +289,7 @@ class AdamW(torch.optim.Optimizer):
         return [GroupedParameter(parameter, number, group) for number, (parameter, group) in enumerate(parameters)]
 
     def _update(self, part: ParameterSet) -> None:
-        """Update those of its members that have a gradient."""
+        """Update the members of a part that have a gradient, by tables that are new only if tensors have moved."""
         signature = self._signature(part.members)
         if signature == []:
             return
@@ -347,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
-        # ``other``: the low bits of the weight, or a copy that the kernel writes: of a master that is the parameter.
+        # ``other``: low bits of the weight, or its 16-bit copy, which the kernel writes: the parameter, if masters exist.
         weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
         extra_state = self._extra_state_name(parameter)
         if extra_state == "master":

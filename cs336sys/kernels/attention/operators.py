@@ -88,7 +88,7 @@ def _empty_result(tensor: Tensor) -> Tensor:
 def _remember(
     signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
-    """Keep a signature's plan: direct if the kernels take its ``tensors`` (inputs and results) themselves, not copies."""
+    """Keep a signature's plan, a direct one if kernels take its ``tensors`` (inputs and results) and no copies."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
