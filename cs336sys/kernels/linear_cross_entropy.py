@@ -384,7 +384,7 @@ def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
 
 
 def chunk_tokens(num_tokens: int, chunk_bytes: int, token_bytes: int) -> int:
-    """Return the tokens of a chunk, about as many in each: ``CHUNK_ALIGNMENT``, or a multiple if ``chunk_bytes`` allow."""
+    """Return the tokens of a chunk, about as many in each: ``CHUNK_ALIGNMENT``, or more if ``chunk_bytes`` allow it."""
     most_tokens = max(CHUNK_ALIGNMENT, chunk_bytes // token_bytes // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
     num_chunks = triton.cdiv(num_tokens, most_tokens)
     return triton.cdiv(triton.cdiv(num_tokens, num_chunks), CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT

@@ -268,10 +268,8 @@ def launch_forward(
 def _empty_grads(grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype):
     """Allocate the results of :func:`launch_backward`, whose arguments these are."""
     grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
-    if residual_dtype is None or residual_dtype == x_dtype:
-        grad_residual = torch.empty(0, dtype=x_dtype, device=total.device)
-    else:
-        grad_residual = torch.empty(total.shape, dtype=residual_dtype, device=total.device)
+    residual_shape = 0 if residual_dtype in (None, x_dtype) else total.shape
+    grad_residual = torch.empty(residual_shape, dtype=residual_dtype or x_dtype, device=total.device)
     return grad_x, grad_residual, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 

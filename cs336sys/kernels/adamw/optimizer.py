@@ -213,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def make_state(self, members: Sequence[GroupedParameter]) -> None:
-        """Make missing states of parameters with a gradient as a first step would: to predict memory without kernels."""
+        """Make missing states of parameters with gradients as a first step would: to predict memory without kernels."""
         for parameter, *_ in members:
             if parameter.grad is not None and not self.state[parameter]:
                 self.state[parameter].update(self._initial_state(parameter))
@@ -348,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
-        # ``other``: low bits of the weight, or its 16-bit copy, which the kernel writes: the parameter, if masters exist.
+        # ``other``: low bits of the weight, or its 16-bit copy, which the kernel writes: of a master the parameter.
         weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
         extra_state = self._extra_state_name(parameter)
         if extra_state == "master":

@@ -36,7 +36,8 @@ def calls_and_fix() -> tuple[str, str | None]:
 def settings_and_fix() -> tuple[str, str | None]:
     """Return which settings of the kernels are in force, and what to do about those that cannot be read."""
     try:
-        return kept_settings.read_settings(torch.device("cuda"))[1], None
+        _, description = kept_settings.read_settings(torch.device("cuda"))
+        return description, None
     except CapabilityError as error:
         return f"built-in settings: {error}", "`cs336sys flash --keep-settings` measures again."
 

@@ -31,7 +31,7 @@ class AttentionOptions(NamedTuple):
 
 Options = tuple[bool, str, bool, str, int | None, float | None, bool]
 
-CAUSAL_ALIGNMENTS = ("start", "end")
+CAUSAL_ALIGNMENTS = START, END = "start", "end"
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,9 @@ def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: Tensor, key
         raise UsageError(
             f"causal_alignment {causal_alignment!r} does not exist: choose one of {', '.join(CAUSAL_ALIGNMENTS)}"
         )
-    aligned_at_end = causal_alignment == CAUSAL_ALIGNMENTS[1]
+    aligned_at_end = causal_alignment == END
     check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)
+    # Tensors of fewer than two dimensions are refused later, by check_attention_inputs().
     return aligned_at_end and query.dim() > 1 < key.dim() and query.shape[-2] != key.shape[-2]
 
 

@@ -117,7 +117,7 @@ def sum_pointers(sums, sequence, rows, padded_rows, DIMS: tl.constexpr):
 
 @triton.jit
 def is_key_sequence(sequence, num_tiles, group_size):
-    """Return whether a query sequence, by which programs are numbered, stands for the keys' sequence as well."""
+    """Return whether the keys, too, have a sequence of this number: programs are numbered by sequences of queries."""
     return sequence < tl.num_programs(0) // num_tiles // group_size
 
 

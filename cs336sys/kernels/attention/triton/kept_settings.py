@@ -46,6 +46,7 @@ def kept_settings(pass_name: str, problem: AttentionProblem, device: torch.devic
 def key_of(pass_name: str, problem: AttentionProblem) -> str:
     """Return a text for the class of a problem, to which kept settings apply."""
     largest = problem_class(problem)
+    # Not the scale, the field that is not compared: it decides nothing.
     fields = [(field, getattr(largest, field.name)) for field in dataclasses.fields(largest) if field.compare]
     return " ".join([pass_name, *(f"{field.name}={value}" for field, value in fields if value != field.default)])
 

@@ -53,6 +53,7 @@ def _tile_constants(problem: AttentionProblem, tile: TileSettings) -> dict[str, 
         "causal": problem.is_causal,
         "windowed": problem.window is not None,
         "shifted": problem.diagonal != 0,
+        # To products of other dtypes it means nothing: one value of it compiles one variant of a kernel.
         "precision": problem.float32_precision if problem.dtype == torch.float32 else "ieee",
         "tma": tile.use_tma,
     }
@@ -63,6 +64,7 @@ def _descriptors(operand: Operand, rows: int, block_dim: int) -> Descriptors:
 
 
 def _launch_options(tile: TileSettings) -> dict:
+    """Return a launch's options; triton 3.9 warns without ``enable_fp_fusion``, whose default is to change in 3.10."""
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers

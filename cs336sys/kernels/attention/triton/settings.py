@@ -159,7 +159,8 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     Forward with 1, 2, 4 and 8 splits: 1x1x4096x64 0.0441, 0.0295, 0.0221, 0.0200; 1x1x16384x128 0.2224, 0.1442, 0.1539,
     0.1792. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
     """
-    # With fewer keys the second launch costs the CPU more than the splits save the GPU.
+    # With fewer keys the second launch costs the CPU more than the splits save the GPU. None is the interpreter. The
+    # times above are of bf16: float32, of which splits were not measured, is never split.
     num_keys = problem.keys_of_tile(tile.query_rows)
     if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
@@ -214,7 +215,7 @@ def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
     if problem.dtype != torch.float32:
         return replace(tile, key_rows=32) if needs_masks else tile
     is_small = needs_masks or (problem.head_dim <= 128 and _few_programs(problem, 64))
-    return replace(tile, query_rows=16) if is_small else tile
+    return replace(tile, query_rows=16) if is_small else tile  # Fewer rows also give more programs.
 
 
 def _float32_forward(problem: AttentionProblem) -> TileSettings:
@@ -254,7 +255,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         return _launch_bound_backward(problem)
     if problem.head_dim <= 32 and not deterministic:
         if not problem.tma_allowed:
-            # As above forward_settings, 1x1x8192x16: 0.0497 ms.
+            # By pointers, 1x1x8192x16: 0.0497.
             return _fused_with_splits(problem, pointer_tile, per_sm=4)
         # 1x1x8192x16: 0.046, without splits 0.118; 1x16x4096x32: 0.156, joint 0.174. With 32, 128 registers let four
         # programs share a multiprocessor.
@@ -288,7 +289,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 
 def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
-    # GPU time; a pass that computes D itself saves a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
+    # GPU time. A pass that computes D itself would save a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
     if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
         # With 64 keys it would spill registers.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
@@ -301,19 +302,20 @@ def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
 
 
 def _backward_with_register_operands(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
+    """Choose where products read operands from registers: 8.x, 12.x, AMD's GPUs, and of float32 10.x and 11.0 as well."""
     _, tile = _tiles_by_registers(problem)
     if problem.head_dim > 128:
         return joint(tile)
     if problem.dtype == torch.float32:
         # On an H200, with the A100's tiles: 1x16x4096x64 2.309, joint 3.165; x128 8.560, 12.784; by ieee 22.41, 42.55.
-        # With masks of columns the fused form spills 332 bytes on 8.9.
-        has_masks = 64 < problem.head_dim < 128
-        is_joint = deterministic or has_masks or problem.capability == AMD
+        # With masks of columns up to 128 the fused form spills 332 bytes on 8.9. AMD's were compiled in the joint form.
+        spills_if_fused = 64 < problem.head_dim < 128
+        is_joint = deterministic or spills_if_fused or problem.capability == AMD
         return joint(tile) if is_joint else _fused_with_splits(problem, tile, per_sm=4)
     if _is_launch_bound(problem):
         # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
         return joint(tile, precomputes_delta=problem.window is not None or problem.group_size > 1)
-    if problem.head_dim <= 32 and not deterministic:
+    if problem.head_dim <= 32 and not deterministic:  # As on an H200 by pointers, see backward_settings().
         return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), per_sm=4)
     return joint(tile)
 
