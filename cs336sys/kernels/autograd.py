@@ -28,8 +28,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 def refuse_transforms(function: str, remedy: str, *tensors: torch.Tensor) -> None:
     """Refuse derivatives in forward mode and transforms by torch.func, which would lose the tangent in silence."""
-    # Compiled code is not checked.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # Compiled code is not checked.
         return
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...): {remedy}")

@@ -97,13 +97,10 @@ def rotation_forward(theta: float) -> Callable:
 
 @functools.cache
 def attention_forward(theta: float | None, attention: Attention) -> Callable:
-    """Return the forward pass of causal self-attention, without rotations where ``theta`` is None.
-
-    Before the handle keeps copies of the weights (``qkv_copy``), the module computes as its class does.
-    """
+    """Return the forward pass of causal self-attention by copies of weights; ``theta`` is None without rotations."""
 
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        if attn.qkv_copy is None:
+        if attn.qkv_copy is None:  # Without copies the module computes as its class does.
             return type(attn).forward(attn, x, token_positions)
         gradient_dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=gradient_dtype)

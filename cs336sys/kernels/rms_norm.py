@@ -336,10 +336,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
 
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
-    """Return the gradients of x, weight and residual, and None for eps and dtype.
-
-    ``grad_total`` is that of the second output: the sum, or x if ``RMSNorm`` was asked to return it.
-    """
+    """Return gradients of the operator's arguments; ``grad_total`` is the sum's, or x's if ``RMSNorm`` returns x."""
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:

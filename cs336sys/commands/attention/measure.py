@@ -137,7 +137,7 @@ def implementation(workload: AttentionWorkload, device: torch.device):
         with torch._functorch.config.patch(donated_buffer=False):
             compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **_mask_options(workload))
             yield _flex(workload, device) if name == "flex" else compiled
-    elif name == "model":
+    elif name == "model":  # One of attn's, which has no windows.
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
         yield functools.partial(plain_attention, **_mask_options(workload))
@@ -166,7 +166,7 @@ def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
             # Without a window a single comparison, which torch's own examples compile.
             return query >= key if window is None else (query >= key) & (query - key < window)
 
-        mask = create_block_mask(sees, None, None, context, context, device=device.type, _compile=True)
+        mask = create_block_mask(sees, B=None, H=None, Q_LEN=context, KV_LEN=context, device=device.type, _compile=True)
     grouped = workload.key_heads != workload.heads
     return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
 
@@ -400,7 +400,7 @@ class UsersAttention(UsersProblem):
         first_head = key_head * self._heads_per_key_head
         queries = batch, slice(first_head, first_head + self._heads_per_key_head)
         keys = batch, slice(key_head, key_head + 1)
-        new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.given[0].device)
+        new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.intended[0].device)
         results = exact_results(new, self._head_workload)
         with torch.no_grad():
             for tensor, new_tensor, where in zip(self.intended, new, (queries, keys, keys, queries), strict=True):

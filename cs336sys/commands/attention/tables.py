@@ -85,7 +85,7 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
-    """Build the table of ``--dry-run``: each cell with the memory that plain attention of its shape needs."""
+    """Build the table of ``--dry-run``: the cells, those of plain attention with the memory that they will need."""
     cells = [Cell(command, dict(configuration), "ok") for configuration in configurations]
     rows = [
         cell.configuration
@@ -97,7 +97,7 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     columns = (*varying.values(), *named_columns("implementation", "predicted_held_gib", "predicted_peak_gib"))
     subject = f"{command}: cells and predicted memory (nothing was run)"
-    heading = titles.title(subject, cells, None, _SHAPE_COLUMNS, varying)
+    heading = titles.title(subject, cells, run=None, settings=_SHAPE_COLUMNS, shown=varying)
     return Table("plan", heading, columns, rows, notes)
 
 
@@ -121,7 +121,7 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
     row = cell.configuration | {"status": cell.status}
-    if cell.configuration["implementation"] != "model":
+    if cell.configuration["implementation"] != "model":  # Its softmax may keep other tensors than torch's.
         row |= _predicted_memory(cell)
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
 

@@ -108,7 +108,7 @@ class UsersOperation(UsersProblem):
         self, function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
     ):
         self._operation, self._workload, self._device = operation, workload, device
-        self.draw_intended()
+        self.draw_intended()  # UsersProblem's constructor copies what this chooses.
         super().__init__(lambda inputs: as_tuple(function(**inputs)))
 
     def draw_intended(self) -> None:

@@ -69,13 +69,11 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     figure, axes = new_axes(2 + 1.6 * max(2, len(groups)), 8.5, len(PARTS), sharex=True)
     width = 0.8 / max(1, len(implementations))  # Groups, which are 1 apart, have a gap between them.
     for drawing, part in zip(axes.flat, PARTS, strict=True):
+        rated = [cell for cell in measured if f"{part}_copy_percent" in cell.derived]
         for number, implementation in enumerate(implementations):
             offset = (number - (len(implementations) - 1) / 2) * width
-            cells_of_implementation = [
-                cell for cell in measured if cell.configuration["implementation"] == implementation
-            ]
-            rated = [cell for cell in cells_of_implementation if f"{part}_copy_percent" in cell.derived]
-            bars = {groups.index(_label(cell)) + offset: cell.derived[f"{part}_copy_percent"] for cell in rated}
+            drawn = [cell for cell in rated if cell.configuration["implementation"] == implementation]
+            bars = {groups.index(_label(cell)) + offset: cell.derived[f"{part}_copy_percent"] for cell in drawn}
             drawing.bar(list(bars), list(bars.values()), width, color=f"C{number}")
         drawing.axhline(100, color="black", linewidth=0.8)
         drawing.set_ylabel(f"{_words(part)}, % of a copy")

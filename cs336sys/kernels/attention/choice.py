@@ -91,8 +91,7 @@ def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     operands = [Operand(tensor) for tensor in tensors]
     problem = make_problem(query, key, operands, options)
     if _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
-        # Here and below: Gluon is imported only where its kernels run.
-        from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
+        from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan  # Gluon, imported only where it runs.
 
         return HopperForwardPlan(problem, operands, query.device)
     return ForwardPlan(problem, operands, query.device)

@@ -100,10 +100,8 @@ class Library:
             path.parent.mkdir(parents=True, exist_ok=True)
             is_first = _make_lock(Path(f"{path}.lock"))
             command = [sys.executable, str(BUILDER), str(path), *_build_command()]
-            nothing = subprocess.DEVNULL
-            self._build = subprocess.Popen(
-                command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-            )
+            null = subprocess.DEVNULL
+            self._build = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError as error:
             self._is_off = True
             _warn(str(error))

@@ -120,7 +120,7 @@ def _give_plan_to_native(add: str, plan: Plan, tensors: Sequence[Tensor], option
 
 
 def _backward_of_node(*arguments: Any) -> Sequence[Tensor]:
-    """Compute the backward pass of a node of the C++ that has no plan, or where something else must see the kernels."""
+    """Compute the backward pass of a node of autograd's graph: by the operator where something must see the kernels."""
     _query, _key, _value, _out, _logsumexp, grad_out, *_options = arguments
     return (_backward_operator if needs_operators(grad_out) else _compute_backward)(*arguments)
 
@@ -355,11 +355,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        if needs_operators(grad_out):
-            grads = _backward_operator(query, key, value, out, logsumexp, grad_out, *ctx.options)
-        else:
-            grads = _backward(query, key, value, out, logsumexp, grad_out, ctx.options)
+        grads = _backward_of_node(*ctx.saved_tensors, grad_out, *ctx.options)
         return *grads, *(None,) * (len(ctx.options) + 1)  # For the options and return_logsumexp.
 
 
@@ -382,11 +378,9 @@ def triton_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute :func:`cs336sys.kernels.attention.flash_attention_backward`, which has checked its tensors."""
-    # Both ways take D = rowsum(dO * O) in the place of the output, see _backward().
-    if needs_operators(query):
-        return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
-    grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, options)
-    return grad_query, grad_key, grad_value
+    backward: Any = _backward_operator if needs_operators(query) else _compute_backward
+    # Both take D = rowsum(dO * O) in the place of the output, see _backward().
+    return backward(query, key, value, delta, logsumexp, grad_out, *options)
 
 
 # The apply() of Function's base class: Function's own looks for transforms of torch.func first, which takes 2 us, and

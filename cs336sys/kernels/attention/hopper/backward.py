@@ -187,7 +187,7 @@ def backward_kernel(
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
-    barriers = Barriers(
+    barriers = Barriers(  # Of each kind how many there are, and how many arrivals end a phase.
         key_ready=new_barriers(1, 1),
         value_ready=new_barriers(1, 1),
         query_ready=new_barriers(STAGES, 1),

@@ -280,7 +280,7 @@ def reducer_backward_kernel(
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         result_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
     )
-    barriers = Barriers(
+    barriers = Barriers(  # Of each kind how many there are, and how many arrivals end a phase.
         key_ready=new_barriers(2, 1),
         value_ready=new_barriers(2, 1),
         keys_free=new_barriers(2, 3),

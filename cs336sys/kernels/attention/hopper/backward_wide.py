@@ -157,7 +157,7 @@ def wide_backward_kernel(
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute what ``backward.backward_kernel`` does, for 64 keys of one sequence."""
+    """Compute what ``backward.backward_kernel`` does, which explains the arguments, for 64 keys of one sequence."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
@@ -173,7 +173,7 @@ def wide_backward_kernel(
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
-    barriers = Barriers(
+    barriers = Barriers(  # Of each kind how many there are, and how many arrivals end a phase.
         key_ready=new_barriers(1, 1),
         value_ready=new_barriers(1, 1),
         query_ready=new_barriers(STAGES, 1),

@@ -47,7 +47,7 @@ def sum_pieces_kernel(
     pieces, grad_key, grad_value, schedule, grad_key_strides, grad_value_strides, first_item, num_pieces, num_key_heads,
     num_keys, HEAD_DIM: tl.constexpr, NUM_TILES: tl.constexpr, COLUMNS: tl.constexpr, AT_A_TIME: tl.constexpr,
 ):  # fmt: skip
-    """Write COLUMNS of dK and dV of 64 keys of an item in pieces: sums over the pieces, AT_A_TIME after another.
+    """Write COLUMNS of dK and dV of 64 keys: sums over the pieces that an item was cut into, AT_A_TIME of them at once.
 
     An item has NUM_TILES times 64 keys, whose shares lie as the backward kernels wrote them; ``first_item``: where in
     the schedule the first such item stands.

@@ -417,7 +417,7 @@ def forward_kernel(
     shared = Shared(
         Tensors(query, key, value, out),
         Buffers(query_tiles, key_ring, value_ring, out_tiles, largest_sums),
-        Barriers(
+        Barriers(  # Of each kind how many there are, and how many arrivals end a phase.
             query_ready=new_barriers(CONSUMERS, 1),
             query_free=new_barriers(CONSUMERS, 1),
             key_ready=new_barriers(STAGES, 1),

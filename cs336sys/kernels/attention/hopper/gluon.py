@@ -59,9 +59,9 @@ def named_barrier_wait(number, threads):
 
 @gluon.jit
 def change_kernels():
-    """Wait for the kernel before this one, if this one was launched early, and let the next one begin in its turn.
+    """Wait for the kernel before this one, if this one was launched early, and let the next kernel be launched early.
 
-    That begins when all programs have said so and a multiprocessor has room, and waits in the same way.
+    That begins when all programs have come here and a multiprocessor has room, and then waits here for this one.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;",

@@ -78,7 +78,7 @@ class GluonDescriptors(Descriptors):
         swizzled: bool = True,
     ):
         super().__init__(shape, strides, block_shape)
-        layout = gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block_shape))
+        layout = gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block_shape))  # 0: not swizzled.
         if swizzled:
             layout = gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype])
         self._layout = (*self._layout, layout)

@@ -1,6 +1,8 @@
 """Assign tiles to the programs of the Hopper kernels, in order: integer arithmetic only.
 
-The host makes the schedule of a launch once; the functions behind ``as_table`` are also compiled into the kernels by
+An *item* is a tile of queries (forward) or keys (backward) of one sequence (a head of a batch element). For an item a
+program makes a *visit* to each tile of the other that it needs; a *piece* of an item has a part of these visits. The
+host makes the schedule of a launch once; the functions behind ``as_table`` are also compiled into the kernels by
 ``gluon.jit``: hence their ``min`` and no call of one by another.
 """
 
@@ -103,6 +105,7 @@ def cut_all(
         """Return when the last program is done that has items and, behind ``num_whole`` of them, pieces of items."""
         costs_of_programs = [whole_cost + visits for visits in num_visits]
         costs_of_programs += [piece_cost + -(-visits // num_pieces) for visits in num_visits]
+        # Pairs as share_out takes items, of which it reads the first: where the cost stands. The second is not needed.
         programs = [(tile, 0) for tile, _ in items[:num_whole]]
         programs += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
         shares = share_out(programs, costs_of_programs, num_programs)
@@ -139,8 +142,9 @@ def as_table_of_pieces(
     table = [(pieces, first_item + item) for pieces, item in works]
     if num_programs:
         num_tiles = len(costs) // 2
-        kinds = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
-        shares = share_out(kinds, costs, num_programs)
+        # Each with where its cost stands, its tile or, of a piece, num_tiles behind that.
+        rows = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
+        shares = share_out(rows, costs, num_programs)
         table = as_table([[table[work] for _, work in share] for share in shares])
     return table + list(items)
 
@@ -153,8 +157,8 @@ def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causa
     last_query = min(first_query + query_rows, num_queries) - 1
     first_sees = min(num_keys, first_query + 1) if is_causal else num_keys
     last_sees = min(num_keys, last_query + 1) if is_causal else num_keys
-    some = 1 if first_query < num_queries else 0
-    return first_sees // key_rows * some, (last_sees + key_rows - 1) // key_rows * some
+    has_queries = 1 if first_query < num_queries else 0
+    return first_sees // key_rows * has_queries, (last_sees + key_rows - 1) // key_rows * has_queries
 
 
 def window_tiles(first_query, query_rows, num_queries, key_rows, window, end):

@@ -68,10 +68,11 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # 1x16x16384x32: 0.771; not taking turns 0.790. Two programs of two consumers a multiprocessor lose 9 %.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 64:
-        # 1x16x16384x64: 0.969; not taking turns 0.969. 8x16x2048x64: 0.156, 0.169. Full 1x16x16384x64: 1.930, 1.880.
+        # Taking turns and not: 1x16x16384x64 0.969, 0.969; 8x16x2048x64 0.156, 0.169; full 1x16x16384x64 1.930, 1.880.
         # Shorter items waste less at the ends of few rounds. Two consumers and three: full 4x16, 512 queries and 4096
-        # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
-        # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
+        # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144, where a round of two takes 0.8 of the time of one of three;
+        # 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161; 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178,
+        # 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
         rounds_of_two, rounds_of_three = (
             math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * consumers)) for consumers in (2, 3)
         )
@@ -82,8 +83,8 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
         # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021.
         return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
-    # 1x16x16384x128: 1.519; taking turns 1.576. 8x16x2048x128: 0.230, 0.225. Full 1x16x16384x128: 3.013, 3.067;
-    # 1x16x4096x128: 0.194, 0.186; 8x16x2048x128: 0.378, 0.377.
+    # Not taking turns and taking them: 1x16x16384x128 1.519, 1.576; 8x16x2048x128 0.230, 0.225; full 1x16x16384x128
+    # 3.013, 3.067; full 1x16x4096x128 0.194, 0.186; full 8x16x2048x128 0.378, 0.377.
     take_turns = problem.num_keys <= (2048 if problem.is_causal else 4096)
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
@@ -125,8 +126,8 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
     """Return the same of the backward kernel, against the deterministic form of plain Triton if it must be that.
 
-    Grouped queries count as one head of keys each, because items are cut into pieces until they fill the GPU; in the
-    deterministic form they are not.
+    Items are counted as if each head of queries had keys of its own: those of a group are cut into pieces until they
+    fill the GPU. In the deterministic form they are not cut, and are counted as they are.
     """
     items_per_multiprocessor = _items_per_multiprocessor(
         problem, problem.num_keys, hopper_backward_settings(problem).key_rows

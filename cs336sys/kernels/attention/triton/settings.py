@@ -302,7 +302,7 @@ def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
 
 
 def _backward_with_register_operands(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
-    """Choose where products read operands from registers: 8.x, 12.x, AMD's GPUs, and of float32 10.x and 11.0 as well."""
+    """Choose where products read operands from registers: 8.x, 12.x, AMD's GPUs, and for float32 10.x and 11.0, too."""
     _, tile = _tiles_by_registers(problem)
     if problem.head_dim > 128:
         return joint(tile)
