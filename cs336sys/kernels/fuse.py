@@ -188,8 +188,7 @@ STACKED = {
     "SwiGLU": {"gate_up_copy": ("w1", "w3"), "down_copy": ("w2",)},
 }
 
-# The model's last layer, by its name in the model.
-HEAD = "lm_head"
+HEAD = "lm_head"  # The model's last layer, by its name in the model.
 
 # By a kernel's name, the classes whose forward passes it replaces; the loss's kernel replaces the head's.
 KERNELS: dict[str, tuple[str, ...]] = {
@@ -202,8 +201,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 # The attributes of a fused last layer; targets and options of the loss have values within Fused.loss alone.
 _HEAD_STATE: dict[str, Any] = dict.fromkeys(("targets", "copy", "gradient_dtype", "softcap")) | {"loss_options": {}}
 
-# Where a fused model keeps its handle.
-_HANDLE = "fused_kernels"
+_HANDLE = "fused_kernels"  # Where a fused model keeps its handle.
 
 
 class Replacement(NamedTuple):
@@ -320,7 +318,7 @@ class Fused:
         for module, replacement in self._replacements.items():
             if replacement.stacks or module is self._head:  # Their forward passes multiply by copies, and read it.
                 module.__dict__["gradient_dtype"] = gradient_dtype
-        if gradient_dtype != torch.float32:  # Of these weights, which are float32, that is the dtype anyway.
+        if gradient_dtype != torch.float32:  # float32 is the dtype of these weights' gradients anyway.
             for weight, _ in copies:
                 weight.grad_dtype = gradient_dtype
         copies.refresh()

@@ -215,8 +215,7 @@ def cross_entropy_scale_kernel(
 
 
 CHUNK_BYTES = LOGITS_CHUNK_BYTES
-# A chunk is this many tokens or a multiple: the rows of a tile of cuBLAS.
-CHUNK_ALIGNMENT = 128
+CHUNK_ALIGNMENT = 128  # A chunk is this many tokens or a multiple: the rows of a tile of cuBLAS.
 # Rows of a chunk begin at multiples of this many logits, so that every row is read 128 bits at a time.
 ROW_ALIGNMENT = 64
 # cuBLAS is slow at products of which a side is no multiple of this, even if all rows are aligned: 8192 x 2560 x 50,257

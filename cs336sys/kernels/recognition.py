@@ -20,8 +20,7 @@ from cs336sys.kernels.rms_norm import reference_rms_norm
 from cs336sys.kernels.rope import reference_rope
 from cs336sys.kernels.swiglu import reference_swiglu
 
-# Attributes in which norms keep their epsilon.
-_EPSILON_NAMES = ("eps", "variance_epsilon", "epsilon")
+_EPSILON_NAMES = ("eps", "variance_epsilon", "epsilon")  # Attributes in which norms keep their epsilon.
 
 # Widths of the trial weights of a SwiGLU. They differ, so that no other order of layers fits.
 _WIDTH, _INNER_WIDTH = 4, 6
@@ -31,8 +30,7 @@ _ROW_SCALES = (0.1, 1.0, 1e3)
 _LEADING_SHAPES = ((2,), (), (1, 2))
 # Largest error of an output, relative to the largest element of its row, by the dtype of input and weights.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-# Largest error of a gradient in float32, likewise.
-_GRADIENT_TOLERANCE = 1e-3
+_GRADIENT_TOLERANCE = 1e-3  # Largest error of a gradient in float32, likewise.
 
 # An operation, its arguments and its named arguments, with ... for the result of the operation before.
 _Step = tuple[Callable, tuple, dict[str, Any]]

@@ -11,8 +11,7 @@ from torch import Tensor
 from cs336sys.kernels import operators
 from cs336sys.kernels.autograd import once_differentiable
 
-# A matrix, with strides of its rows and columns.
-Matrix = namedtuple("Matrix", "pointer strides")
+Matrix = namedtuple("Matrix", "pointer strides")  # A matrix, with strides of its rows and columns.
 
 
 @triton.jit
@@ -336,7 +335,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
 
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
-    """Return gradients of the operator's arguments; ``grad_total`` is the sum's, or x's if ``RMSNorm`` returns x."""
+    """Return gradients of the operator's arguments; ``grad_total``: of the sum, or of x if ``RMSNorm`` returns it."""
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:

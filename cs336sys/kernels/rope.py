@@ -214,7 +214,7 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
     else:
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
         positions_strides = positions.stride()
-    shared = positions_strides[1] == 0 or heads == 1
+    shared = positions_strides[1] == 0 or heads == 1  # The stride of heads: 0 if all have the same positions.
     num_programs, _, tile = _tiling(batches, [heads], num_rows, dim, x.device)
     config = RotationConfig(*tile, implied_positions=implied, shared_positions=shared)
     frequencies, strides = _frequencies(dim, theta, inverse, x.device), (x.stride(), y.stride(), positions_strides)

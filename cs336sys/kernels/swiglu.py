@@ -104,8 +104,8 @@ def _empty_grads(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tu
 def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate and up, and the product in the dtype of ``grad``, empty unless recomputed."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
-    inputs = _as_matrices(gate, up, grad)
-    _launch_backward(inputs, (grad_gate, grad_up, product), grad_row_stride=inputs[0].shape[1])
+    gate, up, grad = _as_matrices(gate, up, grad)
+    _launch_backward((gate, up, grad), (grad_gate, grad_up, product), grad_row_stride=gate.shape[1])
     return grad_gate, grad_up, product
 
 
@@ -117,7 +117,7 @@ def _launch_backward(inputs: Sequence[Tensor], results: Sequence[Tensor], grad_r
         results: gradients of gate and up, and the product, which is written if it has elements.
         grad_row_stride: elements from one row of either gradient to the next.
     """
-    gate, product = inputs[0], results[2]
+    (gate, _, _), (_, _, product) = inputs, results
     if gate.numel() == 0:
         return
     num_programs, constants = _swiglu_tiling(gate)

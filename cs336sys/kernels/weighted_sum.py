@@ -18,8 +18,7 @@ COLUMN_TILE = 128
 BACKWARD_TILE_ELEMENTS = 4096
 MAX_BACKWARD_COLUMNS = 1024
 BACKWARD_ROWS = 128
-# Tiles that a program loads ahead, and the one it computes.
-BACKWARD_STAGES = 3
+BACKWARD_STAGES = 3  # Tiles that a program loads ahead, and the one it computes.
 
 
 @triton.jit

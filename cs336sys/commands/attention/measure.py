@@ -396,6 +396,7 @@ class UsersAttention(UsersProblem):
         super().__init__(lambda inputs: (attention(*inputs.values()),))
 
     def draw_intended(self) -> None:
+        """Draw one head of keys and values anew, with the queries that share it, and compute what is right for them."""
         batch, key_head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
         first_head = key_head * self._heads_per_key_head
         queries = batch, slice(first_head, first_head + self._heads_per_key_head)

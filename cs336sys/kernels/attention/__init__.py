@@ -133,7 +133,7 @@ def flash_attention(
         return FlashAttentionTorch.apply(
             query, key, value, is_causal, window, return_logsumexp, scale, causal_alignment
         )
-    precision = float32_precision or FLOAT32_PRECISIONS[0]
+    precision = float32_precision or FLOAT32_PRECISIONS[0]  # The first is the default.
     check_scale(scale)
     if scale is not None and scale <= 0:
         # The kernels take the maximum of the scores before they scale them: by a positive scale, so that it stays the
@@ -206,7 +206,7 @@ def flash_attention_backward(
             rule = score_rule(query, key, value, is_causal, window, scale, causal_alignment)
             grads = tiled_backward(query, key, value, logsumexp, grad_out, delta, rule, tile)
         else:
-            precision = float32_precision or FLOAT32_PRECISIONS[0]
+            precision = float32_precision or FLOAT32_PRECISIONS[0]  # The first is the default.
             aligned_at_end = is_aligned_at_end(causal_alignment, is_causal, query, key)
             options = is_causal, precision, deterministic, implementation, window, scale, aligned_at_end
             grads = triton_attention_backward(query, key, value, grad_out, logsumexp, delta, options)

@@ -29,8 +29,7 @@ from cs336sys.kernels.attention.problem import (
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import define_gradient, define_operator, needs_operators
 
-# The module of the functions with which torch.compile's code allocates.
-_inductor_allocation = torch._C._dynamo.guards
+_inductor_allocation = torch._C._dynamo.guards  # Functions with which torch.compile's code allocates.
 
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
@@ -39,8 +38,7 @@ _plans: dict[tuple, Plan] = {}
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
-# The compiled module of native_call, loaded for the first plan that it can be given.
-_native: ModuleType | None = None
+_native: ModuleType | None = None  # native_call's compiled module, loaded for the first plan that it can be given.
 
 
 def _option_number(options: Options) -> int:

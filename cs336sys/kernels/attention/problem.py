@@ -80,6 +80,7 @@ class Operand:
     def __init__(self, tensor: Tensor):
         leading = (1,) * (4 - tensor.dim())
         self.shape = (*leading, *tensor.shape)
+        self.num_heads = self.shape[1]
         strides = [*leading, *tensor.stride()]
         for dim in (2, 1, 0):
             if self.shape[dim] == 1:  # any stride addresses the same; a descriptor needs this one

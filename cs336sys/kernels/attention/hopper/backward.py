@@ -51,6 +51,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dK and dV of one warpgroup's 64 keys, and half of the columns of dQ for the program's 128 keys."""
     tensors, buffers, barriers, schedule, shape = shared
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers

@@ -12,8 +12,7 @@ from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, change_kerne
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
-# Stands for a key behind the last one.
-NOBODY_SEES = gl.constexpr(2**31 - 1)
+NOBODY_SEES = gl.constexpr(2**31 - 1)  # Stands for a key behind the last one.
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 # How many turns to add to dQ may have come and not been used: two more than the ring has stages, because a reducer
 # frees scores, by which consumers go on to the tile after next, before it takes its turn.

@@ -34,8 +34,7 @@ from cs336sys.kernels.attention.hopper import backward_tiles as tiles
 from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
 from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
 
-# The queries of a tile for which one warpgroup computes scores.
-HALF_ROWS = gl.constexpr(ROWS.value // 2)
+HALF_ROWS = gl.constexpr(ROWS.value // 2)  # The queries of a tile for which one warpgroup computes scores.
 
 Buffers = namedtuple(
     "Buffers",
@@ -56,6 +55,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dK and dV of the program's keys, and their share of dQ: of each one warpgroup's half of the columns."""
     tensors, buffers, barriers, schedule, shape = shared
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, weights_tiles, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready, query_free, grad_out_free, weights_ready, _, _, turn = barriers

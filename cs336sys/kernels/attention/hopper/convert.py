@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-# The queries of a tile.
-ROWS = tl.constexpr(64)
+ROWS = tl.constexpr(64)  # The queries of a tile.
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries"])

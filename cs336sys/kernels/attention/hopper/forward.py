@@ -51,10 +51,8 @@ from cs336sys.kernels.attention.hopper.gluon import (
 from cs336sys.kernels.attention.hopper.schedule import key_tiles, window_tiles
 
 LN_2 = gl.constexpr(0.6931471805599453)
-# The rows of one warpgroup's matrix instruction.
-CONSUMER_ROWS = gl.constexpr(64)
-# Of a warpgroup.
-WARPS = gl.constexpr(4)
+CONSUMER_ROWS = gl.constexpr(64)  # The rows of one warpgroup's matrix instruction.
+WARPS = gl.constexpr(4)  # Of a warpgroup.
 # With a larger head dimension shared memory has no room for tiles of the output: they take those of the queries.
 LARGEST_WITH_OUT_TILES = gl.constexpr(128)
 # The maximum of a row that has seen no key or only scores of -inf. Subtracted from one of these it gives a weight of 0,
@@ -139,6 +137,7 @@ def _load(tensor, batch, head, row, ring, ready, use, FREE: gl.constexpr, CONFIG
 
 @gluon.jit
 def _producer(shared, group_size, CONFIG: gl.constexpr):
+    """Load the queries of all consumers for each item of the program, and the keys and values that any of them sees."""
     tensors, buffers, barriers, schedule, shape = shared
     query, key, value, _ = tensors
     query_tiles, key_ring, value_ring, _, _ = buffers
@@ -360,6 +359,7 @@ def _skip(first_use, end, barriers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 
 @gluon.jit
 def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute, for each item of the program, the 64 queries of one consumer."""
     _, _, barriers, schedule, shape = shared
     if CONFIG.take_turns and CONFIG.consumers - 1 == CONSUMER:
         # The first consumer's first turn.

@@ -31,10 +31,8 @@ from cs336sys.kernels.attention.plan import (
 from cs336sys.kernels.attention.problem import AttentionProblem, Operand
 from cs336sys.kernels.attention.triton.plans import BackwardPlan
 
-# The rows of one warpgroup's tile, in both kernels.
-WARPGROUP_ROWS = 64
-# A program of the backward kernel streams tiles of these many queries.
-BACKWARD_QUERY_ROWS = 64
+WARPGROUP_ROWS = 64  # The rows of one warpgroup's tile, in both kernels.
+BACKWARD_QUERY_ROWS = 64  # A program of the backward kernel streams tiles of these many queries.
 
 # Of the multiprocessors, each of which runs one program: how many programs that add to dQ in turn may begin before one
 # that they wait for. If other kernels kept more than the rest to themselves, it would never begin.
@@ -104,7 +102,7 @@ class HopperForwardPlan(Plan):
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
-        num_heads = operands[0].shape[1]
+        query, *_ = operands
         # Of the items of a sequence, in tiles of keys: those that its queries see, and one for all else.
         costs = []
         for first_query in range(0, problem.num_queries, item_rows):
@@ -130,7 +128,7 @@ class HopperForwardPlan(Plan):
         launch = Launch(
             forward_kernel,
             num_programs,
-            (num_heads, *lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0),
+            (query.num_heads, *lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0),
             (
                 HopperForwardConfig(
                     head_dim=problem.head_dim,
@@ -195,13 +193,13 @@ class HopperBackwardPlan(BackwardPlan):
         # The table ends with the items, and these with those in pieces.
         self._first_cut = len(table) - self._num_cut
         self._add_tensor("schedule", torch.tensor(table, dtype=torch.int32, device=self._device))
-        num_key_heads, lengths = self._operands[1].shape[1], (problem.num_queries, problem.num_keys)
+        lengths = problem.num_queries, problem.num_keys
         scales = problem.scale, problem.scale * math.log2(math.e)
         window = problem.window or 0, self._window_tiles
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
-            (num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
+            (self._num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
             (
                 HopperBackwardConfig(
                     head_dim=problem.head_dim,
@@ -297,25 +295,25 @@ class HopperBackwardPlan(BackwardPlan):
         return *self._read_by_pass, statistics, *results, turns, pieces, "schedule"
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
-        problem = self._problem
+        problem, (grad_query_sum, *_) = self._problem, sums
+        grad_query_strides, *key_strides = self._grad_strides
         num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
         convert = Launch(
             convert_register_order_kernel,
             problem.num_sequences * num_tiles,
-            (self._grad_strides[0], num_tiles, self._operands[0].shape[1], problem.num_queries, problem.scale),
+            (grad_query_strides, num_tiles, self._num_heads, problem.num_queries, problem.scale),
             # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension. The last: EARLY.
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
             **_BACKWARD_OPTIONS,
         )
-        self._add_launch(convert, sums[0], "grad_query")
+        self._add_launch(convert, grad_query_sum, "grad_query")
         if self._num_cut:
             num_tiles = self._settings.key_rows // WARPGROUP_ROWS
             columns, at_a_time = SUMMED_OF_ONE_HEAD if problem.group_size == 1 else SUMMED_OF_GROUP
-            num_key_heads, strides = self._operands[1].shape[1], self._grad_strides[1:]
             sum_pieces = Launch(
                 sum_pieces_kernel,
                 self._num_cut * num_tiles * (problem.head_dim // columns),
-                (*strides, self._first_cut, self._num_pieces, num_key_heads, problem.num_keys),
+                (*key_strides, self._first_cut, self._num_pieces, self._num_key_heads, problem.num_keys),
                 (problem.head_dim, num_tiles, columns, at_a_time),
             )
             self._add_launch(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

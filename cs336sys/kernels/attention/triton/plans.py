@@ -34,8 +34,7 @@ from cs336sys.kernels.attention.triton.settings import BackwardPass, TileSetting
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
 ELEMENTWISE_TILE = 4096
 
-# The rows of a program that combines splits of the keys; 1x1x2048 gives 128 programs.
-COMBINED_ROWS = 16
+COMBINED_ROWS = 16  # The rows of a program that combines splits of the keys; 1x1x2048 gives 128 programs.
 
 
 def _block_dim(problem: AttentionProblem) -> int:
@@ -82,7 +81,8 @@ class ForwardPlan(Plan):
         settings = kept_settings("forward", problem, device) or forward_settings(problem)
         tile, num_splits = settings.tile, settings.num_splits
         block_dim = _block_dim(problem)
-        num_heads, out_strides = operands[0].shape[1], operands[3].row_strides
+        query, _, _, out = operands
+        num_heads, out_strides = query.num_heads, out.row_strides
         results = "out", "logsumexp"
         if num_splits > 1:
             num_rows = problem.num_sequences * problem.num_queries
@@ -151,6 +151,9 @@ class BackwardPlan(Plan):
         super().__init__(device)
         self._problem = problem
         self._operands = operands
+        query, key, _, grad_out = operands
+        self._num_heads, self._num_key_heads = query.num_heads, key.num_heads
+        self._grad_out_strides = grad_out.row_strides
         self._delta_given = out is None
         self._out_strides = (0, 0, 0) if out is None else out.row_strides
         self._grad_operands = grads
@@ -186,13 +189,12 @@ class BackwardPlan(Plan):
     def _add_prepared(self, passes: Sequence[Launch]) -> None:
         """Add the passes between the launch that prepares them and, in the fused form, the one that converts sums."""
         problem = self._problem
-        num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
         # Programs that share a tile of keys add dK and dV up in float32, as all programs of the fused form add up dQ.
         key_sums = self._num_splits > 1
         summed_keys = self._padded_keys if key_sums else 0
         num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
-        strides = self._out_strides, self._operands[3].row_strides
+        strides = self._out_strides, self._grad_out_strides
         sizes = problem.group_size, problem.num_queries, self._padded_queries, self._padded_keys
         tile = problem.head_dim, self._block_dim, rows
         sums_to_clear = {"fused": self.fused, "key_sums": key_sums, "turns": self._takes_turns}
@@ -200,37 +202,40 @@ class BackwardPlan(Plan):
         prepare = Launch(
             backward.prepare_kernel,
             problem.num_sequences * num_tiles,
-            (*strides, num_tiles, num_heads, *sizes),
+            (*strides, num_tiles, self._num_heads, *sizes),
             (backward.PrepareConfig(*tile, has_delta=self._delta_given, **(sums_to_clear | launching)),),
         )
         statistics = self._add_tensor("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
-        sums = [statistics] * 3  # stands in for what the form does not touch
+        # The statistics stand in for sums that the form does not touch.
+        grad_query_sum = grad_key_sum = grad_value_sum = statistics
         results: Sequence[str] = GRADIENTS
         if self.fused:
             num_rows = problem.num_sequences * self._padded_queries
-            sums[0] = self._add_tensor("grad_query_sum", Scratch((num_rows, self._block_dim)))
+            grad_query_sum = self._add_tensor("grad_query_sum", Scratch((num_rows, self._block_dim)))
         if key_sums:
             key_sum = Scratch((problem.num_key_sequences * self._padded_keys, self._block_dim))
-            sums[1:] = (self._add_tensor(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
-            results = "grad_query", *sums[1:]
+            grad_key_sum = self._add_tensor("grad_key_sum", key_sum)
+            grad_value_sum = self._add_tensor("grad_value_sum", key_sum)
+            results = "grad_query", grad_key_sum, grad_value_sum
         turns = statistics
         if self._takes_turns:
             turns = self._add_tensor("turns", Scratch((problem.num_sequences, self._padded_queries)))
+        sums = grad_query_sum, grad_key_sum, grad_value_sum
         self._add_launch(prepare, "out", "grad_out", "logsumexp", statistics, *sums, turns)
         for launch in passes:
-            self._add_launch(launch, *self._tensors_of_pass(statistics, sums[0], results))
+            self._add_launch(launch, *self._tensors_of_pass(statistics, grad_query_sum, results))
         if self.fused:
             self._add_convert(sums, rows, key_sums)
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
         """Add the launch that makes gradients of the sums of dQ, dK and dV, with ``rows`` a program."""
-        problem, num_heads = self._problem, self._operands[0].shape[1]
+        problem = self._problem
         num_tiles = triton.cdiv(max(self._padded_queries, self._padded_keys if key_sums else 0), rows)
         sizes = problem.group_size, problem.num_queries, problem.num_keys, self._padded_queries, self._padded_keys
         convert = Launch(
             backward.convert_grad_query_kernel,
             problem.num_sequences * num_tiles,
-            (*self._grad_strides, num_tiles, num_heads, *sizes, problem.scale),
+            (*self._grad_strides, num_tiles, self._num_heads, *sizes, problem.scale),
             (backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
         self._add_launch(convert, *sums, *GRADIENTS)
@@ -259,7 +264,7 @@ class BackwardPlan(Plan):
                     [*(operand.row_strides for operand in self._operands), *self._grad_strides, self._out_strides]
                 ),
                 *backward.Numbers(
-                    num_heads=self._operands[0].shape[1],
+                    num_heads=self._num_heads,
                     group_size=problem.group_size,
                     num_sequences=problem.num_sequences,
                     num_queries=problem.num_queries,
@@ -295,8 +300,8 @@ class BackwardPlan(Plan):
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
         """Return a prepared pass's arguments; ``grads``: what it writes the gradients of query, key and value to."""
-        # The last stands in for the output.
-        return *self._read_by_pass, statistics, grad_query_sum, *grads, grads[0]
+        grad_query, *_ = grads
+        return *self._read_by_pass, statistics, grad_query_sum, *grads, grad_query  # The last stands in for the output.
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
         """Return a pass's inputs as descriptors: query, key, value, output gradient, statistics, sum of dQ if fused.

@@ -208,6 +208,7 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
 
 
 def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
+    """Return the forward kernel's tile where products read their operands from registers."""
     tile, _ = _tiles_by_registers(problem)
     # Three loops over keys (a window) instead of two, or masks of columns (a head dimension that is padded to 128),
     # spill up to 88 bytes of a thread's registers on 12.0 with a whole tile.
@@ -321,6 +322,7 @@ def _backward_with_register_operands(problem: AttentionProblem, deterministic: b
 
 
 def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
+    """Choose the passes for head dimensions above 128, where products read their operands from shared memory."""
     # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
     if problem.tma_allowed and not _is_beyond_hopper(problem):
         # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
