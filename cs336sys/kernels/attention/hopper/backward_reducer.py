@@ -214,7 +214,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             buffer = use % 2
             mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
             tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
-            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)
+            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)  # Of 128 numbers.
             scores_tile = grad_scores_tiles.index(2 * buffer).permute([1, 0])
             grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot), zeros, use_acc=False, is_async=True)
             scores_tile = grad_scores_tiles.index(2 * buffer + 1).permute([1, 0])
@@ -222,7 +222,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             grad_query = warpgroup_mma_wait(0, [grad_query])
             mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
             if CONFIG.ordered:
-                reduce_wait(1)
+                reduce_wait(1)  # All but the last tile are in memory, so the turn of the one before it is over.
                 thread_barrier()
                 tiles.end_turn(turns_of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
             else:

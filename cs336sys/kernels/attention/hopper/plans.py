@@ -220,7 +220,7 @@ class HopperBackwardPlan(BackwardPlan):
         return self._problem.head_dim * (2 * self._problem.dtype.itemsize + 4)
 
     def _num_visits(self) -> list[int]:
-        """Return how many visits to tiles of queries an item of each tile of keys makes."""
+        """Return, for each tile of keys, how many visits to tiles of queries an item of it makes."""
         problem = self._problem
         tiles = (
             schedule.query_tiles(

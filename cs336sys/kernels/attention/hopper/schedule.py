@@ -44,7 +44,7 @@ def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_progra
 
     Graham, "Bounds on multiprocessing timing anomalies" (1969): list scheduling.
     """
-    programs = [(0, program) for program in range(num_programs)]
+    programs = [(0, program) for program in range(num_programs)]  # A heap: when each is done, and its number.
     shares: list[list[tuple[int, int]]] = [[] for _ in range(num_programs)]
     for item in items:
         time, program = programs[0]
