@@ -451,7 +451,7 @@ def launch_forward(
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
 
-    if kept == torch.bfloat16:  # Its sums may be in float32; those of other dtypes are as they are kept.
+    if kept == torch.bfloat16:  # Its sums may be in float32, the only other dtype in which gradients are kept.
         grad_weight = grad_weight.to(kept)
     loss = losses.sum() / divisor if options.is_averaged else losses.sum()
     if options.reduction == "none":

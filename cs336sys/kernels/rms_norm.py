@@ -330,7 +330,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
     x, weight, residual, *_ = inputs
     _, total, inverse_rms = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-    ctx.returns_x = False
+    ctx.returns_x = False  # RMSNorm.forward() sets it afterwards; the operator never returns x.
     ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
 
 

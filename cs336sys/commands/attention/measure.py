@@ -393,7 +393,7 @@ class UsersAttention(UsersProblem):
         self._head_workload = replace(workload, batch_size=1, heads=self._heads_per_key_head, kv_heads=1)
         inputs = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
         self.intended, self.right = inputs, exact_results(inputs, workload)
-        super().__init__(lambda inputs: (attention(*inputs.values()),))
+        super().__init__(lambda inputs: (attention(*inputs.values()),))  # Copies what is intended.
 
     def draw_intended(self) -> None:
         """Draw one head of keys and values anew, with the queries that share it, and compute what is right for them."""

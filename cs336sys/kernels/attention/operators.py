@@ -278,7 +278,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_logsumexp: Tensor) -> tuple:
-    # No gradient flows through the logsumexp, which triton_attention() detaches: what comes in for it is zeros.
+    # grad_logsumexp is not read: triton_attention() detaches the logsumexp, so that no gradient flows through it.
     return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), *(None,) * len(ctx.options)
 
 
