@@ -345,7 +345,7 @@ def _count_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tenso
 def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> torch.dtype:
     """Return the dtype in which the weight's gradient is kept for backward."""
     # float16 sums that are not yet divided by the number of tokens would overflow.
-    return torch.float32 if torch.float16 in (dtype, weight_dtype) else gradient_dtype or weight_dtype
+    return torch.float32 if torch.float16 in (dtype, weight_dtype, gradient_dtype) else gradient_dtype or weight_dtype
 
 
 def _sums_dtype(weight: Tensor, dtype: torch.dtype, kept: torch.dtype, logits_bytes: int) -> torch.dtype:
@@ -451,7 +451,7 @@ def launch_forward(
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
 
-    if kept == torch.bfloat16:  # Its sums may be in float32, the only other dtype in which gradients are kept.
+    if needs_grad_weight:  # Sums of a gradient that is kept in bfloat16 may be in float32.
         grad_weight = grad_weight.to(kept)
     loss = losses.sum() / divisor if options.is_averaged else losses.sum()
     if options.reduction == "none":

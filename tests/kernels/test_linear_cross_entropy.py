@@ -360,14 +360,22 @@ def test_autocast_gives_a_float32_weight_a_float32_gradient(hidden_dtype, device
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_operator_is_what_compilers_are_told(dtype, needed, device):
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float16, None),
+    ],
+)
+def test_operator_is_what_compilers_are_told(dtype, gradient_dtype, needed, device):
     hidden, weight, targets = make_inputs((2, 3), 8, 40, dtype, device)
     hidden.requires_grad_(needed[0])
     weight.requires_grad_(needed[1])
     torch.library.opcheck(
         module._operator,
-        (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed, None, None),
+        (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed, None, gradient_dtype),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
