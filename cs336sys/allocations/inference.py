@@ -200,6 +200,7 @@ class Inference:
     def _name_older_blocks(self) -> None:
         """Name older memory by size: as large as a gradient is a parameter, or beyond their number optimizer state."""
         gradients = _most_at_once(self.blocks_of("gradients"))
+        # Blocks of one size cannot be told apart: so many of them are parameters, whichever these are.
         by_size: dict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(self._record.blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.last_position:

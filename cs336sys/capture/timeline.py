@@ -245,7 +245,8 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     numbers = counted if are_counted else range(len(spans))
     ranges = np.array(spans, np.int64)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
-    # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
+    # What ran before anything that was launched in the steps, and has no launch, was launched before the capture: it
+    # counts as launched just before the first step, so that it is of none.
     starts_of_launched = timeline.start[timeline.launched >= ranges[0, 0]]
     is_earlier = (timeline.launched < 0) & (timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0))
     launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0, 0] - 1)
@@ -254,9 +255,9 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     counts = np.searchsorted(launched[order], ranges)
     if counts[-1, 1] <= counts[0, 0]:
         return None
-    # A step begins and ends with its range, but not before all work that was launched until then (0: none) has run.
-    finished = np.append(np.maximum.accumulate(timeline.stop[order]), 0)[counts - 1]
-    begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T
+    # A step begins and ends with its range, but not before all work that was launched until then has run.
+    finished = np.maximum.accumulate(timeline.stop[order])[counts - 1]
+    begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T  # Without earlier work its range.
     previous_ends = np.append(begins[0], ends[:-1])
     follows = are_counted & np.append(True, np.diff(numbers) == 1)
     bounds = np.column_stack((np.where(follows, previous_ends, np.maximum(begins, previous_ends)), ends))

@@ -171,13 +171,14 @@ class ResultsFile:
         if is_replaced:
             self._open_again()
         elif present.st_size != self._size:
-            self._read_existing()
+            self._read_existing()  # Its size, which others have changed.
         else:
             return
         keys = self._present_keys()
         unwritten_count = len(self._unwritten)
         self._unwritten = [line for key, line in self._records if key not in keys]
-        if is_replaced or len(self._unwritten) > unwritten_count:
+        is_record_lost = len(self._unwritten) > unwritten_count  # Otherwise others have only added or changed lines.
+        if is_replaced or is_record_lost:
             change = "replaced" if is_replaced else "rewritten"
             self.notices.append(
                 f"{self.path} was {change} while cells were appended to it: the missing ones are appended again"

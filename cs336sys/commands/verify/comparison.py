@@ -85,8 +85,8 @@ class ComparedCase:
             self._compare_moment(kind, step, expected)
 
     @property
-    def explained(self) -> float:
-        """Return how much of a gradient other gradients may leave unexplained, relatively: units of a lower dtype."""
+    def unexplained_share(self) -> float:
+        """Return the share of a gradient's norm that may remain where others explain it: 8 units of a lower dtype."""
         return EXPLAINED if self.reference.lower_dtype is None else 8 * torch.finfo(self.reference.lower_dtype).eps
 
     def differences_of(self, kind: str, step: int | None = None) -> list[TensorDifference]:

@@ -78,7 +78,7 @@ def _diagnose_start(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("wrong slices", "order")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", "twice")
-    return case.conclude("wrong slices", ratio=scale_factor(first.actual, first.expected, case.explained))
+    return case.conclude("wrong slices", ratio=scale_factor(first.actual, first.expected, case.unexplained_share))
 
 
 def _holds_twice(values: Tensor) -> bool:
@@ -199,7 +199,7 @@ def _weight_before(case: ComparedCase, first: TensorDifference) -> Tensor:
 def _comes_a_step_late(case: ComparedCase, first: TensorDifference) -> bool:
     """Return whether a rank's weights after the next step are those that one process has now."""
     later, moved = case.records[first.rank].at("weight", first.step + 1), first.expected - _weight_before(case, first)
-    return first.name in later and norm(later[first.name] - first.expected) <= case.explained * norm(moved)
+    return first.name in later and norm(later[first.name] - first.expected) <= case.unexplained_share * norm(moved)
 
 
 def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
@@ -221,7 +221,7 @@ def _diagnose_other(case: ComparedCase, first: TensorDifference) -> Finding:
     if first.kind == "buffer":
         is_start = case.workload.case == "start"
         return case.conclude("not broadcast", "buffer") if is_start else case.conclude("buffers")
-    return case.conclude("optimizer", "state", ratio=scale_factor(first.actual, first.expected, case.explained))
+    return case.conclude("optimizer", "state", ratio=scale_factor(first.actual, first.expected, case.unexplained_share))
 
 
 _BY_KIND = {

@@ -35,7 +35,7 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
     # The backward pass begins at the last one, which may be off by a plain factor: layers on the way mix up the others.
     last = next(difference for difference in differences if difference.name == names[-1])
     for difference in (first, last) if shares_layers else (first,):
-        ratio = scale_factor(difference.actual, difference.expected, case.explained)
+        ratio = scale_factor(difference.actual, difference.expected, case.unexplained_share)
         diagnosis = _diagnose_summands(case, difference) if ratio is None else diagnose_ratio(case, ratio)
         if diagnosis is not None:
             return diagnosis if difference is first else with_facts(diagnosis, first_in_pass=difference.name)
@@ -86,7 +86,7 @@ def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[T
     name = differences[0].name
     columns = {part: gradients[name].flatten().double() for part, gradients in by_part.items() if name in gradients}
     counts_of_ranks = {
-        difference.rank: _solve_counts(columns, difference.actual.flatten().double(), case.explained)
+        difference.rank: _solve_counts(columns, difference.actual.flatten().double(), case.unexplained_share)
         for difference in differences
         if difference.name == name and not difference.is_missing
     }

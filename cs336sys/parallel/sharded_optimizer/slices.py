@@ -249,7 +249,7 @@ class SlicePartition:
         for _, parameter in not_empty:
             if not is_dense(parameter):
                 parameter.data = parameter.detach().contiguous()
-        buckets = divide_into_buckets(not_empty, self._cap_bytes)
+        buckets = divide_into_buckets(not_empty, self._cap_bytes)  # As the backward pass needs them: the last first.
         adopted = [ScatteredBucket(bucket, self._master_dtype) for bucket in buckets]
         self._buckets += adopted
         self._names |= {id(parameter): name for name, parameter in not_empty}
@@ -262,7 +262,7 @@ class SlicePartition:
         self.synchronizer.extend(adopted)
         self.exchange.extend(
             ExchangeBucket(bucket.parameters, SliceGather(bucket.pieces, ", ".join(bucket.parameters)))
-            for bucket in reversed(adopted)
+            for bucket in reversed(adopted)  # As the forward pass needs them.
         )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
