@@ -133,6 +133,11 @@ def analysis(text, step=None, **document):
     return as_dict(of_gpu, "file", "profiler")
 
 
+def steps_of(text):
+    """Return the steps of each GPU, without how they were found."""
+    return [as_dict(of_gpu.steps, "definition") for of_gpu in timelines.timelines(capture(text))]
+
+
 def profile(text, *chosen):
     return as_dict(summarize(capture(text), chosen), "profiler")
 
