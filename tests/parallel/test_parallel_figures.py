@@ -9,6 +9,7 @@ import inspect
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,16 +19,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from written_figures import outcome, read_figures, rows_of, write_figures
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
-from cs336sys.parallel import buckets, checkpoint_state, ddp, elementwise, gradient_memory, marks, rank_consistency
+from cs336sys.errors import CapabilityError
+from cs336sys.parallel import (
+    buckets,
+    checkpoint_state,
+    collectives,
+    ddp,
+    elementwise,
+    gradient_memory,
+    marks,
+    rank_consistency,
+)
 from cs336sys.parallel.context_parallel import AllToAllAttention, RingAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.sharded_optimizer import checkpoint as states
+from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, weights
 
 PATH = Path(__file__).with_name("figures.txt")
@@ -45,6 +59,9 @@ USED_THERE = (
     rank_consistency,
     cast_floating,
     weights,
+    HeldParameters,
+    collectives,
+    states,
 )
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
@@ -292,6 +309,29 @@ def sendable(*tensors, moves=False):
     named = [(f"w{number}", tensor) for number, tensor in enumerate(tensors)]
     with fake_rank():
         return outcome(rank_consistency.require_sendable, named, moves=moves)
+
+
+def lists(state):
+    """Return a state with numbers in place of tensors."""
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def grouped(*tensors, flat):
+    """Return how a sharded optimizer refuses these parameters, or None."""
+    members = [
+        tensor if tensor.requires_grad else nn.Parameter(tensor, tensor.is_floating_point()) for tensor in tensors
+    ]
+    with fake_rank():
+        return outcome(parameter_groups.check_parameters, [{"params": members}], flat=flat)
+
+
+def patched(module, function, **attributes):
+    """Return what a function gives, or its refusal, where these functions of a module are others."""
+    with patch.multiple(module, **attributes):
+        try:
+            return outcome(function)
+        except CapabilityError as error:
+            return str(error)
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
