@@ -42,7 +42,8 @@ from cs336sys.parallel.safe_unpickle import require_plain
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
-from cs336sys.parallel.tensor_parallel import TensorParallel, weights
+from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
+from cs336sys.parallel.tensor_parallel.group import TensorGroup
 
 PATH = Path(__file__).with_name("figures.txt")
 # Further names in figures.txt.
@@ -62,6 +63,7 @@ USED_THERE = (
     HeldParameters,
     collectives,
     states,
+    TensorGroup,
 )
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
@@ -309,6 +311,26 @@ def sendable(*tensors, moves=False):
     named = [(f"w{number}", tensor) for number, tensor in enumerate(tensors)]
     with fake_rank():
         return outcome(rank_consistency.require_sendable, named, moves=moves)
+
+
+def tried_copy(layers, dtype):
+    """Return which layers the copy for a trial has, and their dtypes, scales and range of vectors."""
+    model = nn.Module()
+    model.layers, model.head = nn.ModuleList(layers), nn.Linear(400, 100)
+    copied, numbers = trial._trial_of(model.to(dtype), None, CPU)
+    scales = {name: round(weight.std().item(), 2) for name, weight in copied.named_parameters() if weight.dim() > 1}
+    vectors = torch.cat([vector for vector in copied.parameters() if vector.dim() == 1])
+    dtypes_there = {str(weight.dtype) for weight in copied.parameters()}
+    return numbers, dtypes_there, scales, vectors.aminmax().min.item() >= 0.5, 1.4 < vectors.aminmax().max.item() <= 1.5
+
+
+def through(group, name, create_graph=False):
+    """Return the gradient of what enters or leaves a layer, whose sum weighs rows by 1, 2, ..."""
+    x = torch.ones(4, 1, requires_grad=True)
+    output = getattr(group, name)(x)
+    weights_of_rows = torch.arange(1.0, len(output) + 1).view(-1, 1)
+    (gradient,) = torch.autograd.grad((output**2 * weights_of_rows).sum(), x, create_graph=create_graph)
+    return gradient.flatten().tolist()
 
 
 def lists(state):
