@@ -32,7 +32,7 @@ from cs336sys.parallel import (
 )
 from cs336sys.parallel.context_parallel import AllToAllAttention, RingAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup
-from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parallel.held_parameters import HeldParameters
@@ -64,6 +64,7 @@ USED_THERE = (
     collectives,
     states,
     TensorGroup,
+    gather_order,
 )
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
