@@ -35,6 +35,7 @@ from cs336sys.parallel.context_parallel.group import ContextGroup
 from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
@@ -332,6 +333,23 @@ def through(group, name, create_graph=False):
     weights_of_rows = torch.arange(1.0, len(output) + 1).view(-1, 1)
     (gradient,) = torch.autograd.grad((output**2 * weights_of_rows).sum(), x, create_graph=create_graph)
     return gradient.flatten().tolist()
+
+
+def clipped(norm_type, groups=(None,), dtype=F32, value=3.0, dtypes=(F32,), **settings):
+    """Return the norm over four ranks that have equal slices, and the gradients that are left of 3, 1, and 4 of all."""
+    slices, whole = (
+        [nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(0))],
+        [nn.Parameter(torch.zeros(1))],
+    )
+    slices[0].grad, slices[1].grad = torch.tensor([value, 1.0], dtype=dtype), torch.zeros(0)
+    whole[0].grad = torch.tensor([4.0])
+    with fake_rank():
+        try:
+            norm = outcome(clip_over_ranks, slices, whole, 2.0, norm_type, groups, dtypes, **settings)
+        except RuntimeError as error:
+            norm = str(error)
+    left = [round(number, 5) for tensor in (slices[0], whole[0]) for number in tensor.grad.tolist()]
+    return (str(norm.dtype), round(norm.item(), 5), left) if isinstance(norm, torch.Tensor) else (norm, left)
 
 
 def lists(state):
