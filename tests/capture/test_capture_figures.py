@@ -165,7 +165,7 @@ def loaded(content, name="trace.json"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         of_file = chrome_trace.load_trace(path)
     rows = {name: rows_in(getattr(of_file, name)) for name in ("work", "calls", "ranges", "operations", "modules")}
-    return as_dict(replace(of_file, work=(), calls=(), ranges=(), operations=(), modules=(), launch=())) | rows
+    return as_dict(replace(of_file, work=(), calls=(), ranges=(), operations=(), modules=())) | rows
 
 
 def limited(module, function, **limits):
