@@ -404,6 +404,9 @@ def test_ranks_on_gpus_end_soon_after_a_timeout(monkeypatch):
     assert started["device"] == started["device_id"] == torch.device("cuda", 1)
     assert (started["rank"], started["world_size"], started["timeout"].total_seconds()) == (1, 2, 9)
     assert [os.environ[name] for name in names] == ["250", "1", "0"]
+    monkeypatch.delenv(names[1])
+    join_process_group(RankIdentity(1, 2, 1), "nccl", dist.HashStore(), 9.0)
+    assert os.environ[names[1]] == "0"
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ def counted(seed, number, layers=2):
 
 
 def optimizer_of(shared):
-    """With a state in fp32 of parameters in bf16, and a step of shape (1,)."""
+    """With a state in fp32 of parameters in bf16, a step of shape (1,), and a number."""
     optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
     for parameter in shared.parameters():
-        optimizer.state[parameter] = {"exact": parameter.detach().float() + 1e-4, "step": torch.ones(1)}
+        optimizer.state[parameter] = {"exact": parameter.detach().float() + 1e-4, "step": torch.ones(1), "count": 3}
     return optimizer
 
 
@@ -62,7 +62,7 @@ def save_and_load(path):
     alone = dict(plain.named_parameters(remove_duplicate=False))
     return {
         "weights": all(torch.equal(found[name], expected[name]) for name in expected),
-        "state": all(same),
+        "state": all(same) and {state["count"] for state in other.state.values()} == {3},
         "buffer and extra state": (norm.seen.tolist(), norm.count) == ([3.0, 3.0], 3),
         "one process": all(torch.equal(alone[name], expected[name]) for name in expected),
     }
