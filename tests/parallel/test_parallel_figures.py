@@ -44,6 +44,7 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
+from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 
 PATH = Path(__file__).with_name("figures.txt")
@@ -66,6 +67,7 @@ USED_THERE = (
     states,
     TensorGroup,
     gather_order,
+    tensor_checkpoint,
 )
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
@@ -333,6 +335,28 @@ def through(group, name, create_graph=False):
     weights_of_rows = torch.arange(1.0, len(output) + 1).view(-1, 1)
     (gradient,) = torch.autograd.grad((output**2 * weights_of_rows).sum(), x, create_graph=create_graph)
     return gradient.flatten().tolist()
+
+
+def language_model(rows=(4, 4, 4), heads=2, inner=5, tokens=6):
+    """Return a module with the names that tensor parallel ranks share: one block, and vectors of 4."""
+    attention = nn.Module()
+    attention.num_heads = heads
+    for name, count in zip(("q_proj", "k_proj", "v_proj"), rows, strict=True):
+        attention.add_module(name, nn.Linear(4, count, bias=False))
+    attention.output_proj = nn.Linear(rows[0], 4, bias=False)
+    feedforward = {name: nn.Linear(4, inner, bias=False) for name in ("w1", "w3")}
+    feedforward["w2"] = nn.Linear(inner, 4, bias=False)
+    block = nn.ModuleDict({"attn": attention, "ffn": nn.ModuleDict(feedforward)})
+    model = {"token_embeddings": nn.Embedding(tokens, 4), "layers": nn.ModuleList([block])}
+    return nn.ModuleDict(model | {"ln_final": nn.RMSNorm(4), "lm_head": nn.Linear(4, tokens, bias=False)})
+
+
+def refreshed(shape, world_size):
+    """Return how FSDP takes up a parameter of this shape in place of one of (6, 4)."""
+    with fake_rank(0, world_size):
+        wrapped = FSDP(nn.Sequential(nn.Linear(4, 6)))
+        wrapped.module[0].weight = nn.Parameter(torch.zeros(shape))
+        return outcome(wrapped.refresh)
 
 
 def clipped(norm_type, groups=(None,), dtype=F32, value=3.0, dtypes=(F32,), **settings):
