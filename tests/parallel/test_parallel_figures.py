@@ -45,7 +45,7 @@ from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
-from cs336sys.parallel.tensor_parallel.group import TensorGroup
+from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS, TensorGroup
 
 PATH = Path(__file__).with_name("figures.txt")
 # Further names in figures.txt.
@@ -68,6 +68,7 @@ USED_THERE = (
     TensorGroup,
     gather_order,
     tensor_checkpoint,
+    COMPILE_OPTIONS,
 )
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
@@ -349,6 +350,15 @@ def language_model(rows=(4, 4, 4), heads=2, inner=5, tokens=6):
     block = nn.ModuleDict({"attn": attention, "ffn": nn.ModuleDict(feedforward)})
     model = {"token_embeddings": nn.Embedding(tokens, 4), "layers": nn.ModuleList([block])}
     return nn.ModuleDict(model | {"ln_final": nn.RMSNorm(4), "lm_head": nn.Linear(4, tokens, bias=False)})
+
+
+def sent_first(model):
+    """Return the shapes that the first of two ranks sends, in this order, where it cuts a model with a buffer."""
+    model.ln_final.register_buffer("seen", torch.zeros(7))
+    sent = []
+    with fake_rank(0, 2), patch.object(weights, "broadcast_from_first", lambda tensors, _: sent.extend(tensors)):
+        weights.cut_weights(model, dist.group.WORLD, initialize=None, device=None)
+    return [tuple(tensor.shape) for tensor in sent]
 
 
 def refreshed(shape, world_size):
