@@ -394,6 +394,8 @@ class _Events:
                     break
                 # The end of the text may cut a literal, a number or an escape of up to 16 characters in two.
                 is_incomplete = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated string")
+                # Behind a wrong escape the text may end in mid-event, too.
+                is_incomplete |= _EVENT_END.search(text, position) is None
                 # Twice as much each time, for an event of many chunks is decoded from its start again.
                 more = self._read(max(_CHUNK_CHARACTERS, len(text) - position)) if is_incomplete else ""
                 if len(text) - position > _MOST_EVENT_CHARACTERS:

@@ -202,6 +202,18 @@ def test_a_zipped_trace_is_read(tmp_path):
         open_capture(path)
 
 
+def test_wrong_escape_where_the_text_that_is_read_ends(tmp_path, monkeypatch):
+    """The event was lost, and the file called cut."""
+    monkeypatch.setattr("cs336sys.capture.chrome_trace._CHUNK_CHARACTERS", 1000)
+    event = {"ph": "X", "cat": "cpu_op", "name": "f", "ts": 1, "dur": 1, "pid": 1, "tid": 1}
+    wrong = json.dumps(event | {"name": "C:/Users", "args": {"x": 300 * "x"}}).replace("/", "\\")
+    path = tmp_path / "trace.json"
+    path.write_text(f"[{', '.join([json.dumps(event)] * 9 + [wrong] + [json.dumps(event)] * 9)}]")
+    capture = open_capture(path)
+    assert len(capture.operations) == 19
+    assert capture.damage.sentences == ()
+
+
 def test_numbers_beyond_64_bits_cost_their_event(tmp_path):
     events = whole_events()
     kernels(events)[70]["args"]["device"] = 10**30
