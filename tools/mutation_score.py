@@ -52,8 +52,6 @@ ROOMS = {
 }
 # Imported once; nothing of the package, which each process imports with its fault.
 PRELOADED = ("torch", "numpy", "hypothesis", "torch._inductor.compile_fx", "scipy.stats")
-# Covered first, since the others take less together than one of these.
-SLOWEST = ("test_random_training.py", "test_verify_faults.py", "test_checked_models.py", "test_verdicts_simulated.py")
 # Any step of a test may take this times as long as the slowest without a fault, and at least so long.
 LIMIT_FACTOR, LEAST_LIMIT_S = 4, 15
 FILE_S = 0.2
@@ -112,10 +110,11 @@ class Coverage:
             ]
             for name, room in ROOMS.items()
         }
-        # What all tests may use: the package, and modules next to tests.
+        # What all tests may use: the package, and modules and figures next to tests.
         folders = {Path(name).parts[0] for room in ROOMS.values() for name in room.sources + room.tests}
         files = [file for folder in sorted(folders) for file in sorted((root / folder).rglob("*.py"))]
         self.shared = [file for file in files if not file.name.startswith("test_")]
+        self.shared += sorted((root / "tests").rglob("figures.txt"))
 
     def identify(self, room: str, kind: str, file: str) -> dict[str, str]:
         return {"room": room, "kind": kind, "file": file, "code": digest(*self.shared, self.root / file)}
