@@ -97,7 +97,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             if not self._overlap:
                 return
             if not self._ends_with_pass:
-                self._begin()
+                self._begin_launching()
             if not bucket.waiting:
                 _launch_ready_in_order()
 
@@ -132,7 +132,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             # Otherwise other synchronizers would wait until this one has launched.
             _launching[:] = [reference for reference in _launching if reference() is not self]
 
-    def _begin(self) -> None:
+    def _begin_launching(self) -> None:
         """Take a place among those that launch, and have the rest launched when this backward pass ends."""
         require_eager_backward()
         if not self._is_launching:

@@ -118,7 +118,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def run(self, units: Sequence[ShardedUnit]) -> None:
         """Run these units from now on. Call it between two steps."""
-        self._recover()
+        self._discard_failed_pass()
         self._free_all()
         self.units = units
         # The units before the last. The last stays anyway, because the backward pass begins with it.
@@ -139,7 +139,7 @@ class UnitRunner(SynchronizationSwitch):
         if self._in_forward or self._in_backward:
             yield lambda output: None  # The module calls itself, or a checkpoint computes it again.
             return
-        self._recover()
+        self._discard_failed_pass()
         begin()
         self._free_all()  # A failed pass may have left units gathered.
         for unit in self.units:
@@ -259,11 +259,11 @@ class UnitRunner(SynchronizationSwitch):
         previous.hide()
         self._free(previous)
         # A unit with calls ahead of the backward pass does not have all of its gradients yet.
-        self._use(unit, meanwhile=None if previous.calls_ahead > 0 else previous)
+        self._use(unit, to_reduce=None if previous.calls_ahead > 0 else previous)
 
     def finish(self) -> None:
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
-        self._recover()
+        self._discard_failed_pass()
         self._free_all()  # A forward pass without a backward pass leaves units gathered.
         for unit in self.units:
             unit.require_no_gradient()
@@ -303,14 +303,14 @@ class UnitRunner(SynchronizationSwitch):
         if self._in_backward:
             return
         require_eager_backward()
-        self._recover()
+        self._discard_failed_pass()
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
         for unit in self.units:
             unit.begin_pass()
 
-    def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
-        """Gather a unit and those expected after it, and use it; before waiting, start to reduce ``meanwhile``."""
+    def _use(self, unit: ShardedUnit, to_reduce: ShardedUnit | None = None) -> None:
+        """Gather a unit and those expected after it, and use it; before waiting, start to reduce ``to_reduce``."""
         upcoming: list[ShardedUnit] = []
         if self._order is not None:
             self._order.use(unit)
@@ -322,8 +322,8 @@ class UnitRunner(SynchronizationSwitch):
         self._ahead = {other for other in upcoming if other in self._ahead or not other.is_gathered}
         for other in upcoming:
             other.gather()
-        if meanwhile is not None:
-            self._reduce(meanwhile)
+        if to_reduce is not None:
+            self._reduce(to_reduce)
         if self.watch is not None and unit.is_under_way:
             self.watch.use(unit, self._in_backward)
         else:
@@ -419,7 +419,7 @@ class UnitRunner(SynchronizationSwitch):
         self._has_failed = True
         self._show_slices()
 
-    def _recover(self) -> None:
+    def _discard_failed_pass(self) -> None:
         """Discard what a failed backward pass has left behind."""
         if self._has_failed:
             self._has_failed = False

@@ -70,7 +70,7 @@ class ParameterExchange:
     def extend(self, buckets: Iterable[ExchangeBucket]) -> None:
         """Add buckets in the order in which the forward pass needs them."""
         self._buckets.extend(buckets)
-        self._assign()
+        self._find_awaited_buckets()
 
     def start(self, updated: Iterable[nn.Parameter]) -> None:
         """Launch every bucket, and wait for those with a parameter that no module waits for.
@@ -122,14 +122,14 @@ class ParameterExchange:
             self._await(part, _wait_before_part)
             for inner in _modules_in(part):
                 self._await(inner, _wait_unless_traced)
-        self._assign()
+        self._find_awaited_buckets()
 
     def _await(self, module: nn.Module, hook: Callable[..., None]) -> None:
         if module not in self._awaited:
             self._awaited[module] = []
             module.register_forward_pre_hook(hook)
 
-    def _assign(self) -> None:
+    def _find_awaited_buckets(self) -> None:
         """Find the buckets that each module waits for, in the order of launching, and those that none waits for."""
         ids_of_buckets = [(set(map(id, bucket.parameters.values())), bucket) for bucket in self._buckets]
         awaited_ids: set[int] = set()

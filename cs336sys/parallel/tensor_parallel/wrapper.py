@@ -190,7 +190,7 @@ class TensorParallel(StateDictOfSlices):
         self._vocabulary = self.shapes["lm_head.weight"][0]
         self._first_token = own_part(self._vocabulary, rank, size).start
         self._partial_gradients = PartialGradients(self.group)
-        self._take_up()
+        self._mark_and_watch_parts()
         mark_share(module, type(self).__name__, self.group)
 
     def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -268,7 +268,7 @@ class TensorParallel(StateDictOfSlices):
             weights.require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
             lines += [f"{name} trained={value.requires_grad}" for name, value in self.module.named_parameters()]
         broadcast_from_first(self._whole_parameters(), self.group)
-        self._take_up()
+        self._mark_and_watch_parts()
 
     @property
     def completes_gradients(self) -> bool:
@@ -345,13 +345,13 @@ class TensorParallel(StateDictOfSlices):
         for parameter, original in zip(copied.module.parameters(), self.module.parameters(), strict=True):
             vars(parameter).update(copy.deepcopy(vars(original), memo))
         copied._partial_gradients = PartialGradients(self.group)
-        copied._take_up()
+        copied._mark_and_watch_parts()
         return copied
 
     def __getstate__(self) -> NoReturn:
         raise UsageError("a TensorParallel module cannot be pickled: save its full_state_dict()")
 
-    def _take_up(self) -> None:
+    def _mark_and_watch_parts(self) -> None:
         """Mark what the module holds now as parts, and watch what is summed."""
         weights.mark_parts(self.module, self.group, self.shapes)
         if self.completes_gradients:
