@@ -312,7 +312,7 @@ def divide_into_buckets(
     for name, parameter in named_parameters:
         dtype = gradient_dtype_of(parameter) or parameter.dtype
         size_bytes = parameter.numel() * dtype.itemsize
-        specs.append(TensorSpec(id(parameter), size_bytes, (dtype, parameter.device), block_of(name)))
+        specs.append(TensorSpec(id(parameter), size_bytes, kind=(dtype, parameter.device), block=block_of(name)))
     return [dict(named_parameters[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
 
 

@@ -97,7 +97,7 @@ class _Launched:
         except RuntimeError as error:
             error.add_note(f"in the {self._collective} of {self.contents}")
             raise
-        self._tensors = self._works = ()
+        self._tensors = self._works = ()  # NCCL reads them no longer: their memory may be freed.
 
     def record_end(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Record ``event`` when the results have arrived, to time them; only ``stream``, which must be idle, waits."""
@@ -271,7 +271,7 @@ class Broadcasts(_Launched):
         self._tensors = [_sendable(tensor) for tensor in dense]
         group = self._group
         coalescing = c10d._coalescing_manager(group, device=group_device(), async_ops=True)
-        with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:
+        with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:  # Gloo has no coalescing.
             works = []
             for tensor, source in zip(self._tensors, self._sources, strict=True):
                 # Not by dist.broadcast, for the reason in _Launched. The root tensor is the first in a list of one.

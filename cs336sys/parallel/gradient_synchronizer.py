@@ -200,6 +200,6 @@ def _hook(reference: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket
         if synchronizer is not None:
             synchronizer.gradient_ready(bucket, names[id(parameter)], parameter)
 
-    setattr(gradient_ready, AVERAGES_GRADIENT, True)
+    setattr(gradient_ready, AVERAGES_GRADIENT, True)  # Others tell by these marks what becomes of the gradient.
     setattr(gradient_ready, HANDS_GRADIENT_ON, bucket.hands_on)
     return gradient_ready

@@ -65,7 +65,7 @@ class ContextGroup:
         order = "zigzag" if split.is_zigzag else "in rank order"
         require_same_lines([f"sequences of {split.length} tokens {order}"], self._group)
         self._communicates = communicates
-        self._has_compared = False
+        self._has_compared = False  # Whether checked() has compared shapes between ranks, which it does once.
 
     @property
     def length(self) -> int:
@@ -92,7 +92,7 @@ class ContextGroup:
         if self._communicates:
             dist.all_reduce(count, group=self._group)
         else:
-            count *= self.world_size
+            count *= self.world_size  # As if each of the other ranks had as many.
         return loss_sum * self.world_size / count
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:

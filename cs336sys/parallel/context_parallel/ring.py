@@ -148,7 +148,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: RingAttention) -> Tensor:
         ring, attention = _Ring(settings.context), settings.attention
         # Launched before the computation, whose result it does not need: the two run side by side.
-        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
+        arriving = ring.pass_on(torch.stack((key, value)), step=0, contents=_BLOCKS) if ring.world_size > 1 else None
         out, logsumexp = attention.forward(query, key, value, _IS_CAUSAL)
         if arriving is not None:
             whole = out.to(logsumexp.dtype)
@@ -182,7 +182,7 @@ class _RingAttention(torch.autograd.Function):
         delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
         if ring.world_size == 1:
             return *attention.backward(query, key, value, grad_out, logsumexp, delta, _IS_CAUSAL), None
-        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
+        arriving = ring.pass_on(torch.stack((key, value)), step=0, contents=_BLOCKS)
         # Of this rank's block, all queries with the keys of the first chunk now, and the rest alongside the last hop.
         # Gradients come in the order of query, key and value; those of a block are of its keys and its values.
         first, second = ring.own_chunks

@@ -31,7 +31,7 @@ class UnitCall:
         compute_dtype: torch.dtype | None,
         begin: Callable[[], None] | None = None,
     ):
-        setattr(self, GATHERS_PARAMETERS, True)
+        setattr(self, GATHERS_PARAMETERS, True)  # For is_unit(), by which other wrappers refuse the module.
         self._runner = runner
         self._unit = unit
         self.module = module

@@ -128,7 +128,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
 def _load_objects(
     reader: PlainReader, saved: Metadata, path: Path, group: dist.ProcessGroup, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """Load all entries that are no tensors, by key."""
+    """Load all entries that are no tensors, by key: without the optimizer neither its groups nor its state."""
     objects: dict[str, Any] = {
         key: None
         for key, entry in saved.state_dict_metadata.items()
@@ -249,7 +249,7 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     for name, (shard, parameter) in checkpoint_state.by_first_name(sharded.held_parameters()).items():
         for key, value in optimizer.state.get(shard, {}).items():
             if parameter is not None and is_elementwise(key, value):
-                value = as_dtensor(value, parameter.shape, 0, sharded.group)
+                value = as_dtensor(value, parameter.shape, dimension=0, group=sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -271,7 +271,7 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
             shard, parameter = parameters[name]  # No parameter for one that is not cut: then the shard is all of it.
             if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
                 new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
-                room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
+                room[saved_key] = as_dtensor(new, parameter.shape, dimension=0, group=sharded.group)
             else:
                 # On the CPU: the optimizer's load_state_dict() moves it.
                 room[saved_key] = torch.empty(entry.size, dtype=dtype)

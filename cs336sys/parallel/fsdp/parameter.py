@@ -121,9 +121,9 @@ class ShardedParameter:
         ]
         rows_of_rank = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
-        vars(self.shard).update(vars(whole))
+        vars(self.shard).update(vars(whole))  # What a user or another wrapper has noted on the parameter stays with it.
         self._attributes = dict(vars(whole))
-        mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
+        mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))  # Cut along dimension 0.
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
         # When a gradient was last kept: the shard's ``grad`` and its version. And whether that is a view of ``kept``.

@@ -84,7 +84,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
         is_block = in_list and not in_block and not isinstance(child, _CONTAINERS)
         if unit_modules is not None:
             is_block = child in unit_modules
-        if is_block or (home is None and _owns_matrix(child)):
+        if is_block or (home is None and _owns_matrix(child)):  # A block, or a sharded layer outside of all blocks.
             home = roots.setdefault(child, PlannedUnit(name, [child]))
         # A module may be a child of several; its own children are visited once for each unit that it is called in.
         if home in homes.setdefault(child, set()):

@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> list[Tensor]:
                 unvisited += part.values()
             elif isinstance(part, list | tuple):
                 unvisited += part
-            elif dataclasses.is_dataclass(part) and not isinstance(part, type | nn.Module):
+            elif dataclasses.is_dataclass(part) and not isinstance(part, type | nn.Module):  # Modules hold weights.
                 unvisited += vars(part).values()
     return tensors
 
@@ -56,7 +56,7 @@ def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for module in modules:
         attributes = module.__dict__
-        if len(attributes) != len(_OF_EVERY_MODULE):
+        if len(attributes) != len(_OF_EVERY_MODULE):  # Most modules have no others.
             for name in attributes.keys() - _OF_EVERY_MODULE:
                 value = attributes[name]
                 if type(value) not in _WITHOUT_TENSORS:
@@ -114,7 +114,7 @@ class UnitRunner(SynchronizationSwitch):
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
         self.units: Sequence[ShardedUnit] = ()
-        self.run(())
+        self.run(())  # No units yet: this sets the attributes that depend on them.
 
     def run(self, units: Sequence[ShardedUnit]) -> None:
         """Run these units from now on. Call it between two steps."""
@@ -187,7 +187,7 @@ class UnitRunner(SynchronizationSwitch):
         except BaseException:
             if not is_in_use:
                 with contextlib.suppress(UsageError):
-                    unit.hide()
+                    unit.hide()  # It refuses replaced parameters, and would hide the error of the call.
             raise
         finally:
             unit.depth -= 1
@@ -324,7 +324,7 @@ class UnitRunner(SynchronizationSwitch):
             other.gather()
         if to_reduce is not None:
             self._reduce(to_reduce)
-        if self.watch is not None and unit.is_under_way:
+        if self.watch is not None and unit.is_under_way:  # It records how long use() waits for the gather.
             self.watch.use(unit, self._in_backward)
         else:
             unit.use()
@@ -332,7 +332,7 @@ class UnitRunner(SynchronizationSwitch):
     def _leave(self, unit: ShardedUnit) -> None:
         """Free a unit after its outermost call, unless it is lent, used next, or kept for the backward pass."""
         is_lent = unit in self._lent
-        if not (is_lent and (self._in_forward or self._in_backward)):
+        if not (is_lent and (self._in_forward or self._in_backward)):  # The end of the pass hides lent ones.
             unit.hide()
         unit.require_unchanged()
         if is_lent:

@@ -140,7 +140,7 @@ class FSDP(StateDictOfSlices):
         self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         self._runner = UnitRunner(prefetch, keep_gathered, self.group)
         self.units: tuple[ShardedUnit, ...] = ()
-        self._plan = ShardingPlan([], [])
+        self._plan = ShardingPlan(units=[], replicated=[])
         self._calls: list[UnitCall] = []
         self._known_modules: frozenset[nn.Module] = frozenset()
         self._shard()
@@ -366,7 +366,7 @@ class FSDP(StateDictOfSlices):
         ]
         if self._compute_dtype is not None:
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
-                if owner not in self._known_modules:
+                if owner not in self._known_modules:  # The others have its hooks already.
                     compute_in_own_dtype(owner, self._compute_dtype)
         self._known_modules = frozenset(module.modules())
         self._held = HeldParameters(module)
@@ -384,7 +384,7 @@ class FSDP(StateDictOfSlices):
                     "finish_gradient_synchronization() before refresh()"
                 )
             parameters = list(module.named_parameters())
-            rank_consistency.require_sendable(parameters, moves=True)
+            rank_consistency.require_sendable(parameters, moves=True)  # _initialize_part() moves them before.
             require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in cut)
             require_own_gradient_dtype(parameters)
             with _shown_whole(module, cut):
@@ -479,6 +479,7 @@ class FSDP(StateDictOfSlices):
                 f"{name} was replaced by a tensor of the shape of a slice: copy slices into those that are there, as "
                 "load_state_dict() without assign=True does, or assign a whole parameter"
             )
+        # Modules that are new are initialized next, and those that were there before are not.
         if parameter.is_meta and any(owner in self._known_modules for owner, _ in entry.owners):
             raise UsageError(f"{name} was replaced by one on the meta device: give it memory and values first")
 

@@ -203,7 +203,7 @@ def _check_every_machine(identity: RankIdentity, backend: str, store: dist.Store
     """Let every rank refuse if one must: machines may differ, and the others would wait for it to join the group."""
     refusal = ""
     try:
-        _check_gpus(identity.local_rank + 1, backend)
+        _check_gpus(identity.local_rank + 1, backend)  # Local ranks count from 0: so many reach up to this one.
         use_private_caches()
     except CapabilityError as error:
         refusal = str(error)

@@ -66,8 +66,7 @@ def join_process_group(identity: RankIdentity, backend: str, store: dist.Store, 
     if backend == "nccl":
         device = torch.device("cuda", identity.local_rank)
         torch.cuda.set_device(device)
-        # A rank whose collective timed out sleeps for four times this before it aborts, to let a flight recorder write.
-        # By default that is a minute.
+        # A rank whose collective timed out sleeps for four times this (by default a minute), for a flight recorder.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # Otherwise ranks connect in their first collective, where no watchdog sees that one waits for another.

@@ -35,7 +35,7 @@ class ExchangeBucket:
             return
         self.operation.wait()
         launch_versions = self._versions[:]
-        self._versions.clear()
+        self._versions.clear()  # Also before a refusal: the operation has been waited for.
         for (name, parameter), version in zip(self.parameters.items(), launch_versions, strict=True):
             if parameter._version != version:
                 raise UsageError(

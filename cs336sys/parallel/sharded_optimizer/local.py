@@ -43,7 +43,7 @@ class ParameterPartition:
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give each parameter to a rank. They are in the order in which the forward pass needs them."""
         names, adopted = list(parameters), list(parameters.values())
-        specs = [TensorSpec(id(parameter), parameter.nbytes, parameter.device) for parameter in adopted]
+        specs = [TensorSpec(id(parameter), parameter.nbytes, kind=parameter.device) for parameter in adopted]
         owners = greedy_partition([spec.size_bytes for spec in specs], self._bytes_of_rank)
         for spec, owner in zip(specs, owners, strict=True):
             self._bytes_of_rank[owner] += spec.size_bytes

@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if master_dtype is not None and not (flat and master_dtype.is_floating_point):
                 raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")
             cap_bytes = cap_in_bytes(bucket_size_mb)
-            super().__init__(params, {})
+            super().__init__(params, {})  # Defaults are those of the class: LocalOptimizer has them, below.
             parameter_groups.check_parameters(self.param_groups, flat=flat)
             self._optimizer_cls, self._options, self.updates_slices = optimizer_cls, options, flat
             # By the kind of options that were checked before, the names of state with one value for a parameter.
@@ -160,8 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._slices.require_between_steps()
                 super().add_param_group(param_group)
                 parameter_groups.check_parameters(self.param_groups, flat=self.updates_slices)
-                self._local.check_options(self.param_groups[-1])
-                self._check_options(self.param_groups[-1:])
+                self._local.check_options(self.param_groups[-1])  # Whether the class accepts them,
+                self._check_options(self.param_groups[-1:])  # and whether it can be sharded with them.
                 lines += self._describe()
                 self._adopt_changed_state()
         except Exception:
@@ -263,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             UsageError: on every rank, as :meth:`step`, where parameters were moved, unfrozen, added or replaced: the
                 norm would lack their gradients.
         """
-        if self._slices is not None:
+        if self._slices is not None:  # Before the context, as in step().
             self._slices.prepare_gradients()
         with self._agreement.compared(is_step=False):
             if self._slices is not None:
@@ -302,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._slices is not None:
+        if self._slices is not None:  # Before the context: where a rank refuses, it would compare while others average.
             self._slices.prepare_gradients()
         # At the end of this context, ranks compare the lines; an error within it is raised on every rank.
         with self._agreement.compared() as lines_of_rank, torch.no_grad():
@@ -416,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Those in groups are sent by _shard().
         new = [tensor for tensor in tensors if id(tensor) not in self._equal_tensors and tensor not in in_groups]
         broadcast_from_first(new)
-        self._equal_tensors = {id(tensor): tensor for tensor in tensors}
+        self._equal_tensors = {id(tensor): tensor for tensor in tensors}  # Kept alive, so that no other gets their ids.
         # Parts that were added get hooks; the constructor calls it for the first ones when everything else is done.
         if self._module_guard is not None:
             self._partition.exchange.overlap_with(self._module)
@@ -515,7 +515,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             kind = options_kind(options)
             if self.updates_slices and kind not in self._scalars_of_kind:
                 self._scalars_of_kind[kind] = require_elementwise(
-                    self._optimizer_cls, self._options, group_device(), options
+                    self._optimizer_cls, self._options, group_device(), group_options=options
                 )
             scalars |= self._scalars_of_kind.get(kind, frozenset())
         return scalars

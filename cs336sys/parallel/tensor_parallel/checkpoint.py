@@ -104,7 +104,7 @@ def load_checkpoint(
         saved = _read_parts(Path(path))
         updated = _updated_tensors(shared, sharded)
         buffers = _saved_buffers(shared.module)
-        ties = ties_of(shared.module.named_parameters(remove_duplicate=False))
+        ties = ties_of(shared.module.named_parameters(remove_duplicate=False))  # ``updated`` has first names alone.
         saved_shapes: Any = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in ties}
         shapes: Any = {name: tuple(shared.shapes[name]) for name in updated}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
@@ -145,7 +145,7 @@ def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> checkpoint
     for name, (tensor, slices) in updated.items():
         expected = shape_of_part(shared.shapes[name], name, rank, size) if name in shared.shapes else []
         shape = tensor.shape if slices is None else slices.shape
-        if list(shape) != expected:
+        if list(shape) != expected:  # Also if nothing of this name was cut: then [] is expected.
             raise UsageError(
                 f"{name} is {tuple(shape)}, and this rank's part of it was {tuple(expected)}: give sharded= if an FSDP "
                 "module is around it; a module whose parameters were changed must be wrapped anew"

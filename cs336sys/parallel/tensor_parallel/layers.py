@@ -97,7 +97,7 @@ def _block_part(original: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _embedding(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of the embedding: a rank has the rows of some tokens, and adds zeros for all others."""
+    """Make the class of the embedding: a rank looks up its tokens, has zeros for all others, and ranks sum."""
 
     class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, token_ids: Tensor) -> Tensor:
@@ -174,13 +174,13 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
         layer.__class__ = kinds.get(name, _block_part)(type(layer))
         layer.tensor_group = group
         if name.endswith(".attn"):
-            layer.num_heads //= group.size
+            layer.num_heads //= group.size  # Its projections return the heads of this rank alone.
     original: Any = type(model)
     model.__class__ = _make_model_class(original)
     embedding = model.token_embeddings
     embedding.vocabulary = shapes["token_embeddings.weight"][0]
     embedding.first_row = own_part(embedding.vocabulary, group.rank, group.size).start
-    embedding.first_calls = FirstCalls(group.name)
+    embedding.first_calls = FirstCalls(group.name)  # TensorParallel.loss() finds it here.
 
 
 # Torch 2.13's compiler, given the whole, computes the target's logit before the maximum has been all-reduced: its parts

@@ -220,7 +220,7 @@ class TensorParallel(StateDictOfSlices):
             UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
                 they give other targets, or the model draws other random numbers, as for dropout.
         """
-        embedding: Any = self.module.get_submodule("token_embeddings")
+        embedding: Any = self.module.get_submodule("token_embeddings")  # It has compared the tokens of this pass.
         embedding.first_calls.compare("targets", targets, self.module.training)
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
