@@ -49,9 +49,9 @@ def require_elementwise(
     refusal = f"{refusal} {optimizer_cls.__name__}"
     # The matrix, and its gradient in each step.
     tensors = torch.randn(1 + _STEPS, *_MATRIX, generator=torch.Generator().manual_seed(0)).to(device)
-    shape, dim, size = _CUTS[cut]
+    shape, dim, first_size = _CUTS[cut]
     # Dimension 0 counts the tensors.
-    slices = [part.contiguous() for part in tensors.view(-1, *shape).tensor_split([size], 1 + dim)]
+    slices = [part.contiguous() for part in tensors.view(-1, *shape).tensor_split([first_size], 1 + dim)]
     # Outside of the "try" below: what the class raises about its options is passed on unchanged.
     optimizer_cls([{**group_options, "params": [nn.Parameter(tensors[0])]}], **options)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -88,7 +88,7 @@ def require_elementwise_step(optimizer: torch.optim.Optimizer, group_options: Op
     options = {key: value for key, value in {**optimizer.defaults, **group_options}.items() if key in arguments}
     refusal = "slices of FSDP or TensorParallel cannot be updated by"
     remedy = "choose a class that updates each element by itself, as AdamW and SGD do"
-    for cut in ("rows", "columns"):
+    for cut in ("rows", "columns"):  # FSDP cuts into rows, TensorParallel into rows or columns.
         try:
             require_elementwise(optimizer_cls, options, device, group_options, cut, refusal, remedy)
         except UsageError:

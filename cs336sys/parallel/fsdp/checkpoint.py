@@ -196,7 +196,7 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
     """Refuse an entry of the state dict that a hook may have made of slices: its module holds some."""
     modules = dict(sharded.module.named_modules())
     owner = key
-    while owner not in modules:
+    while owner not in modules:  # At last it is "", the whole module.
         owner = owner.rpartition(".")[0]
     inside = set(modules[owner].parameters())
     if any(parameter.shard in inside for unit in sharded.units for parameter in unit.parameters):

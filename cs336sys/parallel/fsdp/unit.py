@@ -92,7 +92,7 @@ class _GradientGroup:
         if self._can_scatter and gradients[0].dtype == shard.dtype:
             # They are read, and by some backends divided, while the backward pass goes on.
             self._sent = sent = [in_own_memory(gradient) for gradient in gradients]
-            self._scatter.start(self._of_each(mean), sent)
+            self._scatter.start(self._split_by_parameter(mean), sent)
             return
         # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
         slices_of_parameters = [
@@ -125,7 +125,7 @@ class _GradientGroup:
     def add_means(self) -> None:
         """Add the means to the gradients of the slices."""
         if self._mean is not None:
-            for parameter, mean in zip(self._parameters, self._of_each(self._mean), strict=True):
+            for parameter, mean in zip(self._parameters, self._split_by_parameter(self._mean), strict=True):
                 shard = parameter.shard
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
         self.forget()
@@ -134,7 +134,7 @@ class _GradientGroup:
         self._mean = self._received = None
         self._sent = ()
 
-    def _of_each(self, mean: Tensor) -> list[Tensor]:
+    def _split_by_parameter(self, mean: Tensor) -> list[Tensor]:
         """Return the mean as one tensor for each parameter, in the shape of its slice."""
         pieces = zip(mean.split_with_sizes(self._sizes), self._parameters, strict=True)
         return [piece.view(parameter.shard.shape) for piece, parameter in pieces]

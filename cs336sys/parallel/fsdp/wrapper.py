@@ -384,7 +384,7 @@ class FSDP(StateDictOfSlices):
                     "finish_gradient_synchronization() before refresh()"
                 )
             parameters = list(module.named_parameters())
-            rank_consistency.require_sendable(parameters, moves=True)  # _initialize_part() moves them before.
+            rank_consistency.require_sendable(parameters, moves=True)  # _initialize_part() may move them.
             require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in cut)
             require_own_gradient_dtype(parameters)
             with _shown_whole(module, cut):

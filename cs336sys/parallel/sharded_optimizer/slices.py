@@ -107,8 +107,8 @@ class ScatteredBucket(GradientBucket):
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    in_slice = start + elements.start - rank * piece.slice_size
-                    gradient_range = slice(slice_start + in_slice, slice_start + in_slice + len(elements))
+                    start_in_slice = start + elements.start - rank * piece.slice_size
+                    gradient_range = slice(slice_start + start_in_slice, slice_start + start_in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
             slice_start += piece.slice_size
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")

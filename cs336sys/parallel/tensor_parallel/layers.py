@@ -168,10 +168,10 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
     Args:
         shapes: of the whole parameters, by their names.
     """
-    kinds: dict[str, Any] = {"token_embeddings": _embedding, "lm_head": _head}
+    class_makers: dict[str, Any] = {"token_embeddings": _embedding, "lm_head": _head}
     # Each layer once, although a module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
-        layer.__class__ = kinds.get(name, _block_part)(type(layer))
+        layer.__class__ = class_makers.get(name, _block_part)(type(layer))
         layer.tensor_group = group
         if name.endswith(".attn"):
             layer.num_heads //= group.size  # Its projections return the heads of this rank alone.

@@ -68,7 +68,7 @@ def require_same_results(
 def _trial_refusal(
     model: nn.Module, group: dist.ProcessGroup, tensor_group: TensorGroup, initialize: Initialize, device: torch.device
 ) -> str | None:
-    """Run the trial, and return why the model is refused; None if it computes the same."""
+    """Run the trial with the caller's seed, and return why the model is refused; None if it computes the same."""
     try:
         trial, block_numbers = _trial_of(model, initialize, device)
         vocabulary = len(trial.get_parameter("token_embeddings.weight"))
