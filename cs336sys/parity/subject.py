@@ -44,7 +44,7 @@ def build_subject(
             for name in ("p", "dropout", "dropout_p"):  # What layers call their probability of dropout.
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-    tied = _shared_name(model)
+    tied = _shared_name(model)  # None unless the model itself ties a parameter.
     subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
     if program.frozen:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]

@@ -21,7 +21,7 @@ def run_steps(
     begin: Callable[[int], None] = lambda number: None,
     before_update: Callable[[], None] | None = None,
 ) -> list[Tensor]:
-    """Run some steps, each on a batch of its own, after ``warmup`` on the first batch, and return the losses, () each.
+    """Run steps, each on a batch of its own, after ``warmup`` on the first batch; return their losses, scalar tensors.
 
     A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
 

@@ -70,7 +70,7 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
 def _execute(command: list[str], pipe: int, guard: int) -> None:
     """Replace this child of the guard by the command, which is killed when the guard ends."""
     try:
-        os.close(pipe)
+        os.close(pipe)  # The guard alone reads it, so that its owner sees by it when the guard has ended.
         os.setpgid(0, 0)  # The group that _kill_descendants() kills.
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         # Python ignores these signals, as programs that it starts would.
@@ -81,7 +81,7 @@ def _execute(command: list[str], pipe: int, guard: int) -> None:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     finally:
-        os._exit(127)
+        os._exit(127)  # As a shell does that finds no such command.
 
 
 def _wait_for_owner(pipe: int, main_thread: int) -> None:

@@ -103,7 +103,7 @@ def run_guarded_program(
     try:
         output, errors = program.process.communicate(timeout=timeout_s)
     finally:
-        program.kill()
+        program.kill()  # If it has ended, this only closes our end of its pipe.
     return subprocess.CompletedProcess(command, program.process.returncode, output, errors)
 
 

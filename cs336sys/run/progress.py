@@ -50,7 +50,7 @@ def showing_progress(
     if not is_shown:
         yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
-        # Not closed here: a thread still prints to it what processes write that outlive the sweep.
+        # A duplicate, as 2 is redirected below; left open for the thread that prints what outlives the sweep.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
         # Lines of workers are printed above the bar, or they would be written into it.
         with _bar_of(console) as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):

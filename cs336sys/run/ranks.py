@@ -87,7 +87,7 @@ class ParallelTraining(options.OptionGroup):
             option = f"--plot-scaling {self.plot_scaling}"
             raise UsageError(f"{option}: needs several numbers of ranks: give --world-size 1,2")
         if self.trace is not None:
-            check_writable(self.trace / "trace.json.gz", "--trace")
+            check_writable(self.trace / "trace.json.gz", "--trace")  # Cells' files have other names: trace_path().
 
 
 class JoinedWorker:

@@ -126,7 +126,7 @@ class Tracking:
         self._trackers = dict(trackers)
 
     def track(self, cell: Cell, run: Run | None, took_s: float) -> None:
-        """Track a cell that was just measured in so many seconds; older files are not its own."""
+        """Track a cell that was just measured; files older than ``took_s`` seconds are those of earlier cells."""
         if not self._trackers:
             return
         with _as_tracked(self._command, self._settings, cell, run, time.time() - took_s) as tracked:

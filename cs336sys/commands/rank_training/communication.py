@@ -148,7 +148,7 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
     name, ranks = operator.overloadpacket.__name__, group_of_collective(arguments).size()
-    array_bytes = max(sum(layout.bytes for layout in argument) for argument in layouts)
+    array_bytes = max(sum(layout.bytes for layout in argument) for argument in layouts)  # Inputs, or longer outputs.
     if operator.namespace == FUNCTIONAL and name.startswith("all_gather"):
         array_bytes *= ranks  # Its output, which holds the inputs of all, is no argument.
     dtypes = [str(layout.dtype).removeprefix("torch.") for argument in layouts for layout in argument]

@@ -137,12 +137,12 @@ def parallel_plan(
     columns: Sequence[Column],
     predict: Callable[[ParallelWorkload], dict[str, Any]],
 ) -> Table:
-    """Build the table of ``--dry-run`` of several ranks; ``predict`` gives the values of models with formulas."""
+    """Build the table of ``--dry-run`` of several ranks; ``predict`` gives what is predicted of our models alone."""
     trainings = [workload.training for workload in workloads]
     rows = [
         workload.configuration()
         | {"parameters": workload.training.parameters, "share": workload.sequences_per_rank}
-        | {"tokens": workload.share_size.context}
+        | {"tokens": workload.share_size.context}  # Of each sequence: the longest slice where ranks split them.
         | (predict(workload) if workload.training.is_ours else {})
         for workload in workloads
     ]

@@ -106,7 +106,7 @@ def _with_fitting_layers(workload: Workload, device: torch.device) -> Workload:
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
             needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)  # 0 if it cannot be counted: it is tried.
-        if needed_bytes < 0.9 * free_bytes:
+        if needed_bytes < 0.9 * free_bytes:  # Not all can be filled, see fits_on_one_rank().
             break
         workload = workload.with_layers(workload.size.num_layers // 2)
     return workload
@@ -240,13 +240,13 @@ class _Comparison:
         self._tolerance = tolerance(workload.training, workload.gradient_dtype)
         self._gradients = TensorComparison({}, {}, {}, self._tolerance)  # Of none, unless they are compared.
         self._rows: dict[str, slice] = {}  # This rank's, of each gradient.
-        leaves_gradients = workload.strategy_record.leaves_mean_gradients
-        if leaves_gradients and workload.training.cuda_graph == "on":
+        compares_gradients = workload.strategy_record.leaves_mean_gradients
+        if compares_gradients and workload.training.cuda_graph == "on":
             # Replays cannot be looked into: gradients are those of launched steps, in a training of their own.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
             gc.collect()
-            leaves_gradients = False
-        step = self._train(workload, compares=leaves_gradients)
+            compares_gradients = False
+        step = self._train(workload, compares=compares_gradients)
         weights, copies = step.weights(step.replica.whole_parameters())
         start = dict(starting_model(workload, device).named_parameters())
         self._weights = TensorComparison(start, reference.trained.weights, weights | copies, self._tolerance)
@@ -317,11 +317,11 @@ class _Comparison:
             return reference.others
         reference.others = []
         whole_loss = reference.trained.loss
-        # Rounding takes a loss so far; in half precision, farther than the dtype of the loss says.
+        # Rounding takes a loss so far: by its dtype, or by the precision computed in, whose tolerance is ten times that.
         bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10) * abs(whole_loss)
         for order in other_orders(self._workload, reference.order):
             trained = train_alone(self._workload, self._device, self._warmup, order, reference.learning_rate)
-            if trained.start != reference.trained.start:
+            if trained.start != reference.trained.start:  # The user's function has built another model.
                 reference.is_repeatable = False
                 break
             if not abs(trained.loss - whole_loss) <= bound:

@@ -106,7 +106,7 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Build the finding of ``cause`` by :func:`fault`; blame the last of ``launches``, or the wrap if it is empty.
+        """Build the finding of ``cause``, ``seen`` like this; blame the last of ``launches``, or the wrap if it is empty.
 
         By default they are the collectives that send gradients in the first difference's step, if it is of a gradient.
         """

@@ -184,11 +184,11 @@ class _Case:
                 if all(report.is_timeout for report in failed):
                     return RanksRun(reports, "the ranks wait for each other", is_hang=True)
             if program.resume == "ranks" and not failed:
-                reports = self._loaded_by_others(training, program)
+                reports = self._loaded_by_others(training, program)  # From files that these ranks have written.
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
-            is_hang = "hang" in first_line or "timed out" in first_line.lower()
+            is_hang = "hang" in first_line or "timed out" in first_line.lower()  # As RankError says it, or Gloo.
             return RanksRun(lost_because=first_line, is_hang=is_hang)
         return RanksRun(reports)
 
@@ -207,7 +207,7 @@ class _Case:
         if len(workload.dimensions) > 1:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
         rank_count = max(1, workload.world_size // 2)
-        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))
+        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))  # By its name.
         load_and_train = partial(train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
         with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             reports = ranks.run(load_and_train, replace(training, workload=smaller), program)
@@ -304,14 +304,14 @@ class _Case:
         plain_fault = _plain_step_diagnoses[self.plain_step]
         watched_run = RanksRun()
         if is_loaded_by_others:
-            # The ranks that loaded have ended: those of the plain step show in which precision the wrap computes.
+            # The ranks that loaded have ended: those of the plain step show the wrap's precision, but nothing else.
             plain_case = _Case(self.plain_step, self.folder, self.progress)
             watched_run = plain_case.run_on_ranks(plain_case.program, watch=True)
         elif plain_fault is None or workload.case == "late":  # Numbers of late ranks may change from run to run.
             watched_run = self.run_on_ranks(program, watch=True)  # What is wrong like the plain step is not run again.
         watched = () if watched_run.lost_because else watched_run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
-        if lower and reference.lower_dtype is None:
+        if lower and reference.lower_dtype is None:  # One process has not yet rounded as these ranks do.
             reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.differences:
@@ -320,7 +320,7 @@ class _Case:
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # Without the wrap's name.
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # On the optimizer; without the wrap's name.
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)

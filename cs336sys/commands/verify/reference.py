@@ -41,11 +41,11 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
         training = Training(workload, device, torch.float64)
         try:
             train_in_one_process(training, Program(steps=1))
-        except UserCodeError:
+        except UserCodeError:  # A RuntimeError, too: but it is the model that cannot be used, in whatever dtype.
             raise
         except (RuntimeError, TypeError, NotImplementedError):
             training = replace(training, dtype=torch.float32)
-        for rate in LEARNING_RATES:
+        for rate in LEARNING_RATES:  # The largest first; the smallest stays if losses run away with all.
             trial = replace(training, learning_rate=rate)
             record = train_in_one_process(trial, CASES["run"].program, keeps_tensors=False)
             if stay_near(record.numbers("loss")):
@@ -94,7 +94,7 @@ def train_reference(training: Training, program: Program) -> Reference:
     """Train the program in one process in several orders of summation; kept for other cases of the same training."""
     program, workload = program.in_one_process, training.workload
     spec = training.optimizer
-    optimizer = spec and (spec.optimizer_class, repr(spec.settings))
+    optimizer = spec and (spec.optimizer_class, repr(spec.settings))  # repr: dicts cannot be hashed.
     numbers = training.device, training.dtype, training.learning_rate, training.max_norm
     # Other cases and wraps that differ in what ranks do alone have the same.
     key = workload.training, workload.data_ranks, program, optimizer, numbers

@@ -97,11 +97,11 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
 
 
 def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
-    """Call a user's wrap with the model, and the mesh or the group by the name of its parameter for it, if any."""
+    """Call a user's wrap with the model, and the mesh or group that a parameter names; a required one is the mesh."""
     parameters: list[inspect.Parameter] = []  # All but the model.
     with contextlib.suppress(ValueError):  # Python does not know the parameters of some functions in C.
         parameters = list(inspect.signature(function).parameters.values())[1:]
-    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # A larger mesh has a group a dimension.
     values: dict[str, Any] = dict.fromkeys(optimizers.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
     for parameter in parameters:
         if parameter.name in values:
