@@ -183,7 +183,7 @@ class CollectiveWatcher(CollectiveMode):
         name = operator.overloadpacket.__name__
         if name == "barrier" or not tensors:
             return  # Nothing is sent that ranks could send differently.
-        if self.phase != "wrap":
+        if self.phase != "wrap":  # Broadcasting weights once is not training.
             self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
         ranks: tuple[int, ...] = ()
         # torch may not find the group by its name, or its ranks.

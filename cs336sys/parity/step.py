@@ -164,7 +164,7 @@ class _StepCheck:
             workload, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
         )
         if replayed.relative == 0 or not replayed.relative <= tolerance(self.workload):
-            return replayed, None
+            return replayed, None  # There is nothing to explain, or more than rounding ever does.
         repeated = None  # The farthest repetition: more are launched until one is so far off that replays may be.
         for count in range(1, _MOST_REPEATS + 1):
             self.progress("checking: launched steps again")
@@ -213,7 +213,7 @@ class _StepCheck:
                 _free_memory(self.device)
         explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
         difference = comparison.farthest(workload.size.num_layers, explained)
-        note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)
+        note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)  # Losses are no parameters.
         return replace(difference, notes=(note,)) if explained else difference
 
     def _free_for_training(self, trained: dict[str, Tensor], workload: Workload) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class Worker:
         if self._child is not None and self._child.guarded.process.poll() is None:
             return None
         self.close()
-        self._is_busy = True
+        self._is_busy = True  # A process that does not start is killed by close(), not waited for.
         timeout_s = self._silence_s if timeout_s is None else timeout_s
         self._child = child = _Child(*call_guarded(f"{__name__}:{_serve.__name__}", self._measure, self._arguments))
         message = child.receive(timeout_s)
@@ -263,7 +263,7 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
             traceback.print_exc()
         if isinstance(error, LostProcessError):
             return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
-        # A process cannot use its GPU any more once an assertion failed there.
+        # The worker goes on, unless an assertion failed on its GPU, which it cannot use any more then.
         return Outcome("error", reason=str(error), refused="CUDA error" not in str(error))
     except Exception as error:
         if isinstance(error, ImportError) and (reason := why_no_triton()) is not None:

@@ -177,7 +177,7 @@ class Sweep:
         was wrong or broke, or nothing could be measured, failed.
         """
         for fault in faults:
-            if not isinstance(fault, ReaderLeft):
+            if not isinstance(fault, ReaderLeft):  # ``| head`` has read what it wanted: no error to tell.
                 say(f"error: {fault}")
         statuses = {cell.status for cell in self.cells}
         if self.ranks is not None:
@@ -455,7 +455,7 @@ def check_planned(
 
     available = capacity(device)
     if available is None and device == "cuda":
-        # nvidia-smi is not everywhere where torch finds a GPU.
+        # nvidia-smi is not everywhere where torch finds a GPU: only if torch finds none, this raises an error.
         from cs336sys.machine.device import choose_device
 
         choose_device(device)

@@ -79,13 +79,12 @@ class Communication:
         leaves, structure = tree_flatten(self._arguments)
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, _Layout):
-                if (position, leaf) not in tensors:
+                if (position, leaf) not in tensors:  # By position: no two tensors of a call share memory.
                     tensors[position, leaf] = leaf.allocate()
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):
-            # Where the step waited at once, as fully_shard does, it is False: NCCL would return a null pointer, and
-            # waiting for that crashes.
+            # It is False where the step waits at once (fully_shard): NCCL returns a null pointer, and wait() crashes.
             arguments["async_op"] = True
         return lambda: _wait_function(self._operator(**arguments))
 
@@ -121,8 +120,7 @@ def communication_at_once() -> AbstractContextManager:
     def finish(operator: Any, arguments: dict[str, Any], result: Any) -> None:
         _wait_function(result)()
         # How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors
-        # in 2 of 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all
-        # strategies.
+        # in 2 of 90 steps of fsdp by six ranks on two cores; with it in none, nor in 960 steps of all strategies.
         time.sleep(0.001)
 
     return _Watcher(finish)

@@ -125,7 +125,7 @@ def _derived(
     workload: ParallelWorkload, measured: Sequence[on_rank.RankMeasurement], samples: dict[str, Samples]
 ) -> dict[str, Any]:
     """Return the columns of a measured cell: of its communication, memory and rates."""
-    first = measured[0]
+    first = measured[0]  # Rank 0, which alone has a timeline; all ranks launch the same calls.
     timeline = first.timeline
     running_ms = None if timeline is None else timeline.communication_ms
     derived: dict[str, Any] = {

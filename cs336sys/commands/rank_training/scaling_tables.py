@@ -189,7 +189,7 @@ def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
     measured = [(count, percent) for count, percent in percents if percent is not None]
     estimates, lows, highs = (
         [max(getattr(percent, end), 0.0) for _, percent in measured] for end in ("estimate", "low", "high")
-    )
+    )  # The axis begins at 0.
     errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]  # Below, above.
     exposed.errorbar([count for count, _ in measured], estimates, errors, marker="o", capsize=3, color=color)
     for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):

@@ -164,7 +164,7 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
     Phases are shaded; where communication runs under the backward pass it is hidden.
     """
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
-    count = max(1, len(drawn))
+    count = max(1, len(drawn))  # An empty picture has axes, too.
     figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
     settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
     for drawing, cell in zip(axes.flat, drawn, strict=False):
@@ -186,7 +186,7 @@ def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
         bars = [(begin, end - begin) for begin, end in timeline[lane]]
         axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
     axes.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
-    axes.set_ylim(-0.5, 1.9)
+    axes.set_ylim(-0.5, 1.9)  # The phases' names stand above the lanes.
     axes.tick_params(axis="x", labelsize=7)
 
 

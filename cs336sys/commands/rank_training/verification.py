@@ -77,7 +77,7 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     orders: a gradient that is zero but for rounding differs from order to order.
     """
     device = rank_device(workload)
-    if not workload.training.is_ours:
+    if not workload.training.is_ours:  # Ours has no dropout, whose masks would differ from those of one process.
         user_models.without_dropout()
     training = workload.training.with_layers(workload.check_layers or workload.training.size.num_layers)
     workload = replace(workload, training=_with_fitting_layers(training, device))
@@ -94,7 +94,8 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
 def _with_fitting_layers(workload: Workload, device: torch.device) -> Workload:
     """Return the workload with so few layers that it fits into the GPU with two more copies of its weights.
 
-    One process trains the whole batch here, which needs more memory than a rank does. The same on every rank.
+    The copies are the weights at the start and those of one process, which stay to be compared. One process trains the
+    whole batch here, which needs more memory than a rank does. The same on every rank.
     """
     if device.type == "cpu":
         return workload
@@ -196,7 +197,7 @@ _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
     """Train in one process; on a CPU keep that for the next strategy. On a GPU it would fill what is measured."""
-    workload = replace(parallel.training, compile="off", cuda_graph="off")
+    workload = replace(parallel.training, compile="off", cuda_graph="off")  # One process launches its steps.
     parallel = replace(parallel, training=workload)
     # Strategies that agree in the following train alike: see starting_model() and train_alone().
     starts_by_layers = not workload.is_ours and not parallel.uses_autocast  # Ours has the same values either way.
@@ -247,7 +248,7 @@ class _Comparison:
             gc.collect()
             compares_gradients = False
         step = self._train(workload, compares=compares_gradients)
-        weights, copies = step.weights(step.replica.whole_parameters())
+        weights, copies = step.weights(step.replica.whole_parameters())  # Copies: how far off their weights.
         start = dict(starting_model(workload, device).named_parameters())
         self._weights = TensorComparison(start, reference.trained.weights, weights | copies, self._tolerance)
         for name in copies:  # No rounding explains a copy that differs from its weight.
@@ -317,7 +318,7 @@ class _Comparison:
             return reference.others
         reference.others = []
         whole_loss = reference.trained.loss
-        # Rounding takes a loss so far: by its dtype, or by the precision computed in, whose tolerance is ten times that.
+        # Rounding takes a loss so far: by its dtype, or by the precision computed in (a tenth of weights' tolerance).
         bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10) * abs(whole_loss)
         for order in other_orders(self._workload, reference.order):
             trained = train_alone(self._workload, self._device, self._warmup, order, reference.learning_rate)

@@ -106,7 +106,7 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Build the finding of ``cause``, ``seen`` like this; blame the last of ``launches``, or the wrap if it is empty.
+        """Build the finding of ``cause``, ``seen`` like this; blame the last of ``launches``, or the wrap without any.
 
         By default they are the collectives that send gradients in the first difference's step, if it is of a gradient.
         """
@@ -149,7 +149,7 @@ class ComparedCase:
             # All ranks have one loss together, under the empty name. Without a rank's part it is not compared.
             ranks = [{"": self._batch_loss([part[""] for part in ranks])}] if all(ranks) else []
         elif kind == "buffer":
-            expected = self._comparable_buffers(expected, by_rank=others[0])
+            expected = self._comparable_buffers(expected, by_rank=others[0])  # The first trains share by share.
             buffer_shapes = {name: value.shape for name, value in expected.items()}
             ranks = [  # Without slices of buffers.
                 {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}

@@ -39,7 +39,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
     """Name what the case does as the cause, where the plain step is right and ``sentences.jinja`` says so of it."""
     if not case.is_plain_step_right:
         return diagnosis
-    if case.program.resume is not None and diagnosis.cause != "wrong slices":
+    if case.program.resume is not None and diagnosis.cause != "wrong slices":  # Wrong before anything was saved.
         kept_facts = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
         return replace(with_facts(_diagnose_resume(case), **kept_facts), where=diagnosis.where)
     cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)  # Both accumulate.
@@ -290,8 +290,8 @@ def diagnose_groups(
     Returns:
         the diagnosis, None where all have the same, and what could not be compared.
     """
-    spec, expected = merged_spec(reports), in_one_process.optimizer
-    assert spec is not None
+    spec, expected = merged_spec(reports), in_one_process.optimizer  # The latter is None where the wrap fails there.
+    assert spec is not None  # Else the case does not apply.
     seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
     sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
     not_compared = [

@@ -284,9 +284,9 @@ class _Case:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
-        one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
+        one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))  # By name.
         in_one_process = train_on_rank(replace(self.training, workload=one_rank_workload), self.program)
-        model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model
+        model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model  # Shapes.
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         diagnosis, not_compared = diagnoses.diagnose_groups(reports, in_one_process, shapes)
         if in_one_process.failure:
@@ -320,7 +320,7 @@ class _Case:
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # On the optimizer; without the wrap's name.
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # The optimizer's, without the wrap.
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)

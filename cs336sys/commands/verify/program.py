@@ -237,7 +237,7 @@ class ProgramRun:
         elements = program.steps * sum(shape.numel() for shape in self.shapes.values())
         compared = range(1, program.steps + 1) if elements <= _MOST_ELEMENTS else (1, program.steps)
         for step in range(steps_done + 1, program.steps + 1):
-            self.watcher.step = step - 1
+            self.watcher.step = step - 1  # It counts from 0.
             self.one_step(step)
             groups = getattr(self.inner_optimizer, "param_groups", ())
             record.rates[step] = tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
