@@ -115,7 +115,7 @@ def _build(optimizer_class: Any, groups: Mapping[frozenset[tuple[str, Any]], lis
     takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
     rank_values = {name: value for name, value in _RANK_ARGUMENTS.items() if name in arguments}
     rank_values |= {name: dist.group.WORLD for name in GROUP_NAMES if name in arguments and dist.is_initialized()}
-    with refusing_optimizer(optimizer_class, "cannot be built"):
+    with refusing_optimizer(optimizer_class, failure="cannot be built"):
         if len(groups) > 1:
             dicts = [{"params": parameters, **dict(settings)} for settings, parameters in groups.items()]
             return optimizer_class(dicts, **rank_values)

@@ -100,7 +100,7 @@ def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 hooks.enter_context(module.register_forward_pre_hook(note_independent, with_kwargs=True))
-        inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
+        inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, step=0)
         user_models.call_model(model, inputs)
     if not independent_layers:
         raise CapabilityError("every layer with parameters depends on others, so none can be unused by itself")
@@ -131,7 +131,7 @@ def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:
         loss = user_models.load(user.loss)(output, targets)
         return user_models.scalar_loss(loss, user.loss, with_gradients=torch.is_grad_enabled())
     logits = getattr(output, "logits", output)
-    if hasattr(logits, "full_tensor"):
+    if hasattr(logits, "full_tensor"):  # A DTensor, as a user's wrap may return.
         logits = logits.full_tensor()
     logits = user_models.token_logits(logits, targets, user.model or workload.wrap, size.vocab_size)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -98,6 +98,6 @@ def _is_writable_by_others(status: os.stat_result, *, may_be_sticky: bool) -> bo
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(status.st_gid)
     except KeyError:
-        return True
+        return True  # A group without an entry may have any members.
     # Distributions make a group for each user, and let it write.
     return group.gr_name not in (user, "root") or not set(group.gr_mem) <= {user, "root"}

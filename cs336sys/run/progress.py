@@ -144,7 +144,7 @@ def _stderr_by_lines(write: Callable[[bytes], None], *, is_read: bool) -> Iterat
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        # The thread goes on for processes that outlive this.
+        # The thread goes on for processes that outlive this: a mark, not the pipe's end, says that ours is passed on.
         os.write(write_end, _END_MARK)
         os.close(write_end)
         all_is_passed_on.wait(_PASSED_ON_S)

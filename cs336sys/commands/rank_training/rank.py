@@ -347,7 +347,7 @@ def explaining_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
         with telling_user_errors(workload.training):
             yield
     except UserCodeError as error:
-        if "Expected to have finished reduction" in str(error):
+        if "Expected to have finished reduction" in str(error):  # torch's DDP waits for unused parameters.
             reason = sentence(__package__, "unused parameters", strategy=workload.strategy)
             raise CapabilityError(reason) from error
         # Where weights are sharded, every layer that runs has collectives of its own.

@@ -157,7 +157,7 @@ def train_alone(
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
-        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
+        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)  # Without blocks, it finds the units.
         workload = replace(workload, precision="fp32")  # Without autocast.
     optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
@@ -276,7 +276,7 @@ class _Comparison:
             if whole is not None:
                 expected[name] = whole[self._rows[name]]
             if gradient is not None:
-                trained[name] = gradient.to_dense()
+                trained[name] = gradient.to_dense()  # As the reference's: embeddings may have sparse ones.
         values = (*expected.values(), *trained.values())
         if self._workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.

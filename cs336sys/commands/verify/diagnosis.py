@@ -56,7 +56,7 @@ def _race(case: ComparedCase) -> Finding | None:
     """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
     if case.workload.case == "late" and case.is_plain_step_right:
-        return case.conclude("race", "late", sent, late_rank=case.program.late_rank)
+        return case.conclude("race", "late", launches=sent, late_rank=case.program.late_rank)
     allowed = max(case.differences[0].allowed, 1e-12)  # It is 0 where the first tensor that is off should be 0.
     if not math.isfinite(allowed):
         return None  # Rounding would explain any difference.
@@ -133,8 +133,8 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
             break
         if (ratio := scale_factor(output, expected)) is not None:
             return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name)
-        return case.conclude("forward", "output", sent, module=name)
-    return case.conclude("partial sum", "output", sent, module=summand) if summand else None
+        return case.conclude("forward", "output", launches=sent, module=name)
+    return case.conclude("partial sum", "output", launches=sent, module=summand) if summand else None
 
 
 def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
@@ -159,7 +159,7 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
     if program.frozen and torch.equal(first.expected, start):  # It should not move.
         return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
-        return case.conclude("stale weights", "late", sent)
+        return case.conclude("stale weights", "late", launches=sent)
     if norm(first.actual - start) <= 1e-12 * norm(start):  # It has not moved at all.
         return _diagnose_unchanged(case, name, ranks_off_first)
     # Gradients are right before the case scales or clips them.
@@ -187,8 +187,8 @@ def _diagnose_unchanged(case: ComparedCase, name: str, ranks: Sequence[int]) -> 
     if not any(name in report.owned for report in case.reports):
         return case.conclude("left out", "of optimizer")
     if len(ranks) == len(case.reports):
-        return case.conclude("left out", "unchanged", sent)
-    return case.conclude("not sent", "unchanged", sent, ranks=ranks)
+        return case.conclude("left out", "unchanged", launches=sent)
+    return case.conclude("not sent", "unchanged", launches=sent, ranks=ranks)
 
 
 def _weight_before(case: ComparedCase, first: TensorDifference) -> Tensor:

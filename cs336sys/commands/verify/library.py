@@ -98,7 +98,7 @@ def verify(
     try:
         size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
         training = Workload(size, device=device, seed=seed, user=user)
-        mesh = mesh or WRAPS.get(wrap, "data")
+        mesh = mesh or WRAPS.get(wrap, "data")  # WRAPS has the ready ones; a user's is taken for data-parallel.
         for name in cases:
             workload = VerifiedWorkload(
                 training, wrap, world_size, name, mesh, gradients=gradients, finish=finish, timeout_s=timeout_s
