@@ -61,8 +61,7 @@ GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
 # dtype; what is computed in half precision before it differs by more. Farther apart, they are different sums.
 MEAN_LOSS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-# What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen.
-# More is another computation.
+# What rounding can do to all gradients together, relatively (bf16 weights: 1 to 4 % seen). More is another computation.
 LARGEST_ROUNDING = 0.2
 
 # Learning rates of comparisons: the first with which losses do not run away, which would repeat nothing.

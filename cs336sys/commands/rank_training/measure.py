@@ -34,8 +34,7 @@ from cs336sys.training.ranks.step import ParallelStep, rank_device
 from cs336sys.training.step import time_steps, with_notes
 from cs336sys.training.user_models import hidden_warnings, why_built_whole
 
-# Steps without communication, by configuration: measured once for all strategies that are compared with them, in each
-# round.
+# Steps without communication, by configuration: measured once a round for all strategies compared with them.
 _unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
 
 # Columns of checks that found nothing wrong, by configuration.

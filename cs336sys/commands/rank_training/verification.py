@@ -157,7 +157,7 @@ def train_alone(
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
-        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)  # Without blocks, it finds the units.
+        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)  # None: it finds its units.
         workload = replace(workload, precision="fp32")  # Without autocast.
     optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
@@ -197,7 +197,7 @@ _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
     """Train in one process; on a CPU keep that for the next strategy. On a GPU it would fill what is measured."""
-    workload = replace(parallel.training, compile="off", cuda_graph="off")  # One process launches its steps.
+    workload = replace(parallel.training, compile="off", cuda_graph="off")  # One process does neither.
     parallel = replace(parallel, training=workload)
     # Strategies that agree in the following train alike: see starting_model() and train_alone().
     starts_by_layers = not workload.is_ours and not parallel.uses_autocast  # Ours has the same values either way.

@@ -207,7 +207,8 @@ class _Case:
         if len(workload.dimensions) > 1:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
         rank_count = max(1, workload.world_size // 2)
-        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))  # By its name.
+        # The name of the mesh's only dimension stands for a mesh of as many ranks as there are.
+        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))
         load_and_train = partial(train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
         with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             reports = ranks.run(load_and_train, replace(training, workload=smaller), program)
@@ -284,9 +285,9 @@ class _Case:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
-        one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))  # By name.
+        one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
         in_one_process = train_on_rank(replace(self.training, workload=one_rank_workload), self.program)
-        model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model  # Shapes.
+        model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         diagnosis, not_compared = diagnoses.diagnose_groups(reports, in_one_process, shapes)
         if in_one_process.failure:
@@ -320,7 +321,8 @@ class _Case:
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # The optimizer's, without the wrap.
+            # The first note says which optimizer one process has instead; it begins with the wrap's name.
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)
