@@ -228,7 +228,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
             step()  # torch's DDP makes its buckets anew after the first step.
             communications = _record_communication(step)
     reset_peak_memory(device)
-    step.capture()
+    step.capture()  # If the workload has graphs.
     # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
     samples = time_steps(step, step.phases)

@@ -55,7 +55,7 @@ def parallel_step_table(
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return a row for each cell; speed-ups are over ``baseline`` with the same settings but those ``compared``."""
-    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)
+    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)  # Not the note on none.
     rows = []
     for cell, baseline_cell in zip(cells, baselines, strict=True):
         workload = ParallelWorkload.from_configuration(cell.configuration)

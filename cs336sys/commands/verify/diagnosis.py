@@ -61,7 +61,7 @@ def _race(case: ComparedCase) -> Finding | None:
     if not math.isfinite(allowed):
         return None  # Rounding would explain any difference.
     # The watched run repeats the first: what differs by more than rounding was read or written in no fixed order.
-    for report, rerun in zip(case.reports, case.watched, strict=False):  # It may not have been run, or lost.
+    for report, rerun in zip(case.reports, case.watched, strict=False):  # Empty without such a run.
         for (kind, step), tensors in report.record.moments.items():
             for name, value in tensors.items() if kind == "gradient" else ():
                 other = rerun.record.at(kind, step).get(name, value)

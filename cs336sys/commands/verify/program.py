@@ -154,6 +154,7 @@ class ProgramRun:
     def _report_wrap(self) -> None:
         """Note what the wrap's optimizer updates, whether it can be built again, and whether weights are cut."""
         report, wrapped, shapes = self.report, self.wrapped, self.shapes
+        # What an optimizer without groups updates is not known: all count as updated.
         groups = getattr(self.inner_optimizer, "param_groups", [{"params": self.parameters.values()}])
         updated = [parameter for group in groups for parameter in group["params"]]
         # The optimizer may update copies of the weights, in another precision than the model has.
@@ -413,7 +414,7 @@ class ProgramRun:
     def _save(self, resume: str) -> Any:
         """Save everything, and return the state dicts where they are not in a checkpoint."""
         self.watcher.phase = "save"
-        if resume == "dcp":
+        if resume == "dcp":  # With "ranks", those of torchrun are refused afterwards.
             # The first rank's, on every rank: those that torchrun started each have made one.
             folders = [self.folder]
             dist.broadcast_object_list(folders)
