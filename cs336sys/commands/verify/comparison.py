@@ -106,7 +106,7 @@ class ComparedCase:
         ratio: float | None = None,
         **facts: Any,
     ) -> Finding:
-        """Build the finding of ``cause`` that shows as ``seen``; blame the last of ``launches``, or the wrap without any.
+        """Build the finding of ``cause`` that shows as ``seen``; blame the last of ``launches``, else the wrap.
 
         By default they are the collectives that send gradients in the first difference's step, if it is of a gradient.
         """
