@@ -287,7 +287,7 @@ class Fused:
         try:
             output = model(tokens)
             loss = getattr(output, "logits", output)
-            if softcap is None:
+            if softcap is None:  # Else the head has scaled the loss, so that the model's cap leaves it as it is.
                 return loss
             return loss.view(targets.shape if options.get("reduction") == "none" else ()) / CAPPED_LOSS_SCALE
         finally:

@@ -430,9 +430,9 @@ def launch_forward(
 
     token_bytes = logits_bytes_of_a_token(vocab_size, dtype)
     tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
-    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT
+    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # Why in two products: see there.
     parts = [part for part in (slice(0, aligned_size), slice(aligned_size, vocab_size)) if part.stop > part.start]
-    buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize
+    buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize  # Rows are padded to ROW_ALIGNMENT.
     buffer = torch.empty(buffer_shape, dtype=dtype, device=hidden.device)
     for start in range(0, num_tokens, tokens_of_chunk):
         chunk = slice(start, min(start + tokens_of_chunk, num_tokens))

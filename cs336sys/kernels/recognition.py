@@ -121,7 +121,7 @@ def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
     if any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in tensors):
         return True
     device = tensors[0].device if tensors else torch.device("cpu")
-    with _isolated_trial():
+    with _isolated_trial():  # It seeds the CPU's random numbers alone, so the sample comes from there.
         sample, positions = torch.randn((2, 2, head_dim), device="cpu").to(device), torch.tensor([1, 0], device=device)
         reference = functools.partial(reference_rope, positions=positions, theta=theta)
         return all(_agrees(lambda x: module(x, positions), reference, [sample.to(dtype)]) for dtype in _TOLERANCES)

@@ -46,7 +46,7 @@ class KernelOptions(OperationOptions):
         codes, order = self.codes, ("op", "tokens", "width", "dtype", "vocab_size", "implementation")
         implementations = *self.implementation, *codes
         configurations = [
-            KernelWorkload(**cell).configuration() | codes.get(cell["implementation"], {})
+            KernelWorkload(**cell).configuration() | codes.get(cell["implementation"], {})  # The code's digest.
             for cell in self.combinations(KernelWorkload, *order, implementation=implementations, **shapes)
             if cell["implementation"] in (*KERNELS[cell["op"]].implementations, *codes)
         ]

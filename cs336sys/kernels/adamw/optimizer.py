@@ -322,7 +322,7 @@ class AdamW(torch.optim.Optimizer):
                 continue
             state = self.state.get(parameter)
             if not state or gradient.layout != torch.strided or gradient.stride() != parameter.stride():
-                return None
+                return None  # _describe() makes a state, refuses a layout, or copies a gradient.
             signature.append(
                 (
                     parameter.data_ptr(), gradient.data_ptr(), gradient.dtype, parameter.numel(),
@@ -341,7 +341,7 @@ class AdamW(torch.optim.Optimizer):
             raise TypeError(
                 f"AdamW: gradients of {gradient.dtype} are not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
             )
-        if gradient.stride() != parameter.stride():
+        if gradient.stride() != parameter.stride():  # The kernels read all tensors of a row in one order of memory.
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         state = self.state[parameter]
         if not state:
@@ -391,7 +391,7 @@ class AdamW(torch.optim.Optimizer):
             state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16)
         for name, tensor in state.items():
             if name in saved:
-                tensor.copy_(torch.as_tensor(saved[name]))
+                tensor.copy_(torch.as_tensor(saved[name]))  # Old states of torch's have the step as a number.
         return state
 
     @torch.no_grad()

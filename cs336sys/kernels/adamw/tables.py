@@ -34,7 +34,7 @@ def tile_settings(variant: Variant) -> tuple[int, int]:
     throughout 0.80: random bits take registers.
     """
     if kernels.INTERPRETED:
-        return kernels.CHUNK // 2, 4
+        return kernels.CHUNK // 2, 4  # A chunk in one turn of the kernel's loop.
     if variant.weights == kernels.BFLOAT16.value:
         return 256, 2
     return (512 if variant.bfloat16_moments else 1024), 4
@@ -94,7 +94,7 @@ class Uploader:
             return values
         num_bytes = values.nbytes
         if not is_capturing(self._device):
-            if num_bytes not in self._spares:
+            if num_bytes not in self._spares:  # For a capture that may follow.
                 pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
                 self._spares[num_bytes] = pinned, torch.empty_like(pinned, device=self._device, pin_memory=False)
             return values.pin_memory().to(self._device, non_blocking=True)
@@ -105,7 +105,7 @@ class Uploader:
             )
         pinned, on_device = (buffer.view(values.dtype).view(values.shape) for buffer in self._spares.pop(num_bytes))
         pinned.copy_(values)
-        self._captured.append(pinned)
+        self._captured.append(pinned)  # Every replay copies from it.
         return on_device.copy_(pinned, non_blocking=True)
 
 

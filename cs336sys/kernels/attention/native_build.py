@@ -18,7 +18,7 @@ def build(file: Path, command: list[str]) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if file.exists():
             return 0
-        for unfinished in file.parent.glob(f"{file.name}.*.part"):
+        for unfinished in file.parent.glob(f"{file.name}.*.part"):  # Of processes that were killed: the lock is ours.
             unfinished.unlink()
         part = Path(f"{file}.{os.getpid()}.part")
         result = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)

@@ -90,7 +90,7 @@ class Library:
         reason = why_off()
         if reason is not None:
             self._is_off = True
-            if KNOWN_TRITON:
+            if KNOWN_TRITON:  # Calls are silent about another version, which ``doctor`` names.
                 _warn(reason)
             return
         path = library_path()
@@ -200,7 +200,7 @@ def import_from(path: str, package: str = "") -> ModuleType:
         CapabilityError: others can write to the file's folder.
         ImportError: the file cannot be loaded.
     """
-    require_private(Path(path).parent, "TRITON_CACHE_DIR")
+    require_private(Path(path).parent, variable="TRITON_CACHE_DIR")
     spec = importlib.util.spec_from_file_location(f"{package}.{SOURCE.stem}".lstrip("."), path)
     assert spec is not None
     assert spec.loader is not None

@@ -134,7 +134,7 @@ def _scores(query: Tensor, key: Tensor, rule: ScoreRule) -> Tensor:
         query = query.reshape(*key.shape[:-2], group * num_queries, query.shape[-1])
     # Scaling the query costs S_q x D multiplications instead of S_q x S_k.
     scores = (query * rule.scale) @ key.mT
-    rule.hide(scores, first_query=0, first_key=0, num_queries=num_queries)
+    rule.hide(scores, first_query=0, first_key=0, num_queries=num_queries)  # Writes -inf into scores.
     return scores
 
 

@@ -149,7 +149,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=2, CONFIG=CONFIG)
         share += CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 128 keys.
     else:
         # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it
         # has registers to spare for the coordinates.

@@ -73,7 +73,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
         mbarrier.wait(shared.barriers.keys_free.index(round % 2), ((round // 2) & 1) ^ 1)
         tiles.load_keys(shared, item, round % 2, TILES=2)
-        if work == first_work:
+        if work == first_work:  # The kernel before wrote the statistics that come next.
             change_kernels()
         # The reducer, which adds to dQ, ends turns itself.
         tiles.load_queries(shared, turns, item, first_use, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
@@ -165,7 +165,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     if tiles.is_piece(schedule, work, CONFIG):
         share = tiles.pieces_of(pieces, schedule, work, NUM_TILES=2, CONFIG=CONFIG) + CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 128 keys.
     else:
         grad_key_tile = buffers.result_tiles.index(2 * CONSUMER)
         grad_value_tile = buffers.result_tiles.index(2 * CONSUMER + 1)
@@ -221,7 +221,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot + 1), grad_query, is_async=True)
             grad_query = warpgroup_mma_wait(0, [grad_query])
             mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
-            if CONFIG.ordered:
+            if CONFIG.ordered:  # Then a program has a single item, and use is visit - first.
                 reduce_wait(1)  # All but the last tile are in memory, so the turn of the one before it is over.
                 thread_barrier()
                 tiles.end_turn(turns_of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
@@ -269,7 +269,7 @@ def reducer_backward_kernel(
     grad_query_shape: gl.constexpr = [2 if CONFIG.ordered else 1, HEAD_DIM // 2, 2 * ROWS]
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     buffers = Buffers(
-        key_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
+        key_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),  # Two slots of 128 keys.
         value_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),
         query_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
         grad_out_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),

@@ -70,7 +70,7 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
     if CONFIG.cut:
         num_pieces = gl.load(schedule + work * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
-    return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))
+    return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))  # No visits, not fewer than none.
 
 
 @gluon.jit
@@ -371,7 +371,7 @@ def store_piece(sums, grad):
     """Write a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
     addresses, first, second, third, fourth = _in_fours(sums, grad)
     gl.inline_asm_elementwise(
-        "{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: inline assembly must have a result.
         "=r,l,f,f,f,f",
         [addresses, first, second, third, fourth],
         dtype=gl.int32,

@@ -140,7 +140,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=1, CONFIG=CONFIG)
         share += CONSUMER * ROWS * HALF
         tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
+        tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 64 keys.
     else:
         # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ
         # is complete. The producer stores the results.

@@ -151,7 +151,7 @@ def _producer(shared, group_size, CONFIG: gl.constexpr):
         if CONFIG.grouped:
             key_head //= group_size
         tiles = _tiles(first_query, shape, CONSUMERS * CONSUMER_ROWS, CONFIG)
-        first, end = tiles[0], tiles[3]
+        first, end = tiles[0], tiles[3]  # Of (first, whole_from, whole, end).
         last_key = (end - 1) * KEY_ROWS
         _load(key, batch, key_head, last_key, key_ring, key_ready, first_use, KEY_FREE, CONFIG)
         for consumer in gl.static_range(CONSUMERS):
@@ -188,7 +188,7 @@ def _masked(scores, first_query, first_key, shape, CONFIG: gl.constexpr):
     keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
     if CONFIG.mask >= CAUSAL:
         queries = first_query + gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))
-        visible = keys[None, :] <= gl.minimum(queries, num_keys - 1)[:, None]
+        visible = keys[None, :] <= gl.minimum(queries, num_keys - 1)[:, None]  # Queries may go on behind the last key.
         if CONFIG.mask == WINDOW:
             visible = visible & (keys[None, :] > (queries - window)[:, None])
     else:

@@ -241,7 +241,7 @@ class HopperBackwardPlan(BackwardPlan):
             least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
             return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
-        if settings.kernel == "exchange" and not problem.is_causal:
+        if settings.kernel == "exchange" and not problem.is_causal:  # Causal: the shortest items fill the end.
             num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
             return schedule.cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
         return len(items), 1
@@ -260,7 +260,7 @@ class HopperBackwardPlan(BackwardPlan):
         bytes_of_head = problem.num_queries * self._row_bytes()
         if problem.num_sequences * bytes_of_head <= BACKWARD_L2_BYTES:
             return 1
-        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles
+        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles  # Of each group that runs at the time.
         # On average as much as half of the heads of a piece stream.
         return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
 

@@ -94,7 +94,7 @@ def cut_all(
     else:
         choices = [(len(items), 1)]
         whole_rounds = len(items) - len(items) % num_programs
-        numbers_of_whole = sorted({0, whole_rounds} - {len(items)})
+        numbers_of_whole = sorted({0, whole_rounds} - {len(items)})  # All whole is the first choice.
     for num_whole in numbers_of_whole:
         for pieces in NUMBERS_OF_PIECES:
             programs = num_whole + (len(items) - num_whole) * pieces
@@ -135,14 +135,14 @@ def as_table_of_pieces(
     item), then the items. Each is a program of its own, or ``num_programs`` share them: then in front, for each of
     these, (how many it has, index of the first). ``costs`` of whole items, by tile, then of pieces.
     """
-    works = [(1, item) for item in range(num_whole)]
+    works = [(1, item) for item in range(num_whole)]  # (first number of a row, index of the item)
     all_pieces = range((len(items) - num_whole) * num_pieces)
     works += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
     first_item = num_programs + len(works)
     table = [(pieces, first_item + item) for pieces, item in works]
     if num_programs:
         num_tiles = len(costs) // 2
-        # Each with where its cost stands, its tile or, of a piece, num_tiles behind that.
+        # As share_out takes them: first where the cost stands, a piece's num_tiles behind its tile's.
         rows = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
         shares = share_out(rows, costs, num_programs)
         table = as_table([[table[work] for _, work in share] for share in shares])

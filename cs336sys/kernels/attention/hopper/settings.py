@@ -124,7 +124,7 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
 
 
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
-    """Return the same of the backward kernel, against the deterministic form of plain Triton if it must be that.
+    """Return whether the backward kernel was measured to be faster than plain Triton's, in any order or deterministic.
 
     Items are counted as if each head of queries had keys of its own: those of a group are cut into pieces until they
     fill the GPU. In the deterministic form they are not cut, and are counted as they are.

@@ -234,7 +234,7 @@ def key_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
     if CONFIG.grouped:
         key_sequences = numbers.num_sequences // numbers.group_size
         key_heads = numbers.num_heads // numbers.group_size
-    num_tiles = tl.cdiv(num_keys, KEY_ROWS)
+    num_tiles = tl.cdiv(num_keys, KEY_ROWS)  # Under a causal mask the first keys have the most queries.
     tile, sequence = tile_of_program(
         program, num_tiles, key_sequences, numbers.sequences_per_group, LAST_TILE_FIRST=False
     )
@@ -277,7 +277,7 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
     QUERY_ROWS: tl.constexpr = CONFIG.query_rows
     BLOCK_DIM: tl.constexpr = CONFIG.block_dim
     PRECISION: tl.constexpr = CONFIG.precision
-    num_tiles = tl.cdiv(num_queries, QUERY_ROWS)
+    num_tiles = tl.cdiv(num_queries, QUERY_ROWS)  # If causal, the last first: they see the most keys.
     tile, sequence = tile_of_program(
         program, num_tiles, numbers.num_sequences, numbers.sequences_per_group, CONFIG.causal
     )
@@ -369,7 +369,7 @@ def prepare_kernel(
     of dQ; with key_sums those of dK and dV; with turns (sequences, padded_queries) counters of who has added to dQ. A
     sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
     """
-    if CONFIG.at_once:
+    if CONFIG.at_once:  # Each pass waits itself until this kernel has ended.
         gdc_launch_dependents()
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * CONFIG.rows

@@ -59,7 +59,7 @@ def describe_gpu(device: torch.device) -> str | None:
     # CUDA is loaded by now, from a file that is named after the driver; nvidia-smi would take a second.
     maps = Path("/proc/self/maps")
     libraries = re.findall(r"/libcuda\.so\.([\d.]+)", maps.read_text()) if maps.exists() else []
-    driver = max(libraries, key=len, default="unknown")
+    driver = max(libraries, key=len, default="unknown")  # libcuda.so.1, a link, is shorter.
     kernels = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
     numbers = f"{capability[0]}.{capability[1]}, driver {driver}, triton {triton.__version__}"
     return f"{name}, compute capability {numbers}, kernels {kernels.hexdigest()[:16]}"
@@ -93,11 +93,11 @@ def read_settings(device: torch.device) -> tuple[dict[str, str], str]:
     path = None if gpu is None else _file_of(gpu)
     if path is None or not path.exists():
         return {}, "built-in settings"
-    require_private(path.parent, "XDG_CACHE_HOME")
+    require_private(path.parent, variable="XDG_CACHE_HOME")
     remedy = f"measure again by cs336sys flash --keep-settings, or rm {path}"
     try:
         content = json.loads(path.read_text())
-        measured_on, settings = content.pop("gpu"), content.pop("settings")
+        measured_on, settings = content.pop("gpu"), content.pop("settings")  # A valid file has nothing else.
         is_valid = not content and all(_SETTINGS.fullmatch(text) for text in settings.values())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         is_valid = False
@@ -114,6 +114,6 @@ def write_settings(gpu: str, settings: dict[str, str]) -> None:
     if not settings:
         path.unlink(missing_ok=True)
         return
-    require_private(path.parent, "XDG_CACHE_HOME")
+    require_private(path.parent, variable="XDG_CACHE_HOME")
     with written_whole(path) as partial:
         partial.write_text(json.dumps({"gpu": gpu, "settings": settings}, indent=2, allow_nan=False) + "\n")

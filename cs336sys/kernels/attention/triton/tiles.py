@@ -127,7 +127,7 @@ def visible_keys(first_query, num_keys, window, diagonal, CONFIG: tl.constexpr):
     if CONFIG.causal:
         whole = tl.minimum(num_keys, first_query + 1)
         end = tl.minimum(num_keys, first_query + CONFIG.query_rows)
-    if CONFIG.shifted:
+    if CONFIG.shifted:  # Then the first queries may see no key.
         whole = tl.maximum(0, whole)
         end = tl.maximum(0, end)
     whole = whole // KEY_ROWS * KEY_ROWS
