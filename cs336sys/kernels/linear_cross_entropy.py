@@ -190,7 +190,7 @@ def cross_entropy_forward_kernel(
             scale *= tl.load(grad_loss_ptr + row)
         scale = tl.where(is_counted, scale, 0.0)
         softmax_factor = (softmax_share + 2.0 * z_loss * logsumexp) / total
-        column = last_start + tile
+        column = last_start + tile  # Stored up to the stride, as _reduce_row() loads it.
         shares = Shares(target, maximum, softmax_factor, target_share, other_share, scale, softcap)
         tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED), mask=column < row_stride)
         for columns_done in range(0, last_start, COLUMN_TILE):

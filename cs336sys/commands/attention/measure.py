@@ -102,7 +102,7 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Atte
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)), **options)
-        out = result[0] if isinstance(result, tuple) else result
+        out = result[0] if isinstance(result, tuple) else result  # It may be (output, logsumexp).
         return out.transpose(1, 2)
 
     return attention

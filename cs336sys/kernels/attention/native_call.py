@@ -295,7 +295,7 @@ def _launch_parameters(module: ModuleType, compiled, arguments: Sequence, descri
             parameters.append(argument)
         elif kind.startswith("tensordesc"):
             tile = next(metadata, None)
-            if tile is None:
+            if tile is None:  # Triton gives it pointer, shape and strides.
                 raise UnknownLaunchError("a kernel takes TMA descriptors apart")
             shape, strides = next(layouts).shape_and_strides
             dtype, swizzle = TMA_DTYPE_DEVICE_TO_HOST[tile["elem_type"]], tile["swizzle"]

@@ -70,7 +70,7 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
     if CONFIG.cut:
         num_pieces = gl.load(schedule + work * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
-    return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))  # No visits, not fewer than none.
+    return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))  # No query sees the keys: 0 visits.
 
 
 @gluon.jit

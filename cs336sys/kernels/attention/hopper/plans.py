@@ -129,7 +129,7 @@ class HopperForwardPlan(Plan):
             forward_kernel,
             num_programs,
             (query.num_heads, *lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0),
-            (
+            constants=(
                 HopperForwardConfig(
                     head_dim=problem.head_dim,
                     consumers=settings.consumers,
@@ -141,7 +141,7 @@ class HopperForwardPlan(Plan):
                     consumer_registers=settings.consumer_registers,
                 ),
             ),
-            [_tile_descriptors(*tensor, problem.dtype) for tensor in zip(operands, rows, strict=True)],
+            descriptors=[_tile_descriptors(*tensor, problem.dtype) for tensor in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
         self._add_launch(launch, *self.tensor_names, "schedule")
@@ -199,8 +199,8 @@ class HopperBackwardPlan(BackwardPlan):
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
-            (self._num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
-            (
+            numbers=(self._num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
+            constants=(
                 HopperBackwardConfig(
                     head_dim=problem.head_dim,
                     stages=settings.num_stages,
@@ -211,7 +211,7 @@ class HopperBackwardPlan(BackwardPlan):
                     **settings.registers,
                 ),
             ),
-            self._only_pass_descriptors(),
+            descriptors=self._only_pass_descriptors(),
             **_BACKWARD_OPTIONS,
         )
 
@@ -237,7 +237,7 @@ class HopperBackwardPlan(BackwardPlan):
             return len(items), 1
         if problem.group_size > 1:
             num_visits = self._num_visits()
-            # The queries of a window are few enough for L2.
+            # The queries of a window are few enough for L2; without a mask programs visit them together.
             least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
             return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
@@ -260,7 +260,7 @@ class HopperBackwardPlan(BackwardPlan):
         bytes_of_head = problem.num_queries * self._row_bytes()
         if problem.num_sequences * bytes_of_head <= BACKWARD_L2_BYTES:
             return 1
-        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles  # Of each group that runs at the time.
+        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles  # Of all groups that run at a time.
         # On average as much as half of the heads of a piece stream.
         return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
 
@@ -294,16 +294,16 @@ class HopperBackwardPlan(BackwardPlan):
             pieces = self._add_tensor("pieces", Scratch((rows, self._problem.head_dim)))
         return *self._read_by_pass, statistics, *results, turns, pieces, "schedule"
 
-    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
+    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:  # Uses ``sums`` alone.
         problem, (grad_query_sum, *_) = self._problem, sums
         grad_query_strides, *key_strides = self._grad_strides
         num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
         convert = Launch(
             convert_register_order_kernel,
             problem.num_sequences * num_tiles,
-            (grad_query_strides, num_tiles, self._num_heads, problem.num_queries, problem.scale),
+            numbers=(grad_query_strides, num_tiles, self._num_heads, problem.num_queries, problem.scale),
             # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension. The last: EARLY.
-            (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
+            constants=(problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
             **_BACKWARD_OPTIONS,
         )
         self._add_launch(convert, grad_query_sum, "grad_query")
@@ -313,7 +313,7 @@ class HopperBackwardPlan(BackwardPlan):
             sum_pieces = Launch(
                 sum_pieces_kernel,
                 self._num_cut * num_tiles * (problem.head_dim // columns),
-                (*key_strides, self._first_cut, self._num_pieces, self._num_key_heads, problem.num_keys),
-                (problem.head_dim, num_tiles, columns, at_a_time),
+                numbers=(*key_strides, self._first_cut, self._num_pieces, self._num_key_heads, problem.num_keys),
+                constants=(problem.head_dim, num_tiles, columns, at_a_time),
             )
             self._add_launch(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

@@ -90,8 +90,8 @@ class ForwardPlan(Plan):
             combine = Launch(
                 combine_kernel,
                 problem.num_sequences * triton.cdiv(problem.num_queries, COMBINED_ROWS),
-                (partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
-                (CombineConfig(problem.head_dim, block_dim, rows=COMBINED_ROWS, num_splits=num_splits),),
+                numbers=(partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
+                constants=(CombineConfig(problem.head_dim, block_dim, rows=COMBINED_ROWS, num_splits=num_splits),),
             )
             # The forward kernel writes outputs of (split, sequence, row), and behind them a logsumexp for each row.
             out_strides = partial_strides
@@ -110,9 +110,9 @@ class ForwardPlan(Plan):
         launch = Launch(
             forward_kernel,
             num_splits * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
-            (strides, num_heads, problem.group_size, *sizes, per_group, math.log2(math.e) * problem.scale),
-            (ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
-            descriptors,
+            numbers=(strides, num_heads, problem.group_size, *sizes, per_group, math.log2(math.e) * problem.scale),
+            constants=(ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
+            descriptors=descriptors,
             **_launch_options(tile),
         )
         self._add_launch(launch, "query", "key", "value", *results)
@@ -202,8 +202,8 @@ class BackwardPlan(Plan):
         prepare = Launch(
             backward.prepare_kernel,
             problem.num_sequences * num_tiles,
-            (*strides, num_tiles, self._num_heads, *sizes),
-            (backward.PrepareConfig(*tile, has_delta=self._delta_given, **(sums_to_clear | launching)),),
+            numbers=(*strides, num_tiles, self._num_heads, *sizes),
+            constants=(backward.PrepareConfig(*tile, has_delta=self._delta_given, **(sums_to_clear | launching)),),
         )
         statistics = self._add_tensor("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         # The statistics stand in for sums that the form does not touch.
@@ -235,8 +235,8 @@ class BackwardPlan(Plan):
         convert = Launch(
             backward.convert_grad_query_kernel,
             problem.num_sequences * num_tiles,
-            (*self._grad_strides, num_tiles, self._num_heads, *sizes, problem.scale),
-            (backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
+            numbers=(*self._grad_strides, num_tiles, self._num_heads, *sizes, problem.scale),
+            constants=(backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
         self._add_launch(convert, *sums, *GRADIENTS)
 
@@ -259,7 +259,7 @@ class BackwardPlan(Plan):
         return Launch(
             backward.backward_kernel,
             key_programs + query_programs,
-            (
+            numbers=(
                 backward.BackwardStrides._make(
                     [*(operand.row_strides for operand in self._operands), *self._grad_strides, self._out_strides]
                 ),
@@ -281,7 +281,7 @@ class BackwardPlan(Plan):
                     scale_log2=problem.scale * math.log2(math.e),
                 ),
             ),
-            (
+            constants=(
                 backward.BackwardConfig(
                     **_tile_constants(problem, tile),
                     grouped=problem.group_size > 1,
@@ -293,9 +293,9 @@ class BackwardPlan(Plan):
                     early=early,
                 ),
             ),
-            self._pass_descriptors(tile),
+            descriptors=self._pass_descriptors(tile),
             **_launch_options(tile),
-            **({"launch_pdl": True} if early else {}),
+            **({"launch_pdl": True} if early else {}),  # An option of NVIDIA's compiler alone.
         )
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
