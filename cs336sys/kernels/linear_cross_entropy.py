@@ -429,7 +429,7 @@ def launch_forward(
     grad_weight, chunk_bytes = _allocate_grad_weight(weight, kept, num_tokens, options)
 
     token_bytes = logits_bytes_of_a_token(vocab_size, dtype)
-    tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
+    tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)  # It divides by the number of chunks.
     aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # Why in two products: see there.
     parts = [part for part in (slice(0, aligned_size), slice(aligned_size, vocab_size)) if part.stop > part.start]
     buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize  # Rows are padded to ROW_ALIGNMENT.
@@ -500,7 +500,7 @@ def _launch_kernel(
             logits, targets, divisor, losses, logsumexp,
             None if class_weight is None else class_weight.contiguous(), total_weight, grad_loss,
             logits.stride(0), vocab_size, options.ignore_index, options.label_smoothing, options.z_loss,
-            options.softcap or 0.0,
+            options.softcap or 0.0,  # Not read unless CAPPED.
             SMOOTHED=options.label_smoothing > 0,
             CAPPED=options.softcap is not None,
             WEIGHTED=class_weight is not None,

@@ -143,7 +143,7 @@ def is_prenorm_block(block: nn.Module) -> bool:
     with contextlib.ExitStack() as stack:
         for name, compute in parts.items():
             stack.enter_context(mock.patch.dict(getattr(block, name).__dict__, {"forward": compute}))
-        return _computes(block, expected, {})
+        return _computes(block, expected, shapes={})
 
 
 def find_head(model: nn.Module) -> Head | None:

@@ -209,7 +209,7 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
     x, y = x.reshape(shape), y.view(shape)
     implied = positions is None
     if positions is None:
-        positions = torch.empty(0, dtype=torch.int64, device=x.device)
+        positions = torch.empty(0, dtype=torch.int64, device=x.device)  # Not read where they are implied.
         positions_strides: tuple[int, ...] = (0, 0, 0)
     else:
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
@@ -238,7 +238,7 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
     flat = [part.reshape(batches, -1, num_rows, dim) for part in parts]
     implied = positions is None
     if positions is None:
-        positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)
+        positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)  # Not read where they are implied.
     else:
         positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
     num_programs, num_groups, tile = _tiling(batches, heads, num_rows, dim, qkv.device)

@@ -405,7 +405,7 @@ class UsersAttention(UsersProblem):
         results = exact_results(new, self._head_workload)
         with torch.no_grad():
             for tensor, new_tensor, where in zip(self.intended, new, (queries, keys, keys, queries), strict=True):
-                tensor[where] = new_tensor[0]
+                tensor[where] = new_tensor[0]  # Of its only sequence.
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self.right[name][where] = results[name][0]
 

@@ -204,7 +204,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
         lines.setdefault((_shape_label(cell), cell.configuration["implementation"]), []).append(cell)
     groups = list(dict.fromkeys(group for group, _ in lines))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
-    columns = max(1, len(groups))
+    columns = max(1, len(groups))  # Without cells the axes stay empty.
     figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(_PARTS), columns, sharex="col")
     handles: dict[str, Any] = {}
     for column, group in enumerate(groups):

@@ -296,7 +296,7 @@ class AdamW(torch.optim.Optimizer):
         if signature is None or signature != part.described_signature:
             # This list lives until the launch below: nothing else refers to copies of gradients.
             updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
-            if part.tables is None:
+            if part.tables is None:  # One parameter is checked for all: they are on one device.
                 check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
                 part.tables = UpdateTables(self._device)
             part.tables.describe(updates)

@@ -211,7 +211,7 @@ class ParameterSet:
 
 def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float | None) -> None:
     """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
-    launches = [launch for launch in chunks.launches if launch.num_chunks]
+    launches = [launch for launch in chunks.launches if launch.num_chunks]  # Empty parameters have no chunks.
     tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
     if max_norm is not None:
         for variant, first, count in launches:

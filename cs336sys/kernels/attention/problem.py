@@ -78,7 +78,7 @@ class Operand:
     """Strides by which kernels address a tensor of two to four dimensions: as (batch, head, row, element)."""
 
     def __init__(self, tensor: Tensor):
-        leading = (1,) * (4 - tensor.dim())
+        leading = (1,) * (4 - tensor.dim())  # Kernels take four dimensions.
         self.shape = (*leading, *tensor.shape)
         self.num_heads = self.shape[1]
         strides = [*leading, *tensor.stride()]
@@ -98,7 +98,7 @@ def make_problem(
     num_sequences = math.prod(query.shape[:-2])
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     diagonal = num_keys - num_queries if options.aligned_at_end else 0
-    capability, num_multiprocessors = None, 1
+    capability, num_multiprocessors = None, 1  # On a CPU, in the interpreter.
     if query.is_cuda:
         capability = gpu_capability(query.device)
         num_multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
@@ -201,7 +201,7 @@ def check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, *, for_ker
 
 def _are_grouped(query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size) -> bool:
     """Return whether the leading dimensions differ in the number of heads alone, which must then divide the query's."""
-    same_batch = len(query_shape) >= 4 and query_shape[:-3] == key_shape[:-3]
+    same_batch = len(query_shape) >= 4 and query_shape[:-3] == key_shape[:-3]  # (batch, S, D) has no heads.
     if not same_batch or key_shape[:-2] != value_shape[:-2]:
         return False
     heads, key_heads = query_shape[-3], key_shape[-3]
