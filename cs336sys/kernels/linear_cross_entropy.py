@@ -375,7 +375,7 @@ def _allocate_grad_weight(
     # Without tokens no product writes it.
     allocate = torch.empty if num_tokens else torch.zeros
     grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
-    return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)
+    return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)  # 4 bytes: float32.
 
 
 def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:

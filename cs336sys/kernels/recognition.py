@@ -306,7 +306,7 @@ def _computes(
 
     with _isolated_trial(), _restored_modes(module):
         weights = [torch.randn(shape, device="cpu") for shape in shapes.values()]
-        width = next(iter(shapes.values()))[-1] if shapes else _WIDTH
+        width = next(iter(shapes.values()))[-1] if shapes else _WIDTH  # The first weight multiplies x.
         rows = torch.tensor(scales, device="cpu")[:, None]
         inputs = [torch.randn((*leading, len(scales), width), device="cpu") * rows for leading in _LEADING_SHAPES]
         for mode, dtype in itertools.product((True, False), _TOLERANCES):

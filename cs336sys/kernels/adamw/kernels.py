@@ -244,7 +244,7 @@ def adamw_prepare_kernel(
             chunk = start + tl.arange(0, SUM_TILE)
             sums += tl.load(sums_ptr + chunk, mask=chunk < num_sums, other=0.0).to(tl.float64)
         norm = tl.sqrt(tl.sum(sums, axis=0)).to(tl.float32)
-        clip = max_norm / (norm + 1e-6)
+        clip = max_norm / (norm + 1e-6)  # As torch.nn.utils.clip_grad_norm_ adds it.
         tl.store(clip_ptr, norm)
         # A norm of NaN makes all gradients NaN, as torch.nn.utils.clip_grad_norm_ does.
         tl.store(clip_ptr + 1, tl.where(clip > 1.0, 1.0, clip))

@@ -87,7 +87,7 @@ class Operand:
                 strides[dim] = self.shape[dim + 1] * strides[dim + 1]
         self.strides = tuple(strides)
         self.row_strides = self.strides[:3]
-        element_bytes = tensor.element_size()
+        element_bytes = tensor.element_size()  # TMA takes strides of whole 16 bytes.
         self.fits_tma = all(stride > 0 and stride * element_bytes % 16 == 0 for stride in self.row_strides)
 
 

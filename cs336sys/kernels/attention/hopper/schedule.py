@@ -136,7 +136,7 @@ def as_table_of_pieces(
     these, (how many it has, index of the first). ``costs`` of whole items, by tile, then of pieces.
     """
     works = [(1, item) for item in range(num_whole)]  # (first number of a row, index of the item)
-    all_pieces = range((len(items) - num_whole) * num_pieces)
+    all_pieces = range((len(items) - num_whole) * num_pieces)  # Of an item there are fewer than 256.
     works += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
     first_item = num_programs + len(works)
     table = [(pieces, first_item + item) for pieces, item in works]
