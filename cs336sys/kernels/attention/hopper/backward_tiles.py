@@ -351,7 +351,7 @@ def add_grad_query(sums, grad_query):
     """
     addresses, first, second, third, fourth = _in_fours(sums, grad_query)
     gl.inline_asm_elementwise(
-        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: as in store_piece().
         "=r,l,f,f,f,f",
         [addresses, first, second, third, fourth],
         dtype=gl.int32,
