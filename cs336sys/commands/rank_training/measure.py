@@ -94,11 +94,14 @@ def _unsynchronized_steps(
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
     """Compare weights after some steps: return derived columns, and a ``wrong`` outcome if rounding is no reason."""
     differences = ranks.run(on_rank.verify_on_rank, workload)
-    worst = max(differences, key=lambda difference: difference.relative)
+    # A rank that could compare nothing has NaN, which says nothing of the others.
+    worst = max(differences, key=lambda difference: (not math.isnan(difference.relative), difference.relative))
     derived = _describe_model(workload) | {"checked_layers": worst.num_layers}
-    notes = list(dict.fromkeys(note for difference in differences for note in difference.notes))
+    notes = [note for difference in differences for note in difference.notes]
+    notes += [difference.reason for difference in differences if math.isnan(difference.relative)]
+    notes = list(dict.fromkeys(notes))
     if math.isnan(worst.relative):
-        return with_notes(derived, [*notes, worst.reason]), None  # Nothing could be compared.
+        return with_notes(derived, notes), None
     derived = with_notes(derived, notes) | {
         "largest_difference": max(difference.largest for difference in differences),
         "relative_difference_percent": 100 * worst.relative,

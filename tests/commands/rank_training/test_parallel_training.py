@@ -3,9 +3,11 @@
 import errno
 import gzip
 import json
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.rounding import TOLERANCES
+from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Worker, guarded
 from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
@@ -119,6 +122,21 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert outcome.reason.startswith("overlap: after 5 steps lm_head.weight is ")
     assert outcome.reason.endswith("% of how far one process moves it, more than rounding explains (0.1 %)")
     assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
+
+
+@pytest.mark.parametrize("relative", [(math.nan, 0.5), (0.5, math.nan)])
+def test_rank_that_compares_nothing_does_not_hide_another(relative):
+    differences = [
+        WeightDifference(
+            largest=value, relative=value, parameter="w", num_layers=1, allowed=0.1, reason="not repeatable"
+        )
+        for value in relative
+    ]
+    answers = SimpleNamespace(run=lambda *_: differences)
+    derived, outcome = measurement._weights_outcome(answers, workload("naive"))
+    assert outcome.status == "wrong"
+    assert derived["relative_difference_percent"] == 50
+    assert "not repeatable" in derived["notes"]
 
 
 def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its_own(ranks, monkeypatch):
