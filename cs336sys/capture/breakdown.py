@@ -58,7 +58,7 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     classes, stop = timeline.work_class, timeline.stop
     start, waits = _starts_and_waits(timeline, waiting_ns)
     order = np.argsort(start, kind="stable")
-    for work_class in (COMPUTING, COMMUNICATING, COPYING):
+    for work_class in (COMPUTING, COMMUNICATING, COPYING):  # Numbered by precedence: the least comes first.
         of_class, before_class = order[classes[order] == work_class], order[classes[order] < work_class]
         covered = Cover(start[before_class], stop[before_class])
         begin, end = uncovered_parts(start[of_class], stop[of_class])
@@ -115,8 +115,7 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
     waiting_calls = Cover(timeline.waits.start, timeline.waits.stop)
     loading = Cover(timeline.loading.start, timeline.loading.stop)
     by_stop = np.argsort(timeline.stop, kind="stable")
-    # After the last work comes none, which has no launch.
-    launched_of_work = np.append(timeline.launched, -1)
+    launched_of_work = np.append(timeline.launched, -1)  # After the last work comes none, which has no launch.
     for step, (first, last) in enumerate(timeline.steps.bounds.tolist()):
         # Gaps are between what is busy, and at both ends of the step.
         low, high = np.searchsorted(busy.stop, first, side="right"), np.searchsorted(busy.start, last)
@@ -127,10 +126,10 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
         next_work = np.searchsorted(timeline.start, end)
         launched = launched_of_work[next_work]
         last_ended = np.searchsorted(timeline.stop[by_stop], begin, side="right") - 1
-        next_stream = timeline.stream[np.minimum(next_work, len(timeline) - 1)]
+        next_stream = timeline.stream[np.minimum(next_work, len(timeline) - 1)]  # Any after the last work.
         changes_stream = (last_ended >= 0) & (timeline.stream[by_stop[last_ended]] != next_stream)
         gap_ns = end - begin
-        # Until the next work is launched; without a launch, nothing.
+        # Loading counts until the next work is launched; without a launch (-1) the interval is empty.
         loading_ns = loading.within(begin, np.clip(launched, begin, end))
         is_queued = (launched >= 0) & (launched <= begin)
         is_launched_late = launched > begin

@@ -107,7 +107,7 @@ def _from_json(value: Any, annotation: Any) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if value is not None and type(None) in arguments:  # X | None
         return _from_json(value, arguments[0])
-    if origin is tuple:
+    if origin is tuple:  # tuple[X, ...]: all members are of one type.
         has_scalars = arguments[0] in (int, float, str)  # No call for each number of a long series.
         return tuple(value if has_scalars else (_from_json(item, arguments[0]) for item in value))
     if origin is Mapping:

@@ -68,7 +68,7 @@ def load_trace(path: Path) -> Capture:
             calls whose kernels were not recorded.
         OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError, ArithmeticError: it is damaged.
     """
-    _check_expansion(path)
+    _check_expansion(path)  # Refuses a small file that is large when decompressed.
     loader = _Loader()
     with _open_decompressed(path) as binary:
         buffered = io.BufferedReader(binary)
@@ -144,9 +144,9 @@ class _Loader:
         self.collective_of_operator: dict[int, int] = {}
         self.foreign_accelerator = ""
         self.peak_bytes: dict[int, int] = {}
-        self.has_counters = self.is_jax = False  # What a trace without work is of instead.
+        self.has_counters = self.is_jax = False  # Why a trace has no work: it holds counters alone, or is JAX's.
         self.unreadable = 0
-        self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+        self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # By process and thread, the inner last.
 
     def add(self, event: dict[str, Any]) -> None:
         """Sort one event; one that makes no sense is counted."""
@@ -169,7 +169,7 @@ class _Loader:
         if category in ("mtia_ccp_events", "hpu_op", "npu"):
             self.foreign_accelerator = category
         add = _ADD_BY_CATEGORY.get(category)
-        if add is None:
+        if add is None:  # It is not read, but tells why a trace has no work.
             self.has_counters |= category == "cuda_profiler_range"
             self.is_jax |= "hlo_op" in (event.get("args") or {})
             return
@@ -180,8 +180,7 @@ class _Loader:
         event["name"] = str(event.get("name", ""))
         if not isinstance(event.get("args"), dict):
             event["args"] = {}
-        # Threads are numbers or texts.
-        add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))
+        add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))  # Threads are numbers or texts.
 
     def _join_begin_and_end(self, event: dict[str, Any]) -> dict[str, Any]:
         """Return the complete event of an end and its begin; for a begin, an event of a category that is not read.
@@ -416,7 +415,7 @@ class _Events:
                 raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
             if isinstance(event, dict):
                 yield event
-        # After the events come a few lines.
+        # After the events come a few lines, of which 4 MiB are more than all.
         self._outside_events += text[position:] + self._stream.read(1 << 22)
 
     def _mend(self, text: str, position: int) -> tuple[Any, int]:
@@ -460,8 +459,7 @@ class _Events:
         return text, list_begin.end()
 
 
-# Control characters stand in names that torch writes.
-_decode_value = json.JSONDecoder(strict=False).raw_decode
+_decode_value = json.JSONDecoder(strict=False).raw_decode  # Control characters stand in names that torch writes.
 _SEPARATORS = re.compile(r"[ \t\r\n,]*")
 # An event ends before the next one, or at the end of the list.
 _EVENT_END = re.compile(r'\}(?=\s*(,\s*\{\s*"|\]|$))')

@@ -151,14 +151,14 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     before_steps, after_steps = len(before.step_ms), len(after.step_ms)
     changes = [TimeChange(_side_time(old, before_steps), _side_time(new, after_steps)) for old, new in pairs]
     kernels = [change for change in changes if change.is_kernel and change.typical_ms]
-    # The standard deviation of a typical kernel's time in a step, as a part of that time.
+    # The standard deviation, [1], of a typical kernel's time in a step, as a part of that time.
     noise_share = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
     # Each row has an equal part of the chance (Bonferroni), half of it at either end.
     least_errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
     before_ms, after_ms = sum(before.step_ms) / before_steps, sum(after.step_ms) / after_steps
     changes = [_judged(change, before_ms, noise_share, least_errors) for change in changes]
     changes.sort(key=lambda change: -abs(change.delta_ms))
-    if of_kernels:
+    if of_kernels:  # Sums of the rows, which lack the steps' idle time.
         before_ms, after_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
     return CaptureDifference(before_ms, after_ms, of_kernels, tuple(changes))
 

@@ -1,4 +1,7 @@
-"""Check whether a capture is whole: one pass counts and leaves out what cannot be true, before any verdict."""
+"""Check whether a capture is whole: one pass counts and leaves out what cannot be true, before any verdict.
+
+A work's launch is a row of the calls, -1 without one: to a column that is looked up is appended what -1 points at.
+"""
 
 import re
 from collections.abc import Callable
@@ -39,7 +42,7 @@ def check_capture(capture: Capture) -> Capture:
     if capture.unreadable:
         sentences.append(say_capture("unreadable", count=capture.unreadable))
     capture = _leave_out_other_sessions(capture, sentences)
-    if not capture.is_gpu:
+    if not capture.is_gpu:  # Operators stand for work, with launches made of them: the checks below are of GPU work.
         return replace(capture, launch=_match_launches(capture, sentences), damage=Damage(tuple(sentences)))
     capture = _leave_out_repetitions(capture, sentences)
     capture = replace(capture, launch=_match_launches(capture, sentences))
@@ -54,7 +57,7 @@ def check_capture(capture: Capture) -> Capture:
         is_impossible = test(capture)
         count, total = int(is_impossible.sum()), len(is_impossible)
         # A clock must be wrong rather than so much work: all of it stays, but how long the GPU idled is not known.
-        if count > _CLOCK_SHARE * total and count > 1:
+        if count > _CLOCK_SHARE * total and count > 1:  # One may be a fault, however few works there are.
             sentences.append(say_capture("wrong clock", count=count, total=total, fault=fault))
             hides_idle_time = True
         elif count:
@@ -131,8 +134,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     launches = launches[np.append(True, ~is_inner)[: len(launches)]]  # The first, if there is any, is within no other.
     works = np.lexsort((work.start, work_key))
     works = works[work.correlation[works] >= 0]
-    # Both are ordered by key now: a key's launches, and its works, are neighbours.
-    work_keys = work_key[works]
+    work_keys = work_key[works]  # Both are ordered by key now: a key's launches, and its works, are neighbours.
     first_launch, end_launch = (np.searchsorted(call_key[launches], work_keys, side=side) for side in ("left", "right"))
     first_work, end_work = (np.searchsorted(work_keys, work_keys, side=side) for side in ("left", "right"))
     launch_count = end_launch - first_launch

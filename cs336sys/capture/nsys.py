@@ -191,7 +191,7 @@ class _Export:
         table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *name_columns)
         device = [self._column(kind, *column) for column in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))]
         launch = (f"globalPid {_PROCESS}", "coalesce(correlationId, -1)")
-        operation, collective = "-1", "-1"
+        operation, collective = "-1", "-1"  # None: reports record neither.
         columns = (name, "start", '"end"', *launch, *device, operation, collective)
         work = DeviceWork.of(self._read_integers(table, columns))
         text_of_name = self._strings(f"SELECT {name} FROM {table}") if names is None else names
@@ -217,7 +217,7 @@ class _Export:
         table = self._require_columns(_RANGES, "start", "end", "eventType", "globalTid")
         # The text stands in the row or, where it was registered or is often repeated, in StringIds.
         if not {"text", "textId"} & self._columns[_RANGES]:
-            self._require_columns(_RANGES, "text")
+            self._require_columns(_RANGES, "text")  # Raises: it is missing.
         text, text_id = (self._column(_RANGES, column, "NULL") for column in ("text", "textId"))
         rows = self._report.execute(
             f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_PROCESS}, globalTid

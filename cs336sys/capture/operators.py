@@ -60,8 +60,7 @@ def operator_work(operator: str, shape: str) -> OperatorWork | None:
 def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
     """Return FLOPs and the elements of all outputs; raise KeyError for an operator whose FLOPs are not known."""
     if name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
-        # What is added to the product comes first.
-        a, b = shapes[:2] if name in ("mm", "bmm") else shapes[1:3]
+        a, b = shapes[:2] if name in ("mm", "bmm") else shapes[1:3]  # What is added to the product comes first.
         (*batch, m, k), (*_, n) = a, b
         return 2 * math.prod(batch) * m * n * k, math.prod(batch) * m * n
     if name == "linear":

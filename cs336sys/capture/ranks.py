@@ -115,10 +115,10 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
         first_late_ms=tuple(tuple(row.tolist()) for row in first_late_ms),
         is_pipeline=any(record.kind in (SEND, RECEIVE) for of_rank in records for record in of_rank),
     )
-    return RanksAnalysis(clocks, _add_slowed_kernels(timelines, numbers, waiting_ns), numbers, matching)
+    return RanksAnalysis(clocks, _waiting_and_slowed_ns(timelines, numbers, waiting_ns), numbers, matching)
 
 
-def _add_slowed_kernels(
+def _waiting_and_slowed_ns(
     timelines: Sequence[Timeline], numbers: Sequence[tuple[int, ...]], waiting_ns: Sequence[Times]
 ) -> tuple[Times, ...]:
     """Return of each rank's work how long collectives waited, and how much longer kernels took next to one that waits.
@@ -206,12 +206,11 @@ def _match_collectives(
                 is_without_peers = True
                 continue
             step = numbers[rank][steps[place]] if steps[place] >= 0 else -1
-            # A send and its receive have the same peers.
-            kind: Any = record.peers if is_sent else record.kind
+            kind: Any = record.peers if is_sent else record.kind  # A send and its receive have the same peers.
             key: tuple = (record.group, kind, step)
             if record.communication:
                 key = ("", "", "number", record.communication)
-            elif record.sequence >= 0 and not is_sent:
+            elif record.sequence >= 0 and not is_sent:  # Each rank counts its own sends and receives.
                 key = (record.group, kind, "number", record.sequence)
             elif step >= 0:
                 unnumbered[key][rank] += 1
@@ -248,16 +247,14 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
     """
     ranks = len(stops)
     origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)
-    # 4000 are more than enough for offsets and drifts.
-    chosen = collectives[:: max(1, len(collectives) // 4000)]
+    chosen = collectives[:: max(1, len(collectives) // 4000)]  # 4000 are more than enough for offsets and drifts.
     rows = [
         (number, rank, float(stops[rank][place] - origin[rank]))
         for number, members in enumerate(chosen)
         for rank, place in members
     ]
     group, rank_of, end = map(np.array, zip(*rows, strict=True))
-    # So that the columns for drifts are as large as those for offsets.
-    scale = max(float(end.max()), 1.0)
+    scale = max(float(end.max()), 1.0)  # So that the columns for drifts are as large as those for offsets.
     # Columns: each rank's offset, then each rank's drift; those of the first rank stay 0.
     design = np.zeros((len(rows), 2 * ranks))
     design[np.arange(len(rows)), rank_of] = 1.0
@@ -279,10 +276,9 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
         root = np.sqrt(weight)
         solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
         residual = np.abs(centred_end + centred_design @ solution)
-        # Full weight up to 1.5 times the median.
-        full_weight_ns = 1.5 * float(np.median(residual)) or 1.0
+        full_weight_ns = 1.5 * float(np.median(residual)) or 1.0  # Full weight up to 1.5 times the median.
         weight = np.minimum(1.0, full_weight_ns / np.maximum(residual, 1e-9))
-    return Clocks(origin, solution[:ranks], solution[ranks:] / scale, float(np.percentile(residual, 95)))
+    return Clocks(origin, solution[:ranks], drift=solution[ranks:] / scale, error_ns=float(np.percentile(residual, 95)))
 
 
 _FALSE_ALARMS = 1e-3  # One of so many trainings without a straggler is said to have one: one-sided, over all ranks.
@@ -330,7 +326,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
         # The sentence names the slowest only if it would matter.
         label = analyses[slowest].label if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
         return [_cannot_tell("few steps", label, slowest_percent, steps=len(steps))]
-    critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+    critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))  # Each rank has a part (Bonferroni).
     is_slow = excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
     candidates = np.flatnonzero(is_slow & (excess_ms >= _NEAR_SLOWEST * excess_ms[slowest])).tolist()
     if not candidates:
@@ -364,11 +360,11 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
         return _cannot_tell("missing ranks", ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
         return _cannot_tell("varying steps", amount=unseen_percent)
-    # A rank may still begin its steps late. Files of earlier versions do not say so, and in a pipeline stages have to.
+    # A rank may still begin its steps late: files of earlier versions lack that, and a pipeline's later stages have to.
     if ranks.first_late_ms and not ranks.is_pipeline:
         late_ms, errors_ms = _mean_excess(ranks.first_late_ms, steps)
         last = int(late_ms.argmax())
-        critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))
+        critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))  # Each rank has a part (Bonferroni).
         if late_ms[last] > max(unseen_ms, critical_t * errors_ms[last]):
             return _cannot_tell("late start", analyses[last].label, late_ms[last], "ms")
     return Finding("no straggler", amount=unseen_percent, unit="percent")
@@ -401,8 +397,7 @@ def _t_quantile(degrees: int, tail: float) -> float:
 
     It is the tangent, times the root of the degrees, of an angle whose density is ``cosine ** (degrees - 1)``.
     """
-    # Of the upper half alone, which has half of the probability.
-    angles = np.linspace(math.pi / 2, 0, 1_000_001)
+    angles = np.linspace(math.pi / 2, 0, 1_000_001)  # Of the upper half alone, which has half of the probability.
     beyond = np.cumsum(np.cos(angles) ** (degrees - 1))
     return math.sqrt(degrees) * math.tan(angles[np.searchsorted(beyond, 2 * tail * beyond[-1])])
 

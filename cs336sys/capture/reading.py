@@ -53,7 +53,7 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
     if size > FILE_BYTES:
         raise UsageError(f"{called} {say_capture('too large', mib=FILE_BYTES // MIB)}")
     is_database = head.startswith(b"SQLite format 3\x00")
-    if path.suffix in REPORT_SUFFIXES and not is_database:
+    if path.suffix in REPORT_SUFFIXES and not is_database:  # An export needs no nsys, whatever its name.
         nsys = find_nsys()
         if nsys is None:
             raise CapabilityError(f"{path} {say_capture('no nsys', file=path.name)}")
@@ -171,8 +171,7 @@ def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Pat
     """
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
-        # A single file that names none is rank 0.
-        return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()
+        return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()  # A single file that names none is rank 0.
     matches = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded_ranks]
     ranks_in_names = [int(match[1]) for match in matches if match]
     if len(set(ranks_in_names)) == len(recorded_ranks):

@@ -102,7 +102,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     is_in_step = Nested(steps.start, steps.stop, steps.process).innermost(parts.start, parts.process) >= 0
     parts = parts.select(is_in_step | ~np.isin(parts.process, steps.process))
     phase_of_work, part_of_work = work.launched_in(phases), work.launched_in(parts, same_thread=True)
-    covered = Ranges.joined(phases, steps) if phases_are_ours else None
+    covered = Ranges.joined(phases, steps) if phases_are_ours else None  # Other ranges may leave work out.
     texts = [*capture.texts, *_UNNAMED]
     step = _range_times(texts, work, steps, work.launched_in(steps))
     gpu_numbers = np.unique(work.gpu).tolist()
@@ -167,6 +167,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
     is_in_step = work.launched_in(steps) >= 0  # What is launched between the steps may have no phase.
     least_ns = _LEAST_PERCENT / 100 * work.length.sum()
+    # Work without a launch is in no range: where most is such, the whole capture is summed up.
     if is_in_step.any() and work.length[work.launched >= 0].sum() >= least_ns:
         return steps, f"phases: the steps of torch.profiler, {len(steps)} of them; others are chosen with --range"
     outermost = _outermost(others, others.process)

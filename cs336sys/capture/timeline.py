@@ -276,6 +276,7 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     """
     count = len(steps.bounds)
     steps = replace(steps, count=count, numbers=steps.numbers or tuple(range(count)))
+    # Of both kinds of marks, columns are the process and a time.
     lost, unlaunched = (marks[marks[:, 0] == timeline.process[0]][:, 1] for marks in (damage.lost, damage.unlaunched))
     # The idle time before work without a launch has an unknown cause, which matters where there is much such work.
     has_few_unlaunched = len(unlaunched) <= _LEAST_UNLAUNCHED * len(timeline.start)
@@ -292,8 +293,7 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     is_left_out = _or_previous(is_lossy | is_empty)
     length = steps.bounds[:, 1] - steps.bounds[:, 0]
     median = float(np.median(length if is_left_out.all() else length[~is_left_out]))
-    # Of two steps, nobody knows which is unusual.
-    is_long = (length > _MOST_MEDIANS * median) & (count > 2)
+    is_long = (length > _MOST_MEDIANS * median) & (count > 2)  # Of two steps, nobody knows which is unusual.
     is_kept = ~is_left_out & ~is_long
     if not is_kept.any() or damage.hides_idle_time:
         return replace(steps, hides_idle_time=True)
@@ -343,7 +343,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
     order = order[timeline.work_class[order] == COMPUTING]
     sequence = timeline.name[order]
     counts = np.bincount(sequence)
-    rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")
+    rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")  # Single ones last.
     rarest = rarest[: min(40, (counts > 1).sum())]  # So few that trying them takes no time.
     names_in_step = (counts > 0).sum()
     tried: set[int] = set()

@@ -296,8 +296,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:
-        # The same file twice, however few or noisy its samples.
-        ratio = None if difference.ratio is None else 1.0
+        ratio = None if difference.ratio is None else 1.0  # The same file twice, however few or noisy its samples.
         difference = replace(difference, ratio_low=ratio, ratio_high=ratio, p_value=1.0, to_decide=None)
     verdict: Verdict = "undecided"
     reason = None

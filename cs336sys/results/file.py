@@ -37,13 +37,13 @@ def check_appendable(path: Path) -> None:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise UsageError(f"cannot write results to {path}: {nearest} is no folder that can be written to")
         return
-    with _refusing_faults(path), path.open("r+b") as stream:
+    with _refusing_faults(path), path.open("r+b") as stream:  # "+" fails if the file is read-only.
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):  # A device or a pipe holds nothing to check.
             return
         if is_compressed(path):
             _check_members(path, stream.read())
         else:
-            _check_first_line(path, stream.readline(2**20))
+            _check_first_line(path, stream.readline(2**20))  # A run's, which is short.
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ class ResultsFile:
         if is_compressed(self.path):
             self._close_cut_member()
         else:
-            _check_first_line(self.path, self._stream.readline(2**20))
+            _check_first_line(self.path, self._stream.readline(2**20))  # A run's, which is short.
             self._stream.seek(0)
             while chunk := self._stream.read(2**20):
                 self._usage.add(chunk)

@@ -142,7 +142,7 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     deadline = time.monotonic() + _WRITER_S
-    while not ready.poll(50):  # A pipe whose writer has come and gone is ready, too.
+    while not ready.poll(50):  # In ms. A pipe whose writer has come and gone is ready, too.
         try:
             if byte := os.read(descriptor, 1):
                 return byte

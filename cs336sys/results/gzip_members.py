@@ -57,8 +57,7 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
 
 def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
     """Decompress the member that starts here to its end or its first fault, up to a limit of bytes."""
-    # 16: with gzip's header and trailer around the data.
-    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: with gzip's header and trailer around the data.
     content = bytearray()
     position = start
     while position < len(compressed) and not decompressor.eof:
@@ -67,8 +66,7 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
             # One byte more than the limit shows that it is exceeded; zlib takes 0 for no limit.
             content += decompressor.decompress(part, 0 if limit is None else limit + 1 - len(content))
         except zlib.error as error:
-            # "Error -3 while decompressing data: incorrect data check"
-            fault = str(error).rpartition(": ")[2]
+            fault = str(error).rpartition(": ")[2]  # "Error -3 while decompressing data: incorrect data check"
             # It ends a byte after its start or later, so that the search for the next one, from there, gets on.
             return Member(start, max(position, start + 1), bytes(content), fault)
         if limit is not None and len(content) > limit:

@@ -70,8 +70,7 @@ class Samples:
             return 0.0
         if not all(map(math.isfinite, self.measured)):
             return math.nan
-        # In floats: statistics.stdev computes in fractions, which takes ten times as long.
-        mean = self.mean
+        mean = self.mean  # In floats: statistics.stdev computes in fractions, which takes ten times as long.
         return math.sqrt(math.fsum((sample - mean) ** 2 for sample in self.measured) / (len(self.measured) - 1))
 
     @property

@@ -9,8 +9,7 @@ from cs336sys.results.model import SCHEMA_VERSION, TABLES_SCHEMA_VERSION, Cell, 
 
 _NAMES = {str: "string", type(None): "null"}
 
-# JSON has no numbers for these.
-_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}  # JSON has no numbers for these.
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _of_type(kind: Any) -> dict[str, Any]:
         return {"$ref": "#/$defs/samples"}
     if origin is Literal:
         return {"enum": list(arguments)}
-    if origin is tuple:
+    if origin is tuple:  # tuple[X, ...]: all members are of one type.
         return _array(_of_type(arguments[0]))
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_type(arguments[1])}

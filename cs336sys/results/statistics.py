@@ -171,7 +171,7 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     level: Level = "samples"
     if max(len(a), len(b)) > 1:
         level = "runs"
-    elif max(len(a[0]), len(b[0])) > 1:
+    elif max(len(a[0]), len(b[0])) > 1:  # The rounds of each side's only run.
         level = "rounds"
     of_a, of_b = _level_values(a, level), _level_values(b, level)
     worth = _worth(a, b) if level == "samples" else 1.0  # Rounds and runs are independent.
@@ -229,7 +229,7 @@ def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -
     ends = min(math.exp(low), estimate), max(math.exp(high), estimate)  # exp(log(estimate)) may be off by rounding.
     if not math.isfinite(high):
         return Interval(estimate, *ends, neutral=1.0, to_decide=fewest)
-    interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)
+    interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)  # Drift leaves bounds, but no p.
     if not interval.is_undecided:
         return interval
     # Narrow enough, the interval leaves out 1 or lies within SAME_PERCENT of it; it narrows with the root of the count.
@@ -283,7 +283,7 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
     """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples."""
     import numpy as np  # Imported late: many who import this module compare nothing.
 
-    before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
+    before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))  # Quantiles, for there are many pairs.
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0  # Equal but for rounding.
     nulls = []

@@ -36,8 +36,7 @@ _WATCHED: Sequence[tuple[Any, str]] = (
     (relative_error, "relative_error relative_errors why_wrong judged"),
 )
 
-# Bound before the user's file is imported.
-_clock, _synchronize = time.perf_counter, torch.cuda.synchronize
+_clock, _synchronize = time.perf_counter, torch.cuda.synchronize  # Bound before the user's file is imported.
 _event, _record, _elapsed_ms = torch.cuda.Event, torch.cuda.Event.record, torch.cuda.Event.elapsed_time
 _why_wrong, _relative_errors = relative_error.why_wrong, relative_error.relative_errors
 _BEFORE = {(owner, name): getattr(owner, name, None) for owner, names in _WATCHED for name in names.split()}

@@ -192,7 +192,7 @@ def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float)
     for pair in pairs:
         if pair.is_broken:
             yield f"{name(pair.a)}: ok in A, {pair.b.status} in B"
-    if all("ok" not in (pair.a.status, pair.b.status) for pair in pairs):
+    if all("ok" not in (pair.a.status, pair.b.status) for pair in pairs):  # B is judged: its statuses are shown.
         yield f"nothing was measured, in A or in B: {', '.join(sorted({pair.b.status for pair in pairs}))}"
 
 

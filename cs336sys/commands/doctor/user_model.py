@@ -79,10 +79,11 @@ def _trains(workload: Workload) -> list[Check]:
     else:
         checks.append(_faulty("trains", f"{losses_text}: a NaN or infinite loss trains nothing", "infinite loss"))
     hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
+    # The check's verdict says that it is a warning.
     checks += [_faulty("parameters", warning.partition(": ")[2], "hidden parameters") for warning in hidden]
     if without_gradient:
         names = f"none for {', '.join(without_gradient[:3])}" + (" ..." if without_gradient[3:] else "")
-        checks.append(_faulty("gradients", names, "no gradients"))
+        checks.append(_faulty("gradients", names, fix="no gradients"))
     return checks
 
 
@@ -142,7 +143,7 @@ def _attention(workload: Workload) -> list[Check]:
         step.compute_logits(attention.watching())
     calls = attention.calls  # How many, by the reason why --attention flash cannot compute them; "" if it can.
     if not calls:
-        return [_faulty("attention", "torch's scaled_dot_product_attention is never called", "no attention")]
+        return [_faulty("attention", "torch's scaled_dot_product_attention is never called", fix="no attention")]
     counts = f"{calls.total()} calls of torch's scaled_dot_product_attention, {calls['']} of them"
     reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
     summary = f"{counts} --attention flash can compute"
@@ -172,14 +173,14 @@ def _compiles(workload: Workload) -> list[Check]:
     try:
         explained = torch._dynamo.explain(user_models.call_model)(step.model, step.inputs)
     except Exception as error:
-        return [_faulty("compiles", f"{type(error).__name__}: {error!s:.120}", "compile off")]
+        return [_faulty("compiles", f"{type(error).__name__}: {error!s:.120}", fix="compile off")]
     if explained.graph_break_count == 0:
         return [Check("compiles", "the whole model, in one graph")]
     if explained.graph_count == 0:
-        return [_faulty("compiles", "nothing: torch.compile leaves the model as it is", "compile off")]
+        return [_faulty("compiles", "nothing: torch.compile leaves the model as it is", fix="compile off")]
     reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
     summary = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
-    return [_faulty("compiles", summary, "graph breaks")]
+    return [_faulty("compiles", summary, fix="graph breaks")]
 
 
 def _waits(workload: Workload) -> list[Check]:

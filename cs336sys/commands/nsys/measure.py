@@ -123,7 +123,7 @@ def _time_unprofiled(workload: Workload, device: torch.device, progress: Progres
     progress("building the model")
     step = TrainStep(workload, device)
     flop_columns = counted_columns(step, progress)
-    step.capture(with_loss=True)
+    step.capture(with_loss=True)  # In CUDA graphs, if the workload asks for them.
     samples = time_steps(step, step.phases_with_loss, progress)
     flop_columns = with_notes(flop_columns, training_warnings(step.loss, workload))
     durations_ms = []
@@ -161,7 +161,7 @@ def _run_annotated(
     step = TrainStep(workload, device)
     progress("warm-up")
     with phase(WARM_UP, marks, wait_for=device):
-        step.capture(with_loss=True)
+        step.capture(with_loss=True)  # In CUDA graphs, if the workload asks for them.
         for _ in range(workload.warmup):
             step()
     progress("profiling")
@@ -183,7 +183,7 @@ def _profile_under_torch(workload: ProfileWorkload, device: torch.device, folder
     release_memory()  # The step's: reading the trace needs none of it.
     _copy_kept_file(trace, workload, "trace.json.gz")
     progress("reading the trace")
-    capture = open_capture(trace, "the trace")
+    capture = open_capture(trace, called="the trace")
     if device.type == "cuda" and not capture.is_gpu:
         raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
     return summarize(capture)
@@ -221,7 +221,7 @@ def _profile_under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path,
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
     _copy_kept_file(database, workload, "sqlite")
-    return summarize(open_capture(database, "the report"))
+    return summarize(open_capture(database, called="the report"))
 
 
 def _copy_kept_file(file: Path, workload: ProfileWorkload, ending: str) -> None:

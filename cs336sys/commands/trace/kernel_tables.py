@@ -209,7 +209,7 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     # Without a profile an empty picture: what failed stands in the table.
     rows = share_table(measured, labels).rows if measured else []
     phases = list(dict.fromkeys(str(row["phase"]) for row in rows))
-    # By size: bars, each a name and its rows by phase.
+    # By size, which labels the axes: bars, each a name and its rows by phase.
     groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}
     for row in rows:
         bars = groups.setdefault(str(row.get("size", "")), [])

@@ -147,7 +147,7 @@ def operator_table(analysis: Analysis, shown: DisplayOptions) -> Table:
         operator, _, shape = key.partition("\0")
         row = times | {"operator": operator, "shapes": shape_words(shape)}
         work = operator_work(operator, shape)
-        if work is not None and times["ms"]:
+        if work is not None and times["ms"]:  # FLOPs of compiled Triton kernels are not known, and 0.
             call_s = times["ms"] / 1e3 / _calls_in_step(kernels)
             row |= {"tflops": work.flops / call_s / 1e12 or None, "gbps": work.bytes / call_s / 1e9}
             if shown.roofline:
@@ -264,7 +264,7 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
         *named_columns(communication_ms="communication", span_ms="span"),
         Column("peak_gib", "peak memory of tensors", "gib", lambda analysis: (analysis.peak_bytes or 0) / GIB or None),
     )
-    rows = [{**fill_row(columns, analysis), **analysis.totals} for analysis in analyses]
+    rows = [{**fill_row(columns, analysis), **analysis.totals} for analysis in analyses]  # Totals have columns' keys.
     return Table("capture", "trace: the whole capture", columns, rows)
 
 

@@ -13,8 +13,7 @@ from cs336sys.capture.taxonomy import Category
 from cs336sys.findings import Finding, sentence
 from cs336sys.tables.numbers import format_quantity
 
-# Renders a block of ``sentences.jinja``.
-say_trace = partial(sentence, __package__, quantity=format_quantity)
+say_trace = partial(sentence, __package__, quantity=format_quantity)  # Renders a block of ``sentences.jinja``.
 
 _LEAST_SHARE = 0.03  # The verdict names parts of a step from this share on, which are worth a change.
 _MUCH_UNKNOWN = 0.1  # From this share on a sentence says that the cause of idling is unknown.
@@ -76,7 +75,7 @@ def _step_sentences(analysis: Analysis, most_parts: int, where: str = "") -> lis
     }
     parts = sorted(_EXPLAINED_PARTS, key=lambda part: -analysis.share(part))
     causes = [say_trace(part, **facts) for part in parts if analysis.share(part) >= _LEAST_SHARE]
-    if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY_COMPUTING:
+    if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY_COMPUTING:  # Faster kernels are what helps most.
         causes.insert(0, _kernel_advice(analysis))
     sentences = [capital(say_trace("computing", **facts)), *causes[:most_parts]]
     if analysis.share(StepPart.UNKNOWN) >= _MUCH_UNKNOWN:

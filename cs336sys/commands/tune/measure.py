@@ -84,12 +84,11 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     product_s = _median_seconds(torch.mm, *(torch.randn(shape, dtype=dtype) for shape in shapes))
     # Most bytes of a small model are those of logits, whose memory is often returned and mapped again.
     logits = torch.randn(size.tokens, size.vocab_size)
-    # Two reads and a write of fp32.
-    byte_s = _median_seconds(torch.mul, logits, logits) / (12 * logits.numel())
+    byte_s = _median_seconds(torch.mul, logits, logits) / (12 * logits.numel())  # Two reads and a write of fp32.
     flop_s = product_s / product_work(size.tokens, size.d_ff, size.d_model, "cpu")
-    small = torch.randn(8, requires_grad=True)
+    small = torch.randn(8, requires_grad=True)  # An operation costs what autograd records of it, too.
     operation_s = _median_seconds(lambda: [small * small for _ in range(100)]) / 100
-    seconds = dict.fromkeys(TERMS, 0.0)
+    seconds = dict.fromkeys(TERMS, 0.0)  # Gaps between kernels stay at 0: a CPU has none.
     seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), flop_s)
     seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes"), byte_s)
     shape = size.batch_size, size.num_heads, size.context, size.head_dim

@@ -256,7 +256,7 @@ def _fixed_for_user_model(
     attention = ["sdpa", "flash"] if counted_model.attention else ["sdpa"]
     optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
     defaults: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
-    chosen = defaults | {"checkpointing": list(counted_model.peaks)} | dict(fixed)
+    chosen = defaults | {"checkpointing": list(counted_model.peaks)} | dict(fixed)  # Each way has a peak.
     unknown = [name for name in chosen["checkpointing"] if name not in counted_model.peaks]
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
@@ -320,7 +320,7 @@ class _Predictor:
         settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
         (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
         settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
-        micro_batches = dict(self.space.micro_batches)
+        micro_batches = dict(self.space.micro_batches)  # How many of each size a step has, of the sizes that add up.
         batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
         plain = StepConfiguration(
             replace(training, size=replace(training.size, batch_size=batch), **settings),
@@ -345,7 +345,7 @@ def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:
         return configuration.configuration()
     training, record = configuration.training, configuration.strategy_record
     size = replace(training.size, batch_size=training.size.batch_size * configuration.world_size)
-    # As predicted: a bucket for each block, and one unit gathered ahead.
+    # As predicted: a bucket for each block, and one unit gathered ahead. Its batch is that of all ranks together.
     return ParallelWorkload(
         replace(training, size=size),
         str(configuration.strategy),

@@ -40,7 +40,7 @@ def choice_tables(
     """
     best = choice.fitting[:_MOST_ROWS]
     facts = {"fitting": len(choice.fitting), "limit_gib": choice.limit / GIB}
-    facts["runnable"] = len(choice.predicted) + sum(choice.unknown.values())
+    facts["runnable"] = len(choice.predicted) + sum(choice.unknown.values())  # Unlike what was measured, but they run.
     notes = [sentence(__package__, "predicted", **facts), *error_notes(rates)]
     if not is_ours:
         notes.append(sentence(__package__, "user model"))
@@ -224,7 +224,7 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
     for key, comparison in compared.items():
         difference = comparison.difference
         if difference is None or difference.ratio_low is None or difference.ratio_high is None:
-            continue
+            continue  # Too few samples for an interval.
         other = configuration_words(configuration_of(groups[key][0]))
         intervals.append((other, 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)))
     winner = groups[best][0]
