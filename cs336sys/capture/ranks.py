@@ -325,7 +325,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     if len(steps) < _LEAST_STEPS:
         # The sentence names the slowest only if it would matter.
         label = analyses[slowest].label if excess_ms[slowest] >= _LEAST_SHARE * step_ms else ""
-        return [_cannot_tell("few steps", label, slowest_percent, steps=len(steps))]
+        return [_cannot_tell("few steps", label, amount=slowest_percent, steps=len(steps))]
     critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))  # Each rank has a part (Bonferroni).
     is_slow = excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
     candidates = np.flatnonzero(is_slow & (excess_ms >= _NEAR_SLOWEST * excess_ms[slowest])).tolist()
@@ -344,8 +344,8 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
         if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= _LATE_SHARE * ms:
             facts: dict[str, Any] = {"file": analyses[rank].file, "percent": 100 * ms / step_ms}
             facts["longer_parts"] = _longer_parts(analyses, rank, ms)
-            stragglers.append(Finding("straggler", analyses[rank].label, ms, "ms", facts=facts))
-    return stragglers or [_cannot_tell("not last", analyses[slowest].label, slowest_percent)]
+            stragglers.append(Finding("straggler", analyses[rank].label, amount=ms, unit="ms", facts=facts))
+    return stragglers or [_cannot_tell("not last", analyses[slowest].label, amount=slowest_percent)]
 
 
 def _cannot_tell(cause: str, where: str = "", amount: float = 0.0, unit: str = "percent", **facts: Any) -> Finding:
@@ -357,7 +357,7 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
     steps, step_ms = _common_steps(analyses)
     unseen_percent = 100 * unseen_ms / step_ms
     if ranks.missing:
-        return _cannot_tell("missing ranks", ranks.missing)
+        return _cannot_tell("missing ranks", where=ranks.missing)
     if unseen_percent > 100 * _MOST_UNSEEN:
         return _cannot_tell("varying steps", amount=unseen_percent)
     # A rank may still begin its steps late: files of earlier versions lack that, and a pipeline's later stages have to.
@@ -366,7 +366,7 @@ def _answer_without_candidates(analyses: Sequence[Analysis], ranks: RankMatching
         last = int(late_ms.argmax())
         critical_t = _t_quantile(len(steps) - 1, _FALSE_ALARMS / len(analyses))  # Each rank has a part (Bonferroni).
         if late_ms[last] > max(unseen_ms, critical_t * errors_ms[last]):
-            return _cannot_tell("late start", analyses[last].label, late_ms[last], "ms")
+            return _cannot_tell("late start", analyses[last].label, amount=late_ms[last], unit="ms")
     return Finding("no straggler", amount=unseen_percent, unit="percent")
 
 

@@ -163,7 +163,7 @@ def _sides(results: Results) -> dict[tuple[str, str], Side]:
 
 
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
-    """Sort into runs and rounds those cells of a configuration that the last one's code and conditions measured."""
+    """Sort a configuration's cells into runs and rounds; leave out runs of other code or conditions than the last."""
     last_id = cells[-1].run_id
     last = runs.get(last_id)
     comparable_ids = {last_id}

@@ -68,12 +68,12 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
         except zlib.error as error:
             fault = str(error).rpartition(": ")[2]  # "Error -3 while decompressing data: incorrect data check"
             # It ends a byte after its start or later, so that the search for the next one, from there, gets on.
-            return Member(start, max(position, start + 1), bytes(content), fault)
+            return Member(start, max(position, start + 1), bytes(content), fault=fault)
         if limit is not None and len(content) > limit:
             raise TooLargeError
         position += len(part) - len(decompressor.unused_data)
     if not decompressor.eof:
-        return Member(start, position, bytes(content), "cut off", is_cut=True)
+        return Member(start, position, bytes(content), fault="cut off", is_cut=True)
     return Member(start, position, bytes(content))
 
 

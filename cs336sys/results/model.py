@@ -246,7 +246,7 @@ def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name the fewest leading settings that tell them apart: ``size``, not the ``d_model`` that follows from it."""
     distinguishing: list[str] = []
-    # What the settings so far tell apart: equal keys belong to configurations that they do not.
+    # Values of the distinguishing settings so far: they do not tell apart configurations with equal keys.
     keys: list[tuple[str, ...]] = [()] * len(configurations)
     for name in dict.fromkeys(name for configuration in configurations for name in configuration):
         longer = [

@@ -147,7 +147,7 @@ def _attention(workload: Workload) -> list[Check]:
     counts = f"{calls.total()} calls of torch's scaled_dot_product_attention, {calls['']} of them"
     reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
     summary = f"{counts} --attention flash can compute"
-    return [Check("attention", summary, "warn", reasons) if reasons else Check("attention", summary)]
+    return [Check("attention", summary, verdict="warn", fix=reasons) if reasons else Check("attention", summary)]
 
 
 def _kernels(workload: Workload) -> list[Check]:

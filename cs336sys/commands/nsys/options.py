@@ -101,7 +101,7 @@ def _profile(
     if keep is not None:
         check_writable(keep / "trace.json.gz", "--keep")  # A name like those of the files that will be there.
     configurations = [
-        ProfileWorkload(workload, name, str(keep) if keep else None).configuration()
+        ProfileWorkload(workload, name, keep=str(keep) if keep else None).configuration()
         for workload in workloads
         for name in profiling.profiler
     ]
@@ -144,7 +144,7 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
     from cs336sys.commands.nsys.measure import run_checked_for_nsys
     from cs336sys.run.cells import guarded
 
-    outcome = guarded(run_checked_for_nsys, workloads[0].configuration(), lambda stage: None)
+    outcome = guarded(run_checked_for_nsys, workloads[0].configuration(), send=lambda stage: None)
     if outcome.status == "unsupported":
         raise CapabilityError(outcome.reason)
     if outcome.status != "ok":

@@ -83,7 +83,7 @@ def capture_cells(side: str, captures: AnalysedCaptures, shown: DisplayOptions, 
         Cell(
             "trace",
             {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": shown.roofline},
-            "ok",
+            status="ok",
             samples={"step": Samples("ms", "capture", analysis.step_ms)},
             derived={"trace": analysis.to_json(), **common},
             run_id=run_id,

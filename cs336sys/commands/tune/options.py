@@ -212,7 +212,7 @@ def tune(
         facts = {"limit_gib": choices.limit / GIB, "smallest_gib": smallest, "reasons": reasons}
         raise UsageError(sentence(__package__, "nothing fits", **facts))
     with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
-    predicted = choice_tables(choices, rates, with_one_more_gpu, search.lines, is_ours=base_workload.is_ours)
+    predicted = choice_tables(choices, rates, with_one_more_gpu, lines_of=search.lines, is_ours=base_workload.is_ours)
     if plot is not None:
         plot_front(choices, plot)
     if not search.measure:

@@ -102,7 +102,7 @@ def _more_table(choice: Choice, with_one_more_gpu: Choice | None) -> Table:
 
 def plot_front(choice: Choice, path: Path) -> None:
     """Draw tokens/s over memory: all configurations, the Pareto front, and the limit."""
-    figure, ((axes,),) = new_axes(8, 5)
+    figure, ((axes,),) = new_axes(width=8, height=5)
 
     def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
         memories_gib = [candidate.memory / GIB for candidate in candidates]
@@ -219,7 +219,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
 
 
 def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Comparison]) -> str:
-    """Name the best configuration, from how many others it is told apart, and by how much they are slower."""
+    """Name the best configuration, from how many others it cannot be told apart, and by how much others are slower."""
     intervals = []
     for key, comparison in compared.items():
         difference = comparison.difference
