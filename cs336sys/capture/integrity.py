@@ -142,7 +142,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     # All work of a single launch, as that of a graph, has the key's first.
     place_in_key = np.where(is_paired, np.arange(len(work_keys)) - first_work, 0)
     call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
-    is_early = work.start[works] < np.append(calls.start, 0)[call]
+    is_early = work.start[works] < np.append(calls.start, 0)[call]  # Never without a launch.
     # Of several launches that are not as many as the work, or do not all precede theirs, nobody knows which is whose.
     is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)

@@ -132,6 +132,7 @@ def _waiting_and_slowed_ns(
     columns: list[tuple[Times, ...]] = []
     for rank, timeline in enumerate(timelines):
         begin = timeline.collectives.start
+        # -1, a wait that is not known, counts as none.
         waited_ns = Cover(begin, begin + np.maximum(waiting_ns[rank], 0)).within(timeline.start, timeline.stop)
         kernels, step, collectives_before = _kernels_in_steps(timeline)
         step_number = np.array(numbers[rank], np.int64)[step]
@@ -335,6 +336,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
         return [_answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))]
     if ranks.why_no_waits:
         return [_cannot_tell("unknown waits", reason=ranks.why_no_waits)]
+    # A step is the tuple of its places on the ranks.
     mean_late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
     others_ms = [ms for rank, ms in enumerate(mean_late_ms) if rank not in candidates]
     stragglers = []

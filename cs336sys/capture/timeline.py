@@ -295,7 +295,7 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     median = float(np.median(length if is_left_out.all() else length[~is_left_out]))
     is_long = (length > _MOST_MEDIANS * median) & (count > 2)  # Of two steps, nobody knows which is unusual.
     is_kept = ~is_left_out & ~is_long
-    if not is_kept.any() or damage.hides_idle_time:
+    if not is_kept.any() or damage.hides_idle_time:  # Leaving steps out would not make idle time known.
         return replace(steps, hides_idle_time=True)
     sentences = [
         say_capture("long step", step=steps.numbers[place], ms=length[place] / 1e6, ratio=length[place] / median)

@@ -123,7 +123,7 @@ class ResultsFile:
                 f"{self.path} holds {_WARNED_PERCENT} % of what can be read again: give another file next time"
             )
         self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
-        self._records.append((_key(line), self._unwritten[-1]))
+        self._records.append((_key(line), self._unwritten[-1]))  # Kept, for others may remove it from the file.
         self.catch_up()
 
     def close(self) -> None:

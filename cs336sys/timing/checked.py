@@ -157,7 +157,7 @@ class KernelTimer:
     def _copied(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy results that are plain tensors in memory of their own, or raise a WrongKernelError."""
         for name, result in results.items():
-            if type(result) is not Tensor:
+            if type(result) is not Tensor:  # A subclass may compute only when somebody looks.
                 raise WrongKernelError(f"its {name} is a {type(result).__name__}, and should be a plain tensor")
             memory = result.untyped_storage().data_ptr()
             if any(memory == tensor.untyped_storage().data_ptr() for tensor in self.problem.given):

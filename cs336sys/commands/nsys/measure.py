@@ -115,7 +115,7 @@ def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, 
 
 
 def _time_unprofiled(workload: Workload, device: torch.device, progress: Progress) -> tuple[dict[str, Samples], dict]:
-    """Time the steps as ``bench`` does, and by the CPU clock with the ranges that a profiler would see.
+    """Time the steps as ``bench`` does; and by the CPU clock with ranges, as under a profiler, to show what these cost.
 
     Returns:
         the samples, and the columns of :func:`~cs336sys.training.flop_counting.counted_columns`.

@@ -91,7 +91,7 @@ def _lanes(timeline: Timeline, label: str, begin: int, end: int, origin: float, 
 
 def _bars(timeline: Timeline, chosen: np.ndarray, origin: float, axis_ns: float) -> list[dict[str, Any]]:
     """Return the bars of a lane; where there are too many, short neighbours are drawn as one."""
-    scale = _WIDTH / max(axis_ns, 1.0)
+    scale = _WIDTH / max(axis_ns, 1.0)  # Units of length a ns.
     least_width = _WIDTH / _MOST_BARS if len(chosen) > _MOST_BARS else 0.0
     bars: list[dict[str, Any]] = []
     for number, length_ns in zip(chosen.tolist(), timeline.length[chosen].tolist(), strict=True):
@@ -117,7 +117,7 @@ def _waterfall(difference: CaptureDifference) -> dict[str, Any]:
     edges_ms = list(itertools.accumulate((ms for _, ms in falls), initial=difference.before_ms))
     # The axis begins where it shows the changes, and not at 0.
     low_ms = max(0.0, min(edges_ms) - 0.2 * (max(edges_ms) - min(edges_ms)))
-    percent_per_ms = 100 / max(max(edges_ms) - low_ms, 1e-9)
+    percent_per_ms = 100 / max(max(edges_ms) - low_ms, 1e-9)  # The least, for edges that are all equal.
 
     def bar(name: str, kind: str, start_ms: float, end_ms: float, text: str) -> dict[str, Any]:
         left, width = round(percent_per_ms * (start_ms - low_ms), 2), round(percent_per_ms * (end_ms - start_ms), 2)

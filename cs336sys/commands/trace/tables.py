@@ -227,7 +227,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
         transfer_ms = collective.ms - (collective.waiting_ms or 0.0)
         busbw_gbps = alone_gbps = None  # A number of ranks or a size that was not recorded is no more than 0.
         if ranks > 1 and kind in WITH_BUS_BANDWIDTH and size > 0 and transfer_ms > 0:
-            busbw_gbps = bus_factor(kind, ranks) * size * collective.count / transfer_ms / 1e6
+            busbw_gbps = bus_factor(kind, ranks) * size * collective.count / transfer_ms / 1e6  # From bytes/ms.
             alone_gbps = bandwidths.gbps_at(kind, ranks, size) if bandwidths is not None else None
         row = _gpu(analysis) | {"collective": kind, "group": collective.group or None, "bytes": size or None}
         row |= {"ranks": ranks if ranks > 0 else None, "count": collective.count / steps, "ms": collective.ms / steps}

@@ -133,7 +133,7 @@ class SearchOptions:
             raise UsageError("--update: tune updates in a step of its own; leave it out")
         if on_cpu:
             # Neither graphs nor kernels of Triton run there.
-            fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
+            fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed  # What the user gives wins.
             fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
         if self.checkpoint:
             fixed["checkpointing"] = list(self.checkpoint)
@@ -261,6 +261,7 @@ def _fixed_for_user_model(
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
     if world_size > 1:
+        # Its work and memory are counted for a rank that holds all of the model, which sharding ones do not.
         chosen["strategy"] = [(name, dtype) for name, dtype in chosen["strategy"] if name == "bucketed"]
         if not chosen["strategy"]:
             raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
