@@ -155,7 +155,7 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
         """Add up weights, else count, by group and step: (groups, steps)."""
         return np.bincount(group * steps + step, weights, len(groups) * steps).reshape(-1, steps)
 
-    counts = sums(group_of[inside], step[inside], None)
+    counts = sums(group_of[inside], step[inside], weights=None)
     ms = sums(group_of[inside], step[inside], timeline.length[inside]) / 1e6
     exclusive_ms = sums(group_of[breakdown.work], breakdown.step, breakdown.exclusive_ns) / 1e6
     # A kernel that began before a step may take time in it.

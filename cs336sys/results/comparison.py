@@ -293,7 +293,9 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
     not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
     if not_finite:  # Then it has neither a difference nor autocorrelations.
-        return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
+        return Comparison(
+            a, b, None, None, None, verdict="undecided", reason=f"samples are not finite: {' and '.join(not_finite)}"
+        )
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:
         ratio = None if difference.ratio is None else 1.0  # The same file twice, however few or noisy its samples.

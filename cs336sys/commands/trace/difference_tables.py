@@ -52,7 +52,9 @@ def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
         Column("after_count", "times after", value=lambda change: change.after.count if change.is_kernel else None),
         Column("before_us", "one run before", "us", lambda change: change.before.us),
         Column("after_us", "one run after", "us", lambda change: change.after.us),
-        Column("change", "kernel or part", value=lambda c: c.label if shown.full_names else change_name(c)),
+        Column(
+            "change", "kernel or part", value=lambda change: change.label if shown.full_names else change_name(change)
+        ),
         Column("module", "module", value=lambda change: change.example.module or None),
         Column("operator", "operator", value=lambda change: change.example.operator or None),
         Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.example.shape) or None),

@@ -261,7 +261,7 @@ def _fixed_for_user_model(
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
     if world_size > 1:
-        # Its work and memory are counted for a rank that holds all of the model, which sharding ones do not.
+        # Its work and memory are counted for ranks that each hold all of the model: sharding strategies differ.
         chosen["strategy"] = [(name, dtype) for name, dtype in chosen["strategy"] if name == "bucketed"]
         if not chosen["strategy"]:
             raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
