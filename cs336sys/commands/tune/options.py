@@ -208,7 +208,7 @@ def tune(
     choices = predictor.choose(space)
     if not choices.fitting:
         smallest = min((candidate.memory / GIB for candidate in choices.predicted), default=None)
-        reasons = choices.unknown or choices.refused
+        reasons = choices.unknown or choices.refused  # Said where no configuration has a predicted time.
         facts = {"limit_gib": choices.limit / GIB, "smallest_gib": smallest, "reasons": reasons}
         raise UsageError(sentence(__package__, "nothing fits", **facts))
     with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
