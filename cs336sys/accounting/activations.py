@@ -78,7 +78,7 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),
         linear_inputs=e * size.stream,
-        logits=size.tokens * (e * size.vocab_size + 8),
+        logits=size.tokens * (e * size.vocab_size + 8),  # And two numbers a token of the loss.
         weight_copies=2 * size.vocab_size * size.d_model if casts else 0,
     )
     parts = zip(astuple(block), astuple(outside_of_blocks), strict=True)
@@ -110,7 +110,7 @@ def attention_activations(
         probabilities=e * scores,
         attention_statistics=4 * size.queries,
         attention_output=0 if keeps_scores else e * stream,
-        weight_copies=2 * 4 * size.d_model**2 if casts else 0,
+        weight_copies=2 * 4 * size.d_model**2 if casts else 0,  # Of four projections, 2 bytes a number.
     )
 
 

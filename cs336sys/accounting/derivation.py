@@ -42,10 +42,10 @@ def _operator(
     """Return a method of :class:`Expression`.
 
     Args:
-        binding: how tightly the result, and so its left operand, must hold together.
-        right: the same for the right operand, where it differs: ``a - (b - c)``.
-        neutral: the operand that leaves no trace.
-        is_reflected: whether the method is that of the right operand.
+        binding: precedence of the result; a left operand of a lower one gets parentheses.
+        right: below which a right operand gets them, where that differs: ``a - (b - c)``.
+        neutral: the plain number that changes nothing and is not written, as in ``a x 1``.
+        is_reflected: whether the method is that of the right operand, as ``__radd__``.
     """
 
     def join(expression: "Expression", operand: Number) -> "Expression":

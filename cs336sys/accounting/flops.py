@@ -138,7 +138,7 @@ def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool =
     attention = _attention_forward_flops(size.batch_size, size.num_heads, *square, size.head_dim, causal=causal)
     return FlopCounts(
         projections=layers * 4 * linear_flops(tokens, d_model, d_model, backward=backward),
-        attention=layers * attention * (3 if backward else 1),
+        attention=layers * attention * (3 if backward else 1),  # Scores computed again do not count.
         feed_forward=layers * 3 * linear_flops(tokens, d_model, size.d_ff, backward=backward),
         lm_head=linear_flops(tokens, d_model, size.vocab_size, backward=backward),
     )

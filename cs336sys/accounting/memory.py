@@ -133,7 +133,7 @@ def widest_moments(
         at_blocks = at_blocks or everything_saved(size.num_layers)
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if MODES[mode].updates_parameters:
-        # torch's fused AdamW makes no temporary, its foreach variant one of all parameters.
+        # The batch, and a temporary of the course's AdamW; torch's fused makes none, its foreach one of all parameters.
         temporary_bytes = 16 * size.tokens + 4 * largest_parameter(size)
         moments.append(("optimizer", count_parameters(size), temporary_bytes))
     state = training_state(size, precision, autocast=autocast)
@@ -168,7 +168,7 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
         "feed-forward backward": max(0, size.d_ff * size.d_model - (0 if copy else size.inner // passes)),
         "softmax backward": size.d_model**2,
     }
-    logits = tokens * size.vocab_size
+    logits = tokens * size.vocab_size  # Their loss also saved 8 bytes a token; the input's gradient is new.
     freed = (4 + copy) * logits + 8 * tokens + (e * logits if copy else 0) - e * tokens * size.d_model
     loss = next(moment for moment in moments if moment.moment == "loss")
     head = replace(loss, moment="LM head backward", activations=loss.activations - freed)

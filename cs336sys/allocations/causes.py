@@ -131,15 +131,15 @@ def _state_twice(moment: Moment) -> Finding | None:
             line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
             by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
     doubled_bytes, calls = 0, set()
-    for sets in (sets for sets in by_line.values() if len(sets) > 1):
-        counts = [Counter(block.requested for block in blocks) for blocks in sets.values()]
-        starts = [blocks[0].start for blocks in sets.values()]
+    for blocks_by_call in (blocks_by_call for blocks_by_call in by_line.values() if len(blocks_by_call) > 1):
+        counts = [Counter(block.requested for block in blocks) for blocks in blocks_by_call.values()]
+        starts = [blocks[0].start for blocks in blocks_by_call.values()]
         gradients = [Counter(b.requested for b in gradient_blocks if b.start <= start < b.end) for start in starts]
         # State has the parameters' dtype, or fp32 for half precision.
         in_dtype, in_fp32 = (_copied_state_bytes(counts, gradients, parameters, ratio) for ratio in (1, 2))
         if copied_bytes := in_dtype or in_fp32:
             doubled_bytes += copied_bytes
-            calls |= {infer.code_of(record.stacks[stack]) for _, stack in sets}
+            calls |= {infer.code_of(record.stacks[stack]) for _, stack in blocks_by_call}
     if not moment.is_leak(doubled_bytes):
         return None
     # Parameters without a stack were told by their sizes, which prove nothing.
@@ -160,7 +160,7 @@ def _copied_state_bytes(states: Sequence[_Sizes], gradients: Sequence[_Sizes], p
     copied_bytes = 0
     for size, count in sum(states, _Sizes()).items():
         parameter_size = size // ratio
-        # States of a parameter, two if the line makes both of Adam's moments; parameters without a gradient get none.
+        # States for each gradient, two if the line makes both of Adam's moments; one if no gradient is known.
         moments = max(
             math.ceil(state_counts[size] / (with_gradient[parameter_size] or state_counts[size] or 1))
             for state_counts, with_gradient in zip(states, gradients, strict=True)
@@ -384,7 +384,7 @@ def free_pieces(blocks: Sequence[Block], segments: Sequence[Segment], stream: in
             next_block += 1
             pieces.append(start - piece_start)
             piece_start = max(piece_start, min(stop, segment.end))
-        pieces = [max(0, piece) for piece in (*pieces, segment.end - piece_start)]
+        pieces = [max(0, piece) for piece in (*pieces, segment.end - piece_start)]  # Below 0 where blocks overlap.
         if segment.pool == DEFAULT_POOL and stream in (None, segment.stream):
             usable += sum(pieces)
             largest = max(largest, *pieces)

@@ -201,7 +201,7 @@ class _Parser:
         """Return the record: blocks that the trace frees, those that it leaves, and those that it does not name."""
         record = self._record
         at_end = list(self._read_segments())
-        record.segments.sort()
+        record.segments.sort()  # By address: _pool() and segments_at() search them.
         live = self._read_trace()
         record.step_marks = self._step_marks()
         # A block that no entry names was there before the record.
@@ -303,7 +303,7 @@ class _Parser:
         """Return the number of a stack of frames, noted at first sight; 0 without frames."""
         if not frames:
             return 0
-        if id(frames) not in self._stack_of_list:
+        if id(frames) not in self._stack_of_list:  # Entries share lists: each is read once.
             if not isinstance(frames, list):
                 raise _NoSnapshotError("frames are no list")
             for frame in frames:

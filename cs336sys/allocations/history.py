@@ -91,7 +91,7 @@ class CudaHistory(AllocationHistory):
         finally:
             torch.cuda.memory._record_memory_history(None)
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        signs = {"alloc": 1, "free_requested": -1}
+        signs = {"alloc": 1, "free_requested": -1}  # The calls that mark() counts: free_completed is none.
         entries = [entry for entry in self.snapshot["device_traces"][index] if entry["action"] in signs]
         # Entries from before this history are left out, and those that the ring buffer dropped are counted.
         entries = entries[max(0, len(entries) - calls) :]
@@ -215,7 +215,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
     def _follow(self, tensor: Tensor, *, is_new: bool) -> None:
         """Note a tensor's memory as allocated if it is new, and as freed when its storage is gone."""
         storage = dense_storage(tensor)
-        address, size = storage._cdata, storage.nbytes()
+        address, size = storage._cdata, storage.nbytes()  # A fake storage has no data_ptr().
         if address in self._live or not size:
             return
 
@@ -244,5 +244,5 @@ def _unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     is_product = {*weight.shape[2:], *stride} == {1} and not any(padding)
     if is_transposed or groups > 1 or {*dilation} != {1} or is_product or image.dim() > 4:
         return 0
-    unfolded_elements = image.shape[0] * weight[0].numel() * output.shape[2:].numel()
+    unfolded_elements = image.shape[0] * weight[0].numel() * output.shape[2:].numel()  # A patch for each output.
     return unfolded_elements * image.element_size()

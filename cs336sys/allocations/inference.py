@@ -50,7 +50,7 @@ def role(stack: Sequence[Frame]) -> str:
         if inner_role or not is_telling(frame):
             continue
         if "/optim" in path or path.endswith(("optimizer.py", "optimizers.py")):
-            return OPTIMIZER
+            return OPTIMIZER  # Also in a backward pass, whose hooks may step one.
         if name in _INITIAL_NAMES or name == "__init__" or "/torch/nn/init.py" in path:
             inner_role = INITIAL
         elif name in ("forward", "_call_impl", "_wrapped_call_impl") or "/torch/nn/functional.py" in path:
@@ -116,7 +116,7 @@ class Inference:
         self._backward_allocations = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
         # Allocations that follow one another in one part of training: the part, and their positions.
         runs = [(part, [start for start, _ in run]) for part, run in groupby(parts, itemgetter(1))]
-        ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]
+        ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]  # Where the next run begins.
         # For each of ``_starts``, where its run ends.
         self._run_ends = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
         # The last run may go on after the record.

@@ -175,7 +175,7 @@ def build_timeline(
         if size > 0:
             if event.code and not origin.code:
                 origin = replace(origin, code=event.code)
-            live[address] = Allocation(address, size, position, length + 1, phase, "temporary", origin)
+            live[address] = Allocation(address, size, position, length + 1, phase, "temporary", origin)  # If not below.
         elif address in live:
             freed.append(replace(live.pop(address), end=position))
         else:
@@ -206,9 +206,9 @@ def _categorized(
     for backward in (region for region in regions if region.name == "backward"):
         activation_regions.append((forward_start, backward.start))
         forward_start = backward.end
-    # For each position, the end of its region of activations, the earliest where regions overlap.
+    # For each position, the first event's being 1, the end of its region of activations, the earliest if they overlap.
     region_ends = [length + 1] * (length + 1)
-    for start, end in sorted(activation_regions, key=lambda bounds: -bounds[1]):
+    for start, end in sorted(activation_regions, key=lambda bounds: -bounds[1]):  # Earlier ones overwrite.
         region_ends[start + 1 : end + 1] = [end] * (end - start)
     for allocation in allocations:
         if allocation.start == 0:  # Older than the step: it has its category.

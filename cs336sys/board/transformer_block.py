@@ -109,7 +109,7 @@ class TransformerBlock(torch.autograd.Function):
         del grad_gate, grad_up, normalized
         # Of total, the sum of attention's output and x, which also goes on around the feed-forward network.
         grad_total, _, grad_norm2 = ops.rms_norm_backward(
-            grad_normalized, grad, total, norm2, inverse2, x.dtype, x.dtype
+            grad_normalized, grad, total, norm2, inverse2, x_dtype=x.dtype, residual_dtype=x.dtype
         )
 
         heads, attended = ctx.attention
@@ -133,7 +133,7 @@ class TransformerBlock(torch.autograd.Function):
         grad_normalized = product(grad_k, k, product(grad_q, q), in_place=True)
         grad_normalized = product(grad_v, v, grad_normalized, in_place=True)
         grad_x, _, grad_norm1 = ops.rms_norm_backward(
-            grad_normalized, grad_total, rows, norm1, inverse1, x.dtype, x.dtype
+            grad_normalized, grad_total, rows, norm1, inverse1, x_dtype=x.dtype, residual_dtype=x.dtype
         )
         return (
             None, grad_x.view(x.shape), grad_norm1, *grad_weights, grad_o,

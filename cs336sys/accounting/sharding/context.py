@@ -74,6 +74,6 @@ def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precis
     if STRATEGIES[strategy].trades_heads:
         of_ranks = [all_to_all_bytes(split, rank, token_bytes, 2 * token_bytes, passes) for rank in range(world_size)]
     else:
-        gradient_bytes = 2 * 4 * size.batch_size * size.d_model
+        gradient_bytes = 2 * 4 * size.batch_size * size.d_model  # Of key and value, summed in fp32.
         of_ranks = [ring_bytes(split, rank, 2 * token_bytes, gradient_bytes, passes) for rank in range(world_size)]
     return size.num_layers * max(of_ranks)

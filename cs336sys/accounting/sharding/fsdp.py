@@ -143,7 +143,7 @@ def step_communication(
     elements = sum(math.prod(shape) for unit in units for shape in unit)
     all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
     all_reduce = 4 * replicated_elements(shapes)  # Norms are fp32.
-    return StepCommunication(all_gather, element_bytes * elements, all_reduce)
+    return StepCommunication(all_gather, reduce_scatter=element_bytes * elements, all_reduce=all_reduce)
 
 
 def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> float:

@@ -48,11 +48,11 @@ def sent_bytes(
     """Return the bytes that a rank sends in a step: ``(N - 1) / N`` of what is gathered, scattered or broadcast.
 
     An all-reduce is a scatter and a gather; of fsdp nothing stays gathered between the passes. ``element_bytes`` are of
-    parameters and gradients, ``compute_bytes`` of what fsdp gathers.
+    parameters and gradients, ``compute_bytes`` of what fsdp gathers. ``optimizer`` all-reduces, and broadcasts.
     """
     share = (ranks - 1) / ranks * parameters
     if STRATEGIES[strategy].shards_weights:
-        return (2 * compute_bytes + 4) * share
+        return (2 * compute_bytes + 4) * share  # Gathered in both passes; gradients scattered in fp32.
     return {"none": 2, "optimizer": 3, "optimizer-flat": 2}[strategy] * element_bytes * share
 
 
@@ -90,8 +90,8 @@ def state_answers(
         row("directly after the first step", after, why("after_first_step")),
     ]
     for other in {"none": (), "fsdp": ("none", "optimizer")}.get(strategy, ("none",)):
-        theirs = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
-        rows.append(row(f"less than {other}", theirs - after, why("less_than", other)))
+        other_bytes = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
+        rows.append(row(f"less than {other}", other_bytes - after, why("less_than", other)))
     part_c = "optimizer_state_sharding_accounting (c)" if strategy.startswith("optimizer") else ""
     sends = sent_bytes(strategy, p, n, element_bytes, compute_bytes)
     return [*rows, row("sent in a step", sends, why("sent", strategy), question=part_c)]

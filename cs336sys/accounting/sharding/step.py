@@ -43,7 +43,7 @@ def sharded_optimizer_state(
     whole = element_bytes * sum(sizes)
     stepped_bytes = master_bytes or element_bytes
     return [
-        TrainingState(whole, whole, 2 * stepped_bytes * elements, master_bytes * elements)
+        TrainingState(whole, whole, 2 * stepped_bytes * elements, master_bytes * elements)  # AdamW's two moments.
         for elements in elements_of_ranks
     ]
 
@@ -78,8 +78,8 @@ def flat_optimizer_state(
             elements_of_ranks[rank] += elements
             gradients[rank] += stepped_bytes * slices if elements else 0
     return [
-        TrainingState(parameters, sliced, 2 * stepped_bytes * elements, master_bytes * elements)
-        for sliced, elements in zip(gradients, elements_of_ranks, strict=True)
+        TrainingState(parameters, gradient_bytes, 2 * stepped_bytes * elements, master_bytes * elements)  # Two moments.
+        for gradient_bytes, elements in zip(gradients, elements_of_ranks, strict=True)
     ]
 
 
@@ -152,10 +152,10 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
         workload.strategy,
         training.size,
         workload.world_size,
-        training.precision,
-        training.attention,
-        workload.checkpointing,
-        1 if workload.prefetch is None else workload.prefetch,
+        precision=training.precision,
+        attention=training.attention,
+        checkpointing=workload.checkpointing,
+        prefetch=1 if workload.prefetch is None else workload.prefetch,
         state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
         keep_gathered=workload.keep_gathered,
     )
@@ -203,7 +203,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     keeps_scores = step.strategy_record.trades_heads and step.keeps_scores
     if step.strategy_record.has_known_peak and not keeps_scores:
         peak = rank_peak(step)
-        rest = peak.activations + always - memory.always_held_bytes(step.share)  # All that it has, not its part alone.
+        rest = peak.activations + always - memory.always_held_bytes(step.share)  # rank_peak() counted the share's.
         moments.append(RankMemory("peak", peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 

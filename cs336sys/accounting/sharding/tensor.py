@@ -147,7 +147,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks
     tokens = sequences * size.context
-    part, widths = _saved(step, attention), _widths(step)
+    saved, widths = _saved(step, attention), _widths(step)
     at_loss, at_blocks = saved_schedule(step.checkpointing, size.num_layers)
     d, features, vocabulary = size.d_model, widths["ffn.w1"], widths["lm_head"]
     projection, w2 = d * widths["attn.q_proj"], d * features
@@ -163,20 +163,20 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
         return PeakMemory(name, state.parameters, 4 * gradients, state.optimizer_state, always + activations)
 
     moments = [
-        moment("loss", 0, part.outside + part.held(at_loss) + logit_bytes * tokens * vocabulary),
-        moment("end of backward", elements, part.stream),
+        moment("loss", 0, saved.outside + saved.held(at_loss) + logit_bytes * tokens * vocabulary),
+        moment("end of backward", elements, saved.stream),
         # The course's AdamW makes a temporary of the size of the largest parameter.
         moment("optimizer", elements, 4 * d * max(widths["attn.q_proj"], features, vocabulary)),
     ]
     for blocks in at_blocks:
         gradients = head_elements + (size.num_layers - blocks.block) * block_elements
-        saved_bytes = part.held(blocks) + 9 * tokens  # And the embedding's rows and mask.
-        inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
+        saved_bytes = saved.held(blocks) + 9 * tokens  # And the embedding's rows and mask.
+        inner = saved_bytes + saved.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
         if ATTENTION[attention].keeps_scores:
             statistics, query_bytes = 4 * scores // size.context, e * tokens * widths["attn.q_proj"]
-            freed = part.feed_forward + copy * projection  # And the output projection's copy.
-            softmax = saved_bytes - freed + part.stream - query_bytes + (12 - e) * scores + statistics
+            freed = saved.feed_forward + copy * projection  # And the output projection's copy.
+            softmax = saved_bytes - freed + saved.stream - query_bytes + (12 - e) * scores + statistics
             done = gradients + 3 * w2 + projection + d
             moments.append(moment(f"softmax backward, {blocks.name}", done, softmax))
     return moments
@@ -207,7 +207,7 @@ def _saved(step: TensorStep, attention: str) -> _Part:
     else:
         kept = query_bytes
     return _Part(
-        # Query, key, value, and heads side by side.
+        # Four: query, key, value, heads side by side. Five: w1(x), its sigmoid, SiLU, w3(x) and the product.
         attention=norm + entered + 4 * query_bytes + kept + 4 * statistics + copies * 4 * d * widths["attn.q_proj"],
         feed_forward=norm + entered + 5 * e * tokens * widths["ffn.w1"] + copies * 3 * d * widths["ffn.w1"],
         # Rows and mask of the embedding take 9 bytes a token; targets, maximum, sum and target's logit 20.

@@ -62,13 +62,13 @@ def step_peak_bytes(configuration: StepConfiguration) -> float:
         all_gradients = max(moment.gradients for moment in moments)
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
-    if training.splits_weights:  # How often the allocator rounds up as many bytes as for fp32 parameters.
+    if training.splits_weights:  # ``rounded_copies`` counts sets of tensors as large as fp32 parameters, rounded up.
         rounded_copies = 1.0  # An estimate: no saved peak is of such a step alone.
     elif configuration.strategy_record.gathers_ahead:
         # The peak of fsdp is an upper bound already; without rounding it meets saved steps within 1.3 %.
         rounded_copies = 0.0
     else:
-        # Parameters, and as much of both moments as there is.
+        # Parameters, and as much of both moments (8 bytes in fp32) as there is.
         moment_share = peak.optimizer_state / max(1, 8 * count_parameters(size))
         rounded_copies = 1.0 + 2 * min(1.0, moment_share)
     overhead_bytes = _WORKSPACES + rounded_copies * _rounding(size)

@@ -227,7 +227,7 @@ def ranged_quantities(configuration: StepConfiguration) -> dict[str, float]:
 
 def _unmeasured_reasons(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) -> Sequence[str]:
     """Say in what a step is unlike all that was measured; of a user's model (not ``is_ours``) no width is known."""
-    if rates.kinds == UNMEASURED:  # They were not derived from steps of some kinds and sizes.
+    if rates.kinds == UNMEASURED:  # Such rates are not from steps, and so serve any.
         return ()
     kind = kind_of(configuration)
     reasons = [] if kind in rates.kinds else [f"steps in {kind}"]

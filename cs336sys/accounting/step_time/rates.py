@@ -209,7 +209,7 @@ def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -
     slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
     slowdown |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
     seconds = {term: unit_s * slowdown[term] for term, unit_s in rates.seconds.items()}
-    exposures: dict[str, Exposure] = {}  # None where a link is unknown.
+    exposures: dict[str, Exposure] = {}  # Empty where a link's rate is unknown.
     if peaks.link and gpu_peaks.link:
         for name, exposure in rates.exposures.items():
             exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * gpu_peaks.link / peaks.link)

@@ -38,7 +38,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
     in_graph, is_fused = training.cuda_graph == "on", training.is_fused
     is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
-    checkpoints, keeps = checkpointing != "none", kept is not None
+    checkpoints, keeps = checkpointing != "none", kept is not None  # keep=N: so many blocks keep gate and up.
     can_keep = record.keeps_gathered and is_fused and not training.keeps_scores
     spans_blocks = kept is None and checkpointing not in ("none", "block")
     splits_weights = is_fused and training.splits_weights and strategy is not None and not record.gathers_ahead

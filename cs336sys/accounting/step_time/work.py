@@ -119,7 +119,7 @@ def product_work(rows: int, columns: int, inner: int, device: str = "cuda") -> f
     least = math.inf
     for tile_rows, tile_columns, penalty in _TILES:
         waves = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) / _MULTIPROCESSORS
-        waves = math.ceil(waves) if waves < _FEW_WAVES else waves + 0.5
+        waves = math.ceil(waves) if waves < _FEW_WAVES else waves + 0.5  # As rounding up does on average.
         least = min(least, waves * _MULTIPROCESSORS * tile_rows * tile_columns * 2 * inner * penalty)
     return _WASTE * least + (1 - _WASTE) * 2 * rows * columns * inner
 
@@ -210,7 +210,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         other_forward, other_backward = (8, 15) if has_scores else without_scores
         # Those of seven products, each of which has two in the backward pass, and all others.
         kernels = [7 + other_forward, 14 + other_backward]
-        if half and not (workload.is_fused and workload.optimizer_record.is_ours):
+        if half and not (workload.is_fused and workload.optimizer_record.is_ours):  # Else AdamW wrote copies.
             for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
         if not workload.is_compiled:
@@ -221,7 +221,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         kernels = [cost.kernels_with_scores if has_scores else cost.kernels for cost in costs]
         for work, cost in zip((forward, backward), costs, strict=True):
             work["eager_bytes"] += cost.stream_bytes * stream + cost.inner_bytes * inner
-            work["eager_bytes"] += 6 * weights if half else 0
+            work["eager_bytes"] += 6 * weights if half else 0  # Autocast's casts, as above.
     for work, count, cost in zip((forward, backward), kernels, costs, strict=True):
         work["kernels"] += count
         if has_scores:
@@ -365,7 +365,7 @@ class CountedModel:
         if workload.optimizer_record.is_plain:
             kernels = _COURSE_KERNELS * self.tensors
             work.optimizer.add({"course_parameters": self.parameters, "kernels": kernels})
-        else:
+        else:  # The fp32 parameter is read and written, its gradient read, its moments read and written.
             work.optimizer.add({"state_bytes": (12 + 2 * workload.moment_bytes) * self.parameters, "kernels": 4})
         entry = COMPILED_ENTRIES if workload.compiles_blocks else 0.0
         _add_launches(work, workload, (entry, entry))

@@ -93,7 +93,7 @@ class RecordingOptions(options.OptionGroup):
             for mode in modes
             # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
             for strategy in (self.checkpoint if MODES[mode].has_backward else ["none"])
-            for micro_batches in (self.micro_batches if MODES[mode].updates_parameters else [1])
+            for micro_batches in (self.micro_batches if MODES[mode].updates_parameters else [1])  # For one update.
         ]
         return list(dict.fromkeys(workloads))
 

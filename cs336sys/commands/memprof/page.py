@@ -126,7 +126,7 @@ def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], plot_inches: 
         middle = ((region["start"] + region["end"]) / 2 - first) / (last - first)
         middle = min(max(middle, half_width), 1 - half_width)  # Within the plot; in the lowest row that has room.
         row = next((row for row, end in enumerate(row_ends) if end <= middle - half_width), len(row_ends))
-        row_ends[row : row + 1] = [middle + half_width]
+        row_ends[row : row + 1] = [middle + half_width]  # Replaces the row's end, or adds a row.
         axes.text(
             middle, 1.01 + 0.045 * row, region["name"], transform=axes.transAxes, ha="center", va="bottom", fontsize=9
         )

@@ -73,7 +73,7 @@ def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         rows.append(fill_row(columns, diagnosis) | by_category)
         if (failure := diagnosis.moment.failure) is not None:
             rows[-1] |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
-        notes |= dict.fromkeys(_category_notes(diagnosis))
+        notes |= dict.fromkeys(_category_notes(diagnosis))  # Keys of a dictionary: each sentence once, in order.
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 

@@ -76,7 +76,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
     """
     trainings = dict.fromkeys(workload.training for workload in workloads if workload.checkpointing != "none")
     rows = []
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
     for training in (training for training in trainings if training.has_backward and training.is_ours):
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best

@@ -145,7 +145,7 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
         # One device communicates nothing, which a logarithmic axis cannot show.
         drawing.plot(counts[1:], [1e3 * seconds(n) for n in counts[1:]], color=color, label=name)
         drawing.axvline(crossing, color=color, linestyle=":", linewidth=1)
-        drawing.annotate(f"{crossing:.4g}", (crossing, computing_ms(crossing)), (4, 6), color=color, **style)
+        drawing.annotate(f"{crossing:.4g}", (crossing, computing_ms(crossing)), xytext=(4, 6), color=color, **style)
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")
     drawing.grid(alpha=0.3)

@@ -151,7 +151,7 @@ def simulated_cluster(
 ) -> tuple[Cluster, Sequence[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
     call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
-    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]  # That of the most ranks is the rate of the note itself.
+    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]  # The last, of the most ranks, is ``rate``, in the note.
     if bandwidth is not None:
         rate = MeasuredRate(bandwidth, "--bandwidth")
     elif any(cell.command == "allreduce" for cell in cells):
@@ -263,7 +263,7 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
 
 
 def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
-    """Return the row of a step; None without the step without communication, or the bytes that were sent."""
+    """Return the row of a step; None if the step without communication, or the bytes sent, are unknown."""
     if not {"step", "unsynchronized"} <= cell.samples.keys():
         return None
     workload = ParallelWorkload.from_configuration(cell.configuration)
@@ -298,7 +298,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
     communication = cell.samples.get("communication")
-    # At W, as predicted. Where calls explain half of what the step takes longer, they are named.
+    # At W, the measured bandwidth, as predicted. Where calls explain half of what the step takes longer, name them.
     sent_ms = in_turn_ms - cell.samples["unsynchronized"].median
     if communication is not None and communication.median - sent_ms > (step_ms - in_turn_ms) / 2:
         return "calls: communication alone takes longer than its bytes at W"

@@ -64,7 +64,7 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
 def _scaling_row(
     scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
-    """Return the row of the first of two steps, the fastest that fits; the other one, at once, may not fit."""
+    """Return the row of the fastest step that fits, the first of two; the fastest without accumulation may not fit."""
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
