@@ -158,7 +158,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     e, has_copies = step.e, step.reads_copies
     feed_forward = (8 + (3 if has_copies else 2) * e) * step.size.stream + 3 * e * step.size.inner
     loss = step.around_loss - e * step.size.stream - step.head_gradient  # No gradients, of the input and the head.
-    moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
+    moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]  # 0: no gradients.
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context
         softmax = (4 + (7 if has_copies else 4) * e) * step.size.stream + mask + 12 * step.scores
@@ -187,7 +187,7 @@ def _fused_backward_moments(
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * step.block + blocks.inputs * 4 * step.size.stream
 
-    moments = [("loss", 0, saved_bytes(at_loss) + step.around_loss)]
+    moments = [("loss", 0, saved_bytes(at_loss) + step.around_loss)]  # 0: the head's gradient is in around_loss.
     for blocks in at_blocks:
         saved = saved_bytes(blocks) + 4 * step.size.stream
         done = step.gradients(step.size.num_layers - blocks.block)
@@ -208,6 +208,6 @@ def _fused_backward_moments(
             freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner
             freed += cast * (3 * w2 + projection)
             softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries  # Four in fp32 replace two.
-            gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
+            gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model  # The norm's is in fp32.
             moments.append((f"softmax backward, {blocks.name}", gradients, softmax))
     return moments

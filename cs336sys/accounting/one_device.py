@@ -145,7 +145,7 @@ def attention_answers(
     rows = [
         row(quantity, value, reason=why("attention", name))
         for name, quantity in _ATTENTION_NAMES.items()
-        if number_of(value := getattr(memory, name))
+        if number_of(value := getattr(memory, name))  # 0: this implementation has no such tensor.
     ]
     saved = row("held before the backward pass", symbol("sum of these", memory.held), symbol="held")
     reason = why("attention_backward", implementation)
@@ -172,7 +172,7 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
     groups_label = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
     levels, runs = math.ceil(log2(n)), n * (log2(n) + 1) / 2
-    runs_reason = why("runs_of_halves", recomputed_blocks(size.num_layers, "nested")[0])
+    runs_reason = why("runs_of_halves", recomputed_blocks(size.num_layers, "nested")[0])  # [0]: all; [1]: without w2.
     return [
         block_input,
         saved,

@@ -274,7 +274,7 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
     overlapped = row("communication time, axes overlapped", maximum(*both), name, reason=why("overlapped_axes"))
     quantity = "communication time, axes sharing the network"
-    shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))
+    shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))  # 0: no part asks for it.
     return [along_fsdp, along_tp, overlapped, shared]
 
 

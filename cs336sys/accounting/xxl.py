@@ -120,7 +120,7 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
         value = number_of(getattr(mesh, name))
         if not 0 < value < math.inf:
             raise UsageError(f"{name.replace('_', ' ')} {value:g}: must be positive")
-    names = ("X", "Y", "M_X", "M_Y", "C", "W_ici")
+    names = ("X", "Y", "M_X", "M_Y", "C", "W_ici")  # In the order of the fields.
     named = TpuMesh(*(symbol(name, value) for name, value in zip(names, vars(mesh).values(), strict=True)))
     f = symbol("F", stack.d_ff)
     rate = named.flops_per_s / named.bytes_per_s

@@ -201,7 +201,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
     for block in moment.record.blocks:
         # From here on a block starts and ends at the number of a step's end, no longer at a position.
         first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
-        if block.start and first < after:
+        if block.start and first < after:  # Made within the record, and there at a step's end.
             blocks_of_lines[_line_key(block)].append(block._replace(start=first, end=after))
     lines = []
     for (stack, _), blocks in blocks_of_lines.items():
@@ -423,7 +423,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
             is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
             is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
-            following = results[index + 2 : index + 5]
+            following = results[index + 2 : index + 5]  # Right after the copy.
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):

@@ -106,7 +106,7 @@ def longest_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Finding | None:
         ]
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
-            added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))
+            added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))  # It may hold no more.
             longer.append(memory_cause("longer batch", added_bytes, diagnosis.name, ratio=ratio, is_among_ranks=True))
     return max(longer, key=lambda finding: finding.facts["ratio"], default=None)
 

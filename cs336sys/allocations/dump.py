@@ -200,7 +200,7 @@ class _Parser:
     def parse(self) -> DeviceRecord:
         """Return the record: blocks that the trace frees, those that it leaves, and those that it does not name."""
         record = self._record
-        at_end = list(self._read_segments())
+        at_end = list(self._read_segments())  # Which notes the segments, too.
         record.segments.sort()  # By address: _pool() and segments_at() search them.
         live = self._read_trace()
         record.step_marks = self._step_marks()
@@ -278,8 +278,8 @@ class _Parser:
         """Return the first position after each range with "step" in its name: the rarest name's, numbers left out."""
         entries = [self._trace[number] for number in self._record.entry_of_position[1:]]
         ends: dict[str, list[int]] = defaultdict(list)
-        times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]
-        for annotation in self._annotations:
+        times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]  # 0: it has no time.
+        for annotation in self._annotations:  # Of record_function.
             match annotation:
                 case {"name": str(name), "stage": "END", "time_us": int(time), **others} if (
                     others.get("device", self._record.device) == self._record.device

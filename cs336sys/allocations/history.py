@@ -216,7 +216,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         """Note a tensor's memory as allocated if it is new, and as freed when its storage is gone."""
         storage = dense_storage(tensor)
         address, size = storage._cdata, storage.nbytes()  # A fake storage has no data_ptr().
-        if address in self._live or not size:
+        if address in self._live or not size:  # Followed already, or without memory.
             return
 
         def note_free(_: weakref.ref) -> None:

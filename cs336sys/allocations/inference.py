@@ -110,7 +110,7 @@ class Inference:
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
         allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
-        # Recomputations belong to the backward pass that waits for them.
+        # (Blocks that start at 0 are older.) Recomputations belong to the backward pass that waits for them.
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
         self._backward_allocations = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
@@ -144,7 +144,7 @@ class Inference:
         """
         backward_ends, optimizer_ends = [], []
         computed = [b for b in self._record.blocks if b.start and self.roles[b.stack] in (FORWARD, USER)]
-        computed.sort(key=lambda block: block.start)
+        computed.sort(key=lambda block: block.start)  # USER: what computes the loss.
         starts = [block.start for block in computed]
         last_backward_end = backward_end_of_step = 0
         for part, start, end in runs:

@@ -54,7 +54,7 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
     elements = replicated_elements(shapes)
     elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in matrices)
     # Lower bits of weights take the place of master parameters.
-    return TrainingState(*(elements * element_bytes for element_bytes in STATE_BYTES[state_dtype]))
+    return TrainingState(*(elements * element_bytes for element_bytes in STATE_BYTES[state_dtype]))  # In field order.
 
 
 @functools.lru_cache(maxsize=1024)

@@ -177,7 +177,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
             statistics, query_bytes = 4 * scores // size.context, e * tokens * widths["attn.q_proj"]
             freed = saved.feed_forward + copy * projection  # And the output projection's copy.
             softmax = saved_bytes - freed + saved.stream - query_bytes + (12 - e) * scores + statistics
-            done = gradients + 3 * w2 + projection + d
+            done = gradients + 3 * w2 + projection + d  # Of w1, w2, w3, their norm and the output projection.
             moments.append(moment(f"softmax backward, {blocks.name}", done, softmax))
     return moments
 

@@ -33,7 +33,7 @@ def public_errors(rates: Rates) -> list[GroupError]:
         errors = {}
         for name, measured_ms in steps.items():
             size_name, context = name.split()
-            size = replace(SIZES[size_name], context=int(context), batch_size=4)
+            size = replace(SIZES[size_name], context=int(context), batch_size=4)  # As all were published.
             time = predict_step(StepConfiguration(Workload(size, "train", precision)), rates)
             phases_s = {phase: time.phases_s[phase] for phase in _TIMED_PHASES[timed]}
             errors[name] = 100 * (1e3 * step_seconds(phases_s, time.launches_s) / measured_ms - 1)

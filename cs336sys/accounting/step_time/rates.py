@@ -173,7 +173,7 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
     measured_sheet, sheet = datasheet(measured.gpu), datasheet(name)
     if measured_sheet is None or sheet is None:
         raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
-    return _scaled(measured, name, _peaks_on_paper(measured_sheet), _peaks_on_paper(sheet), "datasheets")
+    return _scaled(measured, name, _peaks_on_paper(measured_sheet), _peaks_on_paper(sheet), by="datasheets")
 
 
 class _Peaks(NamedTuple):

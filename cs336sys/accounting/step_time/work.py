@@ -151,7 +151,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     block_forward, block_backward, block_launches = _block_work(workload)
     work.forward.add(block_forward, layers)
     work.backward.add(block_backward, layers)
-    # The LM head and the loss.
+    # The LM head and the loss; the bytes a logit are what their operations, one by one, read and write.
     head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)], workload.device)
     product, e = ("half_products", 2) if workload.is_half else ("full_products", 4)
     logits = tokens * size.vocab_size

@@ -157,7 +157,7 @@ def simulated_cluster(
     elif any(cell.command == "allreduce" for cell in cells):
         rate = measured_bandwidth(cells)
     else:
-        rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")
+        rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")  # The note then says that it is assumed.
     slowdown, steps = measured_slowdown(cells)
     bytes_per_s, call_s, ranks_bytes_per_s = rate.value, call.value, tuple(bandwidths_by_ranks.items())
     cluster = Cluster(node_devices, bytes_per_s, node_bandwidth, call_s, memory_bytes, ranks_bytes_per_s, slowdown)
