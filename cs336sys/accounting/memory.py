@@ -269,8 +269,6 @@ def _backward_moments(
             freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
             # New: the stream's gradient, four fp32 matrices, a number a query. Also gone: heads and two matrices.
             softmax = saved - freed + (r - e) * stream + (12 - e) * size.scores + 4 * size.queries
-            done = gradients + (
-                3 * w2 + projection + size.d_model
-            )  # Of w1, w2, w3, their norm and the output projection.
+            done = gradients + (3 * w2 + projection + size.d_model)  # Of w1, w2, w3, their norm, output projection.
             moments.append((f"softmax backward, {blocks.name}", done, softmax))
     return moments
