@@ -162,7 +162,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context
         softmax = (4 + (7 if has_copies else 4) * e) * step.size.stream + mask + 12 * step.scores
-        moments.append(("softmax", 0, softmax + (0 if has_copies else 4 * step.size.queries)))  # Sums of rows.
+        moments.append(("softmax", 0, softmax + (0 if has_copies else 4 * step.size.queries)))  # Sums inverted.
     return moments
 
 

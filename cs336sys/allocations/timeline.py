@@ -175,7 +175,7 @@ def build_timeline(
         if size > 0:
             if event.code and not origin.code:
                 origin = replace(origin, code=event.code)
-            live[address] = Allocation(address, size, position, length + 1, phase, "temporary", origin)  # If not below.
+            live[address] = Allocation(address, size, position, length + 1, phase, "temporary", origin)  # At first.
         elif address in live:
             freed.append(replace(live.pop(address), end=position))
         else:
