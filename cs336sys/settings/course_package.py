@@ -55,9 +55,9 @@ class CoursePackage:
                 continue
             try:
                 defined = _defined_names(file.read_bytes(), str(file.absolute()))
-            except (SyntaxError, ValueError) as error:
+            except (SyntaxError, ValueError) as error:  # A ValueError, for a null byte, has no line.
                 raise _line_refusal(error, self.folder, file, getattr(error, "lineno", None) or 1) from None
-            if defined is not None:
+            if defined is not None:  # Else import * may bring any of them.
                 lacking += [f"{module}.{name}" for name in names if name not in defined]
         return lacking
 
@@ -147,7 +147,7 @@ def set_aside_others() -> None:
 def _defined_names(source: bytes, file: str = "<unknown>") -> frozenset[str] | None:
     """Return the names that a module has when it is imported; None where ``import *`` hides some."""
     names = set()
-    for node in ast.walk(ast.parse(source, file)):
+    for node in ast.walk(ast.parse(source, file)):  # Nested ones, too: some are in an if or a try.
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

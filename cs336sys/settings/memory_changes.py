@@ -103,7 +103,7 @@ def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
                 f"for part in batch.chunk({count}): (compute_loss(model, part) / {count}).backward()  "
                 "# then optimizer.step()",
                 f"{count} passes of {size // count} sequences: less work for each launch",
-                count.bit_length() / 10,  # More with each doubling, but less than 1 % of FLOPs.
+                price=count.bit_length() / 10,  # More with each doubling, but less than 1 % of FLOPs.
             )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
         )
         yield SettingChange(
             "ranks", f"{strategy} x {ranks}", f"shard --world-size {ranks} --strategy {strategy}", code,
-            cost, 1000 * ranks + (strategy == "fsdp"),  # Of as many ranks, those that send less come first.
+            cost, price=1000 * ranks + (strategy == "fsdp"),  # After changes on one GPU; FSDP sends more.
         )  # fmt: skip
 
 

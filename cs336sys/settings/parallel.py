@@ -343,11 +343,11 @@ class ParallelWorkload(Configured, HasStrategy):
         if self.strategy_record.inner_dimension and self.data_ranks > 1:
             # That strategy has no outer dimension, so any name will do. Without a mesh, all ranks would be one group.
             mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.inner_dimension: self.group_ranks})
-        return replace(
+        return replace(  # What only communication reads has its default: workloads that differ in it share one timing.
             self,
             strategy=self.strategy_record.unsynchronized,
             bucket_mb=None,
-            gradient_dtype="bf16" if self.has_half_gradients else "fp32",  # Those that stay in bf16 need it.
+            gradient_dtype="bf16" if self.has_half_gradients else "fp32",  # Gradients that stay in bf16 need it.
             transport="collectives",
             trace=None,
             prefetch=None,

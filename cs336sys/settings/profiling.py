@@ -140,7 +140,7 @@ _ENDINGS = (".md", ".txt")  # What counts as text in a folder.
 
 
 def read_text(paths: str) -> bytes:
-    """Read files, separated by commas, one after another, of a folder its text files by name; or raise a UsageError."""
+    """Read comma-separated files, of a folder its text files in the order of their names; or raise a UsageError."""
     content = bytearray()
     for path in map(Path, paths.split(",")):
         try:

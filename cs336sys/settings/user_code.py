@@ -86,7 +86,7 @@ def digest(references: list[str]) -> str:
     """
     total = hashlib.sha256()
     for reference in sorted(set(references) & _objects.keys()):
-        total.update(f"{reference} {_objects[reference]!r}\0".encode())
+        total.update(f"{reference} {_objects[reference]!r}\0".encode())  # By its address, mostly: it may have no file.
     references = [reference for reference in references if reference not in _objects]
     for file in sorted({source for reference in references for source in _sources(source_file(reference).resolve())}):
         total.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")

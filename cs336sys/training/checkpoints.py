@@ -158,8 +158,8 @@ class MemoryStep(TrainStep):
         else:
             args, kwargs = self._inputs_of(block)
         with self._precision():
-            tensors = [*self.held()["parameters"], *block.buffers()]
-            return saved_tensors(lambda: first_tensor(block(*args, **kwargs)), tensors, names)
+            existing = [*self.held()["parameters"], *block.buffers()]
+            return saved_tensors(lambda: first_tensor(block(*args, **kwargs)), excluded=existing, names=names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a block's first call in a forward pass, detached; hidden states require gradients."""

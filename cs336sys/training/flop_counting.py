@@ -71,7 +71,7 @@ def _count_cached(workload: Workload) -> StepCount:
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
             without_attention = user_models.watched_attention(user_models.shape_of_attention)
-            with without_attention, FlopCounterMode(display=False) as counter:
+            with without_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
                 step.forward()
                 if workload.has_backward:
                     step.backward()

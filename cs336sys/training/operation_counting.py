@@ -147,13 +147,13 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
     """Return the parameters, calls of attention (heads, queries, head dimension), and operations by pass, in fp32."""
-    launched = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
+    counted = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
     calls: list[tuple[int, int, int]] = []
     counts = {"forward": OperationCount(), "backward": OperationCount()}
     try:
         with user_models.copied_code(), WithoutValues() as unlaunched:
-            step = TrainStep(launched, torch.device("meta"))
-            with _as_on_a_gpu(calls):
+            step = TrainStep(counted, torch.device("meta"))
+            with _as_on_a_gpu(calls):  # It replaces SDPA, whatever --attention is.
                 with counts["forward"]:
                     step.forward()
                 with counts["backward"]:

@@ -138,7 +138,7 @@ class TrainStep:
         Returns:
             The second dictionary has a difference, zeros at best, for each copy that the model computes with.
         """
-        exact = getattr(self.optimizer, "float32_weight", Tensor.detach)
+        exact = getattr(self.optimizer, "float32_weight", Tensor.detach)  # Our AdamW completes 16-bit weights.
         names = {parameter: name for name, parameter in parameters.items()}
         copies = () if self.fused is None or self.fused.copies is None else self.fused.copies.differences()
         differences = {f"the copy of {names[weight]}": difference for weight, difference in copies if weight in names}

@@ -94,7 +94,7 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
         "back_to_back": _slowest([result.back_to_back_us for result in results], workload.warmup, clock),
         "synchronized": _slowest([result.synchronized_us for result in results], workload.warmup, "cpu clock"),
     }
-    factor = bus_factor(workload.collective, workload.world_size)
+    factor = bus_factor(workload.collective, workload.world_size)  # 0 of a single rank, which sends nothing.
     for name, times in samples.items():
         # bytes / us are 1e6 bytes/s.
         derived[f"{name}_algbw_gbps"] = workload.size_bytes / times.mean / 1e3

@@ -73,7 +73,7 @@ def allreduce(
     """
     from cs336sys.commands.allreduce.tables import allreduce_plan, allreduce_tables, plot_collectives
 
-    if is_first_rank():
+    if is_first_rank():  # It alone writes.
         output.check(plot=plot)
     workloads = timed.workloads(device)
     if dry_run:

@@ -177,7 +177,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     """Build the table of latency and bandwidth of each group and timing, with the columns of settings that vary."""
     rows = []
     for sweep, group in groups_of(cells).items():
-        factor = bus_factor(sweep.collective, sweep.world_size)
+        factor = bus_factor(sweep.collective, sweep.world_size)  # 0 of a single rank, which sends nothing.
         for timing, label in TIMINGS.items():
             line = fit_of(group, timing)
             if line is None:

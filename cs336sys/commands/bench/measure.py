@@ -111,7 +111,7 @@ def training_outcome(
     step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
     gpu_peak_tflops = None
-    # Of FLOPs that are an upper bound there is no MFU.
+    # Where FLOPs are only an upper bound, no MFU is derived from them.
     if step.device.type == "cuda" and not flop_columns.get("flops_are_upper_bound"):
         gpu_peak_tflops = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {

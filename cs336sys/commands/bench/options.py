@@ -71,7 +71,7 @@ def bench(
     build = partial(tables.bench_tables, percentiles=percentiles, baseline=baseline)
     output.check_selection("bench", build)
     is_warmup_study = len({workload.warmup for workload in workloads}) > 1  # Each then warms up its own process.
-    # measure_interleaved finds attention that is the same itself.
+    # Values of --attention that a model ignores are measured once; measure_interleaved sees to that itself.
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.commands.bench.measure:{measure}"
     sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_warmup_study, **skips)

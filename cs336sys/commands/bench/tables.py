@@ -182,7 +182,7 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     row |= {f"step_ms_p{percent:g}": step.percentile(percent) for percent in percentiles}
     row |= cell.derived | {"first_measured_ms": step.measured[0], "sm_clock_mhz": median_clock(cell)}
     energy_j = cell.derived.get("step_energy_j")
-    if energy_j is not None and workload.user.batch is None:
+    if energy_j is not None and workload.user.batch is None:  # A user's batch may be no tokens.
         row["tokens_per_j"] = workload.tokens / energy_j
     busy_ms = cell.derived["gpu_busy_ms"]
     if busy_ms is not None:
@@ -318,7 +318,7 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_model_text(cell), []).append(cell)
-    label_settings = [name for name in settings if name not in _APART] or ["precision", "compile"]
+    label_settings = [name for name in settings if name not in _APART] or ["precision", "compile"]  # No empty labels.
     _, pairs = speedup_pairs(cells, settings, baseline)
     baselines = {id(cell): compared_with for cell, compared_with in pairs}
     bar_counts = [len(group) for group in groups.values()] or [1]  # Without cells the picture has empty axes.

@@ -62,7 +62,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     sized_identity = (Column("size", "size"), *identity)
     return [
         of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
-        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
+        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),  # Part of a note.
         _bucket_table(cells, (Column("size", "size"), *shown.values())),
     ]
 

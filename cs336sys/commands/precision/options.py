@@ -34,10 +34,10 @@ def precision(
     from cs336sys.machine.environment import new_run
 
     torch_device = choose_device(device)
-    file = ResultsFile(save) if save is not None else None
+    file = ResultsFile(save) if save is not None else None  # Refused before anything is measured.
     run = new_run(command_line())
     cells = precision_cells(precision, torch_device, run.run_id)
-    record(run, *cells)
+    record(run, *cells)  # For a caller in Python.
     if file is not None:
         file.append(run)
         for cell in cells:

@@ -61,7 +61,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
-        parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),
+        parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),  # Part of a note.
         _shares_table(measured, setting_columns),
         _kernels_table(measured, setting_columns),
         _losses_table(measured, setting_columns),

@@ -154,11 +154,11 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     training = workload.training
     half = AUTOCAST_DTYPES.get(training.precision)
     if training.is_ours:
-        model = models.build_model(replace(training, compile="off"), _META)
+        model = models.build_model(replace(training, compile="off"), _META)  # Below, forward alone is compiled.
         kept = kept_blocks(workload.checkpointing)
         if kept is not None:
             keep_by_parts(model, training.size, kept)
-        torch.manual_seed(training.seed)
+        torch.manual_seed(training.seed)  # Layers draw their values below.
     else:
         model = models.build_by_layers(training, device)
         normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())

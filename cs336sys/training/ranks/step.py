@@ -56,7 +56,7 @@ class ParallelStep(TrainStep):
             replica: Replica = workload.strategy_record.load("wraps")(workload, device, choice)
         training = workload.training
         if not workload.uses_autocast:
-            # The wrapper computes in half precision itself, and the optimizer, whose state has its dtype, is built.
+            # The wrapper computes in half precision itself; the optimizer is built already, with its state's dtype.
             training = replace(training, precision="fp32", state_dtype="fp32")
         super().__init__(
             training,
@@ -70,7 +70,7 @@ class ParallelStep(TrainStep):
         self._is_captured_whole = workload.strategy_record.is_captured_whole
         if replica.loss is not None:
             self._loss_function = replica.loss
-        self._around_passes = contextlib.ExitStack()
+        self._around_passes = contextlib.ExitStack()  # What forward() has entered, for backward() to leave.
         self._arrange_phases(in_graphs)
         # Set by Nsight Systems in the processes that it watches.
         if device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
@@ -82,7 +82,7 @@ class ParallelStep(TrainStep):
         # Changed in place: TrainStep launches the phases of this dictionary again when graphs are released.
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
-            if in_graphs and replica.communicates_in_backward:
+            if in_graphs and replica.communicates_in_backward:  # A graph must wait for what it has launched.
                 self.phases["backward"] = functools.partial(_call_in_turn, self.backward, replica.synchronize)
             else:
                 self.phases["synchronize"] = replica.synchronize
@@ -92,7 +92,7 @@ class ParallelStep(TrainStep):
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
             self.phases["forward"] = functools.partial(_call_in_turn, *exchange)
-        if in_graphs and replica.wait_for_gathers is not None:
+        if in_graphs and replica.wait_for_gathers is not None:  # For what forward gathers ahead.
             self.phases["forward"] = functools.partial(_call_in_turn, self.forward, replica.wait_for_gathers)
 
     def forward(self) -> None:

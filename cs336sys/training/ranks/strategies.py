@@ -61,7 +61,7 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
 
 def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
     """Return a block's ``forward`` within torch's selective checkpoint."""
-    policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
+    policy = functools.partial(_policy, d_ff, keeps_gate_and_up)  # It tells products apart by their widths.
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
     def forward(block: nn.Module, x: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
         model,
         optimizer([{"params": group} for group in groups if group]),
         whole_parameters=lambda: full_tensors(model),
-        around=loss_parallel,
+        around=loss_parallel,  # It replaces the operators of torch's own cross entropy, of (tokens, vocabulary).
         loss=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
     )
 
@@ -177,7 +177,7 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             "layers.*.ffn": whole_input,
             "layers.*.ffn.w[13]": ColwiseParallel(),
             "layers.*.ffn.w2": RowwiseParallel(output_layouts=between),
-            **dict.fromkeys(norms, SequenceParallel()),
+            **dict.fromkeys(norms, SequenceParallel()),  # Next, logits stay DTensors: loss_parallel takes these.
             "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
         },
     )
@@ -235,14 +235,14 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     positions = context.positions(device)
     share = (sequences_of_rank(workload), positions)
     of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
-    if record.gathers_ahead:
+    if record.gathers_ahead:  # The strategy with this project's FSDP.
         # FSDP shards over all ranks, also those of one group, because each has gradients of other tokens.
         replica = fully_sharded(workload, device, optimizer, attention)
         models.give_positions(replica.model, positions)
         return replace(replica, **of_this_rank)
     plain = build_plain_model(workload, device, attention)
     models.give_positions(plain, positions)
-    if not record.communicates:
+    if not record.communicates:  # The step that others are compared with: without communication.
         return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
     return averaging_replica(plain, optimizer, **of_this_rank)
 
@@ -305,4 +305,4 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
         finally:
             F.scaled_dot_product_attention = torch_attention  # torch 2.11 leaves its own there after an error.
 
-    return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)
+    return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)  # All sequences.

@@ -202,7 +202,7 @@ def _start_alike(*tensors: Tensor) -> bool:
     samples = [tensor.double()[~is_fixed] for tensor in drawn]
     if not _same_distribution(torch.cat(samples[:2]), torch.cat(samples[2:])):
         return False
-    for dim in range(min(2, first.dim()) if first.dim() > 1 else 0):
+    for dim in range(min(2, first.dim()) if first.dim() > 1 else 0):  # A vector has no rows.
         # Orthogonal rows, or a scale of their own for some, do not show in single elements.
         norms = [tensor.double().transpose(0, dim).flatten(1).norm(dim=1) for tensor in drawn]
         if not _same_distribution(torch.cat(norms[:2]), torch.cat(norms[2:])):
@@ -222,7 +222,7 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     size = len(first)
     values = torch.cat([first, second]).sort().values
     shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (first, second)]
-    if (shares[0] - shares[1]).abs().max() > _LARGEST_DISTANCE * math.sqrt(2 / size):
+    if (shares[0] - shares[1]).abs().max() > _LARGEST_DISTANCE * math.sqrt(2 / size):  # Kolmogorov-Smirnov.
         return False
     # Mean and variance of so few numbers prove nothing.
     if size < 8:

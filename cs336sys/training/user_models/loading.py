@@ -92,7 +92,7 @@ class _CoursePackageFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         our_module = self._our_modules.get(name)
         if spec is None or our_module is None or spec.origin is None or spec.origin != our_module.__file__:
             return spec
-        # A second copy of our modules would have other classes than those in use.
+        # A second copy of our modules would have other classes than those in use. exec_module() restores the spec.
         is_package, original_spec = hasattr(our_module, "__path__"), our_module.__spec__
         return importlib.machinery.ModuleSpec(
             name, self, origin=spec.origin, loader_state=original_spec, is_package=is_package
@@ -117,13 +117,13 @@ _user_packages: set[str] = set()
 
 def load(reference: str) -> Callable[..., Any]:
     """Return the function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names; import it once."""
-    if (object_of_process := named_object(reference)) is not None:
+    if (object_of_process := named_object(reference)) is not None:  # here:NAME, which is in no file.
         return object_of_process
     if reference in _loaded:
         return _loaded[reference]
     file = source_file(reference)
     source, name = split_reference(reference)
-    modules_before = set(sys.modules)
+    modules_before = set(sys.modules)  # The user's among those imported since, copied_code() loads anew.
     with _raising_user_code_errors([reference], f"{source} cannot be imported"), their_course_package():
         module = _import_file(file) if is_file(source) else importlib.import_module(source)
     imported = set(sys.modules) - modules_before
@@ -168,7 +168,7 @@ def copied_code() -> Iterator[None]:
             if _is_users(name):
                 del sys.modules[name]
         sys.modules.update(modules)
-        sys.modules.update({module.__name__: module for module in _user_modules.values()})  # For torch.compile.
+        sys.modules.update({module.__name__: module for module in _user_modules.values()})  # torch.compile needs them.
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -257,7 +257,7 @@ def first_tensor(value: Any) -> Any:
 def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) -> Tensor:
     """Return the logits, (batch, context, vocabulary), in what a model of tokens returned.
 
-    They are that itself, its ``.logits``, or the first of a tuple, as of nanoGPT's (logits, loss).
+    Logits are the output itself, its ``.logits``, or the first of a tuple, such as nanoGPT's (logits, loss).
     """
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
     if not isinstance(logits, Tensor):
