@@ -215,7 +215,7 @@ def command_line(workload: MemoryWorkload) -> str:
     # A size with other widths is named after these: say how it differs from tiny.
     named_size = SIZES.get(size.name, SIZES["tiny"])
     arguments += ["--size", named_size.name]
-    for field in fields(size):
+    for field in fields(size):  # Of its precision, --precision takes its default below.
         value = getattr(size, field.name)
         if field.name not in ("name", "precision") and value != getattr(named_size, field.name):
             arguments += [f"--{field.name.replace('_', '-')}", str(value)]

@@ -148,7 +148,7 @@ class AttentionCalls(TorchDispatchMode):
     def _attend(self, call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
         """Count the FLOPs of the pairs of tokens that a call of torch's attention sees, and call it."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        self.calls[call.why_not_ours() or ""] += 1
+        self.calls[call.why_not_ours() or ""] += 1  # "": our kernels can compute it.
         heads, queries, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
         if mask is not None and mask in self._from_batch:
             self.is_upper_bound, mask = True, None

@@ -155,14 +155,14 @@ class _AttentionRanges:
         inside: "_AttentionRanges | None" = None,
     ):
         self._marks, self._attention, self._softmax, self._inside = marks, attention, softmax, inside
-        self._is_open = False
+        self._is_open = False  # Whether its range lasts: the attention that it calls looks at this.
         # The range of the part of attention that runs now, where parts are shown.
         self._part: contextlib.ExitStack | None = None
         self.show_parts = softmax is not None and _calls_softmax(attention)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the attention within its range, and what comes before its softmax within that of the scores."""
-        if self._inside is not None and self._inside._is_open:
+        if self._inside is not None and self._inside._is_open:  # That one's range shows this call, too.
             return self._attention(*args, **kwargs)
         with self._marks.range(ATTENTION_RANGE), contextlib.ExitStack() as part:
             self._is_open = True

@@ -126,7 +126,7 @@ def training_outcome(
         derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
     if checked is not None:
         derived |= checked.columns()
-    if (impossible := impossible_utilization(derived["mfu_percent"])) is not None:
+    if (impossible := impossible_utilization(derived["mfu_percent"])) is not None:  # Above 100 %: a number is wrong.
         return Outcome("error", reason=impossible)
     return Outcome("ok", dict(samples), with_notes(derived, training_warnings(step.loss, workload)))
 
@@ -218,7 +218,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             for warm in warm_steps.values():
                 warm.run()
     for name, warm in warm_steps.items():
-        use_attention(warm.built.step.workload)
+        use_attention(warm.built.step.workload)  # The process has that of the step that ran last.
         busy_ms = _profile_busy_ms(warm.built.step, functools.partial(_tell, progress, name))
         samples, observed = warm.timer.samples(first.warmup), {"gpu_readings": readings.columns()}
         outcomes[name] = training_outcome(warm.built, samples, warm.checked, warm.peak_gib, busy_ms, observed)

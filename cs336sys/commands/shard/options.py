@@ -173,7 +173,7 @@ def with_chosen_options(
             )
         checkpoint = sharding.checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]]
         sharding = replace(sharding, strategy=strategy, checkpoint=checkpoint)
-        fastest = _FASTEST[strategy[0]] | _BOARD_STEPS
+        fastest = _FASTEST[strategy[0]] | _BOARD_STEPS  # With the handout's numbers of steps.
         training = replace(training, **{name: value for name, value in fastest.items() if not is_given(context, name)})
     if sharding.mesh is not None and not gives_strategy:
         sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])

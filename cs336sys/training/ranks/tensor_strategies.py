@@ -72,7 +72,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
         model = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
 
     def whole_parameters() -> Mapping[str, Tensor]:
-        return shared.full_state_dict(model.gather_full_params() if record.gathers_ahead else None)
+        return shared.full_state_dict(parts=model.gather_full_params() if record.gathers_ahead else None)
 
     return Replica(
         model,

@@ -124,7 +124,7 @@ def fill(
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
-        before = dict(layer._parameters)
+        before = dict(layer._parameters)  # to_empty() replaces them.
         layer.to_empty(device=device, recurse=False)
         if poison is not None:
             for tensor in _own_tensors(layer):
@@ -172,7 +172,7 @@ def _first_difference(reference: str, size: ModelSize) -> str:
     for name in reference_tensors:
         if not _start_alike(*(named_tensors[name] for named_tensors in tensors)):
             return name
-    # Some models copy one block: built whole its copies are the same at first, filled by layers they would differ.
+    # Built whole, copies of one block start the same; filled by layers, not. Constants are in neither dictionary.
     copies_of_whole, copies_of_filled = (_identical_tensors(_named_tensors(models[0])) for models in (whole, filled))
     return next((name for name, copies in copies_of_whole.items() if copies != copies_of_filled.get(name, copies)), "")
 

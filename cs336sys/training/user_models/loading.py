@@ -324,7 +324,7 @@ def _raising_user_code_errors(references: list[str], failed: str | None) -> Iter
         raise
     except (Exception, SystemExit) as error:  # Code that ends its process would end the sweep with it.
         in_package = line_in_package(error, user_folders)
-        if is_out_of_memory(error) or (failed is None and in_package is None):
+        if is_out_of_memory(error) or (failed is None and in_package is None):  # Out of memory is a status of its own.
             raise
         line = innermost_line(lines_of(error), [source_file(reference) for reference in references], in_package)
         place = line or failed
@@ -349,7 +349,7 @@ def innermost_line(
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
     # Packages below these folders do not count: a file may lie next to an environment, or in a clone of this project.
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}cs336sys{os.sep}"
-    for file, line in reversed(lines):
+    for file, line in reversed(lines):  # The innermost stand last.
         if in_package is not None and (file, line) == in_package[1:]:
             return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
         if str(file).startswith(folders):
