@@ -152,7 +152,7 @@ class Results(Tables):
         with contextlib.closing(ResultsFile(Path(path))) as file:
             records: tuple[Run | Cell, ...] = (*self.runs, *self.cells)
             for record in records:
-                file.append(record)
+                file.append(record)  # It raises nothing: it keeps what it cannot write, and sets ``fault``.
         if file.fault is not None:
             raise OutputError(f"cannot write results to {path}: {file.fault}")
 
@@ -165,7 +165,7 @@ class Results(Tables):
         from cs336sys.commands.registry import invocations, saved_pictures, shown_cells
 
         file = Path("plot.png" if path is None else path)
-        check_plot(file if path is not None else None)
+        check_plot(file if path is not None else None)  # Without a path nothing is written.
         calls = invocations([self.saved])
         presentation = saved_presentations(_ROOT)
         pictures = [saved_pictures(call, shown_cells(call), presentation(call)) for call in calls]
@@ -266,7 +266,7 @@ def _measure(command: str, values: dict[str, Any]) -> Results:
         raise UsageError(f"{command}() starts its own processes: under torchrun or Slurm run cs336sys {command}")
     for name in filter(values.get, _RESUMING):
         raise UsageError(f"{name}: {command}() returns what it measures; resume with cs336sys {command}, and read()")
-    os.environ[_MEASURING] = str(os.getpid())
+    os.environ[_MEASURING] = str(os.getpid())  # Workers inherit it, and may load the script that calls this.
     try:
         return run(Request((command,), values))
     finally:
@@ -293,7 +293,7 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
     call.__doc__ = f"{click_command.callback.__doc__.strip()}\n\nOptions: ``cs336sys {command} --help``."
     parameters = []
     if first:
-        default = None if first == _TRAINING else Parameter.empty
+        default = None if first == _TRAINING else Parameter.empty  # Training has a usual size; files have to be given.
         parameters = [Parameter(first, Parameter.POSITIONAL_ONLY, default=default, annotation=_TYPES[first])]
     for option in click_command.params:
         declared = click_command.callback.parameters.get(option.name)

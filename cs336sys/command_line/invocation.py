@@ -51,7 +51,7 @@ class _CommandBase:
         """Parse as typer does, but name whole words of ``-size``, and say how several values are written."""
         self.shows_all = "--help-all" in args
         try:
-            return super().parse_args(ctx, list(args))  # type: ignore[misc]
+            return super().parse_args(ctx, list(args))  # type: ignore[misc]  # A copy, because click empties it.
         except Exception as raised:
             error: Any = raised
             if type(error).__name__ == "NoSuchOption" and error.option_name[:2] != "--":

@@ -105,7 +105,7 @@ def _refused_cases(
         except Exception:
             refused.append(description)
             continue
-        check_untouched()
+        check_untouched()  # The call may have replaced functions that check it.
         reason = why_wrong(relative_errors(results, expected), tolerance)
         if reason is not None:
             raise WrongKernelError(f"of {description}: {reason}")
@@ -135,7 +135,7 @@ def measure_users_function(
     reference = workload.implementation
     samples = {}
     try:
-        check_untouched()
+        check_untouched()  # Loading the function may have replaced those that time and check it.
         with telling_errors_of(reference):
             refused = _refused_cases(odd_cases, odd_shapes, tolerance, progress)
             problem = make_problem()

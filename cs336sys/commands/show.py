@@ -156,7 +156,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     def presentation(invocation: "Invocation") -> Presentation:
         if not can_be_shown(invocation.command):
             return Presentation()
-        # Cells may come from a script, whose arguments are no command line of this program.
+        # The last run printed all of its cells. A script's arguments are no command line of this program.
         name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
         return parse(invocation.command, tuple(arguments) if name == invocation.command else ())
 

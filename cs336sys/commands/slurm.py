@@ -189,14 +189,13 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     # verify has no --dry-run; making its cells refuses what does not go together.
     if "verification" in groups:
         groups["verification"].workloads(groups["model"])
-    if name in _PLANNED:
-        # The files that options name are the job's: this plan writes none.
+    if name in _PLANNED:  # Its --dry-run starts no process.
+        # The files that options name, saved cells and trackers are the job's: this plan touches none.
         declared = command.callback.declared
         written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}
         context.params |= {option: value for option, value in _EMPTY.items() if option in command_options}
         if command_options.get("device") == "cuda":
-            # The job's machine has one.
-            context.params["device"] = "auto"
+            context.params["device"] = "auto"  # The job's machine has a GPU, and this one need not.
         with contextlib.redirect_stdout(io.StringIO()):
             command.invoke(context)

@@ -42,7 +42,7 @@ def importing_no_compiler(disabled: Function) -> Function:
         return disabled
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
-    # An attribute, not a wrapper that decides at each call: the compiler would compile that.
+    # Torch calls what this holds, and asks no compiler. A wrapper that decides at each call would itself be compiled.
     vars(function)[_ATTRIBUTE] = function
-    _excluded.add(function)
+    _excluded.add(function)  # Once there is a compiler, _watch removes the attribute.
     return disabled

@@ -133,7 +133,7 @@ def _format_interval(interval: Interval, unit: str | None) -> str:
         return f"< {high}"
     if interval.is_noise and interval.is_ratio:
         return same_within(interval.low, interval.high)
-    if interval.neutral is not None and interval.is_noise:
+    if interval.neutral is not None and interval.is_noise:  # A difference. The first half is for mypy alone.
         largest = max(interval.neutral - interval.low, interval.high - interval.neutral)
         return f"same within {format_number(largest, unit)}"
     if interval.is_bound and interval.is_ratio:

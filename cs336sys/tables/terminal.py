@@ -141,7 +141,7 @@ def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
         lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
         width = max(Text(line).cell_len for line in lines)
         drawing.add_column(
-            Text(header),
+            Text(header),  # Brackets of a plain str would be rich's markup.
             justify="right" if is_number else "left",
             no_wrap=is_number,
             min_width=width if is_number else min(width, _NARROWEST_TEXT),

@@ -250,7 +250,7 @@ def known_values(rounds: Sequence[Cell], name: str) -> list[float]:
 
 
 def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
-    """Join the rounds of one configuration."""
+    """Join the rounds of one configuration; where one is not ok, take its status and reason, and no samples."""
     representative = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
     configuration = {name: value for name, value in representative.configuration.items() if name != "round"}
     samples: dict[str, Samples] = {}

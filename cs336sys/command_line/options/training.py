@@ -91,7 +91,7 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
             if described.several:
                 kind, default = Sequence[described.type], () if default is None else (default,)  # type: ignore[name-defined]
             annotations[option] = Annotated[kind, option_of(owner, name, **changes)]
-            setattr(group, option, vars(group).get(option, default))
+            setattr(group, option, vars(group).get(option, default))  # The class's own default, if it has one.
         group.__annotations__ = annotations | group.__annotations__
         return dataclass(frozen=True)(group)
 

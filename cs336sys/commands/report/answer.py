@@ -334,7 +334,7 @@ def compared(
                 row["samples"] = min(row["samples"], len(old.measured), len(new.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")
-            key = tuple(shared.values())
+            key = tuple(shared.values())  # With this cell's value of the setting, which is one of _SHARED.
             if key not in rows or row["undecided"] < rows[key]["undecided"]:
                 rows[key] = row
     return sorted(rows.values(), key=lambda row: [row[name] for name in order])

@@ -112,7 +112,7 @@ def target_of(
         local_gpus = local_gpus[: len([index for index in visible.split(",") if index])]
     if gpu is not None:
         sheet = datasheet(rates_of(gpu).gpu)
-        assert sheet is not None
+        assert sheet is not None  # rates_of() has refused a GPU without one.
         fp32_tflops, *_ = sheet.tflops
         target = Target(handout, size, device, gpus=1, tflops=fp32_tflops, memory_gib=sheet.memory_bytes / GIB)
     elif local_gpus:

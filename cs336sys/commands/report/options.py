@@ -133,7 +133,7 @@ def report(
         _, _, unread = read_sources(source_files(source_names))
         if unread:
             raise UsageError(next(iter(unread.values())))
-        failed_lines = run_commands(plan, target, run_folder)
+        failed_lines = run_commands(plan, target, run_folder)  # Where none saves, the folder is no source.
         source_names = [*([str(run_folder)] if any(run_folder.glob("*.jsonl.gz")) else []), *source_names]
     is_complete = _write_up(source_files(source_names), problems, target, document_format, output)
     if failed_lines or not is_complete:

@@ -73,7 +73,7 @@ def check_torch() -> Check:
     except Exception as error:
         # A broken installation fails in many ways: a missing library, a clash of versions.
         return missing(f"{version}, import fails: {error}", "reinstall")
-    if not supported.contains(version, prereleases=True):
+    if not supported.contains(version, prereleases=True):  # Versions of nightly builds are prereleases.
         return missing(f"{version}, supported is {supported}", "install")
     return Check("torch", version)
 
@@ -89,7 +89,7 @@ def check_triton() -> Check:
         return missing("not installed", "install")
     if (reason := why_no_triton()) is not None:
         return missing(f"{version}, needed is {reason}", "reinstall")
-    if not supported.contains(version, prereleases=True):
+    if not supported.contains(version, prereleases=True):  # Versions of nightly builds are prereleases.
         return missing(f"{version}, supported is {supported}", "install")
     if not pinned.contains(version, prereleases=True):
         return missing(f"{version}, this torch wants {pinned}", "install", verdict="warn")
@@ -151,7 +151,7 @@ def check_attention() -> list[Check]:
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return [faulty("attention calls", "no answer", "attention probe", module=module)]
-    # [state, fix or None] by the name of the check.
+    # [state, fix or None] by the name of the check, in the probe's last line: what it imports may print, too.
     answers = json.loads(output.splitlines()[-1])
     return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
 

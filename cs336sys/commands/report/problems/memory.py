@@ -147,7 +147,7 @@ def one_recomputation(answer: Answer) -> None:
         cells = [facts_of(cell) | {"blocks": blocks.get(cell.configuration["checkpointing"])} for cell in run.measured]
         # Other strategies (none, nested, ...) have no such number, and are not compared with the rule.
         cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
-        rule = best_group_size(size, precision, "train", "reference")
+        rule = best_group_size(size, precision, mode="train", attention="reference")
         if cells:
             answer.write("memory.one_recomputation", rule=rule, cells=cells, precision=precision)
 

@@ -31,7 +31,7 @@ def all_reduce(answer: Answer) -> None:
     answer.show(groups, "fit", *_FITTED, join=True, keep=lambda rows: where(rows, timing="back to back"))
     answer.draw(groups[:1])  # Of the invocation with most cells.
     sweeps: list[dict[str, Any]] = []
-    for sweep, cells in (item for group in groups for item in groups_of(group.cells).items()):
+    for sweep, cells in (item for group in groups for item in groups_of(group.cells).items()):  # cells by rising size
         smallest, largest = (cell.samples["back_to_back"] for cell in (cells[0], cells[-1]))
         ends = {"smallest": smallest, "largest": largest, "bytes": cells[-1].derived["size_bytes"]}
         sweeps.append(sweep._asdict() | ends)
@@ -106,7 +106,7 @@ def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
             return
-        rows = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]
+        rows = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]  # None where a column lacks.
         for row in rows:
             row["name"] = f"{row['bucket_mb']:g} MB" if row["strategy"] == "bucketed" else row["strategy"]
         if all(row[needs] for row in rows):
@@ -179,7 +179,7 @@ def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> l
     return [group for group in groups if cuda_graph == "off" or group.setting("cuda_graph") == "on"]
 
 
-def _is_as_asked(group: Selection) -> bool:
+def _follows_handout(group: Selection) -> bool:
     """Return whether steps have the handout's own attention and AdamW."""
     return (group.setting("attention"), group.setting("optimizer")) == ("reference", "course")
 
@@ -209,7 +209,7 @@ def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
 
 def memory(answer: Answer) -> None:
     """Answer with what a rank holds with and without a sharded optimizer, best with the handout's model and AdamW."""
-    runs = sorted(_sharded_steps(answer), key=lambda group: not _is_as_asked(group))
+    runs = sorted(_sharded_steps(answer), key=lambda group: not _follows_handout(group))
     # Every precision of the first invocation.
     for group in [run for run in runs if run.invocation is runs[0].invocation]:
         rows = _show_memory(answer, group)
@@ -220,8 +220,8 @@ def memory(answer: Answer) -> None:
 def speeds(answer: Answer) -> None:
     """Answer with the time of a step with and without a sharded optimizer, in each precision."""
     runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
-    runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))  # then by most steps
-    # The first run of each precision, which replaces the later ones here.
+    runs.sort(key=lambda group: (not _follows_handout(group), -group.setting("steps")))  # then by most steps
+    # The first run of each precision, which replaces the later ones here; then in the order of runs again.
     groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
     for group in groups:
         answer.show([group], "shard", *_FSDP_COLUMNS, medians=True)
@@ -263,8 +263,8 @@ def fsdp_memory(answer: Answer) -> None:
 def fsdp_gathers(answer: Answer) -> None:
     """Answer with how late each all-gather comes, and with communication alone from steps in CUDA graphs."""
     runs = [run.only(lambda cell: cell.derived.get("gathers")) for run in _shard_steps(answer, "fsdp")]
-    for group in [run for run in runs if run.measured][:1]:
-        in_graphs = list(filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")))
+    for group in [run for run in runs if run.measured][:1]:  # The first, where any has such cells.
+        in_graphs = list(filter(_follows_handout, _shard_steps(answer, "fsdp", cuda_graph="on")))
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
         graph_cells = [facts_of(cell) for graph_run in in_graphs for cell in graph_run.measured]
         # Communication that nothing overlapped is known of these.

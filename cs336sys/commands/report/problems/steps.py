@@ -80,7 +80,7 @@ def by_size(answer: Answer) -> None:
     wanted = {"size": answer.handout.sizes, **_HANDOUTS_STEP}
     settings = {"precision": ("fp32", "bf16", "fp16"), **PLAIN}
     groups = answer.find_each("bench", wanted, **settings)
-    rows = compared(groups, "precision", "fp32", _PHASES, "precision", "parameters")
+    rows = compared(groups, "precision", "fp32", _PHASES, "precision", "parameters")  # Sorted by the last two.
     if not rows:
         return
     for row in rows:
@@ -92,7 +92,7 @@ def by_size(answer: Answer) -> None:
     answer.measured_by(failed)
     answer.write("steps.by_size", rows=rows)
     answer.write_failures(cells_of(failed), "{size} in {precision}")
-    # Where fp32 does not fit there is nothing to compare with.
+    # Where fp32 does not fit there is nothing to compare with; fp16 is more than the handout asks for.
     failed_sizes = {row["size"] for row in where((cell.configuration for cell in cells_of(failed)), precision="fp32")}
     sizes = [size for size in answer.handout.sizes if size not in failed_sizes]
     answer.lack_unmeasured("{called} in fp32 and {precision}", rows, {"size": sizes, "precision": ("bf16",)})
@@ -105,7 +105,7 @@ def compiled_model(answer: Answer) -> None:
     wanted = {"size": sizes, **_HANDOUTS_STEP, "precision": ("fp32",)}
     phases = ("forward", "backward", "optimizer", "step")
     groups = answer.find_each("bench", wanted, mode=("train", "forward"), **plain)
-    rows = compared(groups, "compile", "off", phases, "parameters")
+    rows = compared(groups, "compile", "off", phases, "parameters")  # The smallest model first.
     # Blocks compiled one by one only where no model was compiled whole.
     compiled_whole: list[Any] = where(rows, compile="model")
     if rows := compiled_whole or rows:
