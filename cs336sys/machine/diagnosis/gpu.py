@@ -35,11 +35,11 @@ def check_gpu(gpus: list[GpuState]) -> Check:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Check("GPU", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     if not gpus:
-        return faulty("GPU", "none: everything runs on the CPU, at --size tiny", "no gpu")
+        return faulty("GPU", "none: everything runs on the CPU, at --size tiny", fix="no gpu")
     state = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     fix = "torch for cpus" if torch.version.cuda is None else "hidden gpu" if is_hidden else "unseen gpu"
-    return faulty("GPU", state, fix)
+    return faulty("GPU", state, fix=fix)
 
 
 def check_driver(gpus: list[GpuState]) -> Check:
@@ -49,7 +49,7 @@ def check_driver(gpus: list[GpuState]) -> Check:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
     state = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
     is_old = int(match[1]) < int(torch.version.cuda.partition(".")[0])
-    return faulty_if(is_old, "driver", state, "driver", version=torch.version.cuda)
+    return faulty_if(is_old, "driver", state, fix="driver", version=torch.version.cuda)
 
 
 def check_architecture() -> Check:
@@ -67,7 +67,7 @@ def check_architecture() -> Check:
     state = ", ".join(dict.fromkeys(names))
     if built and not all(has_code):  # without a list nobody knows
         state += f", this torch is built for {' '.join(built)}"
-        return faulty("compute capability", state, "architecture", "missing")
+        return faulty("compute capability", state, fix="architecture", verdict="missing")
     return Check("compute capability", state)
 
 
@@ -93,7 +93,7 @@ def check_memory(gpus: list[GpuState]) -> Check:
     state = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in memory_of_gpus)
     # The driver keeps a few per cent for itself; with less free, another program holds memory.
     is_held = any(free < 0.9 * total for _, free, total in memory_of_gpus)
-    return faulty_if(is_held, "GPU memory", state or "unknown", "gpu memory")
+    return faulty_if(is_held, "GPU memory", state or "unknown", fix="gpu memory")
 
 
 def check_processes() -> Check:
@@ -102,7 +102,7 @@ def check_processes() -> Check:
         return Check("GPU processes", "unknown" if text is None else "none")
     processes = [line.split(", ") for line in text.splitlines() if line]
     state = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
-    return faulty("GPU processes", state, "gpu processes")
+    return faulty("GPU processes", state, fix="gpu processes")
 
 
 def check_clocks(gpus: list[GpuState]) -> Check:
@@ -114,14 +114,14 @@ def check_clocks(gpus: list[GpuState]) -> Check:
         for gpu in gpus
     )
     is_slowed = any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus)
-    return faulty_if(is_slowed, "GPU clocks", state, "gpu clocks")
+    return faulty_if(is_slowed, "GPU clocks", state, fix="gpu clocks")
 
 
 def check_readings() -> Check:
     """Check that ``bench`` can read clocks and energy of the GPU while it measures."""
     version = installed_version("nvidia-ml-py")
     state = "nvidia-ml-py is not installed" if version is None else f"by nvidia-ml-py {version}"
-    return faulty_if(version is None, "GPU readings", state, "gpu readings")
+    return faulty_if(version is None, "GPU readings", state, fix="gpu readings")
 
 
 def _amount(value: float | None) -> str:
@@ -135,13 +135,13 @@ def check_triton_kernel() -> list[Check]:
     outcome = probe_triton("cuda")
     if outcome == "ok":
         return [Check("Triton on the GPU", "compiles and runs a kernel")]
-    return [faulty("Triton on the GPU", outcome, "triton probe", "missing", device="cuda")]
+    return [faulty("Triton on the GPU", outcome, fix="triton probe", verdict="missing", device="cuda")]
 
 
 def check_nccl() -> Check:
     version = nccl_version()
     if version is None and torch.cuda.device_count() > 1:
-        return faulty("NCCL", "not in this torch", "nccl")
+        return faulty("NCCL", "not in this torch", fix="nccl")
     return Check("NCCL", version or "not in this torch; one GPU does not need it")
 
 
@@ -159,7 +159,7 @@ def check_peer_to_peer() -> Check:
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
     shown = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(links.items())) or "unknown"
     if blocked:
-        return faulty("peer to peer", f"not between GPUs {', '.join(blocked)}; links {shown}", "peer to peer")
+        return faulty("peer to peer", f"not between GPUs {', '.join(blocked)}; links {shown}", fix="peer to peer")
     return Check("peer to peer", f"between all pairs; links {shown}")
 
 

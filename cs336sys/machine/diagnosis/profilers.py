@@ -85,13 +85,13 @@ def check_nsys() -> list[Check]:
     try:
         nsys = find_nsys()
     except CapabilityError as error:
-        return [faulty("nsys", str(error), "named nsys", variable=NSYS_VARIABLE)]
+        return [faulty("nsys", str(error), fix="named nsys", variable=NSYS_VARIABLE)]
     if nsys is None:
-        return [faulty("nsys", _absence("nsys", _NSYS_PATTERNS), "nsys")]
+        return [faulty("nsys", _absence("nsys", _NSYS_PATTERNS), fix="nsys")]
     importer = Check("nsys importer", "finds libdw.so.1")
     if not makes_reports(nsys.path):
         state = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
-        importer = faulty("nsys importer", state, "nsys importer")
+        importer = faulty("nsys importer", state, fix="nsys importer")
     return [Check("nsys", f"{nsys.version} at {nsys.path}"), importer]
 
 
@@ -110,10 +110,10 @@ def check_ncu() -> Check:
     """Check Nsight Compute, and that the driver lets this user read performance counters."""
     ncu = _find("ncu", _NCU_PATTERNS)
     if ncu is None:
-        return faulty("ncu", _absence("ncu", _NCU_PATTERNS), "ncu")
+        return faulty("ncu", _absence("ncu", _NCU_PATTERNS), fix="ncu")
     state, needs_root = f"{ncu.version} at {ncu.path}", False
     with contextlib.suppress(OSError):
         needs_root = "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
     if needs_root and os.geteuid() != 0:
-        return faulty("ncu", f"{state}; the driver keeps performance counters from users", "counters")
+        return faulty("ncu", f"{state}; the driver keeps performance counters from users", fix="counters")
     return Check("ncu", state)

@@ -58,7 +58,7 @@ def check_python() -> Check:
     version, supported = platform.python_version(), _supported_python()
     if supported.contains(version, prereleases=True):
         return Check("Python", version)
-    return faulty("Python", f"{version}, supported is {supported}", "python", "missing")
+    return faulty("Python", f"{version}, supported is {supported}", fix="python", verdict="missing")
 
 
 def check_torch() -> Check:
@@ -67,14 +67,14 @@ def check_torch() -> Check:
     missing = partial(faulty, "torch", verdict="missing", library="torch", versions=supported)
     version = installed_version("torch")
     if version is None:
-        return missing("not installed", "install")
+        return missing("not installed", fix="install")
     try:
         import torch  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways: a missing library, a clash of versions.
-        return missing(f"{version}, import fails: {error}", "reinstall")
+        return missing(f"{version}, import fails: {error}", fix="reinstall")
     if not supported.contains(version, prereleases=True):  # Versions of nightly builds are prereleases.
-        return missing(f"{version}, supported is {supported}", "install")
+        return missing(f"{version}, supported is {supported}", fix="install")
     return Check("torch", version)
 
 
@@ -83,16 +83,16 @@ def check_triton() -> Check:
     version = installed_version("triton")
     supported, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
-        return faulty("Triton", f"not on {platform.system()}", "not linux")
+        return faulty("Triton", f"not on {platform.system()}", fix="not linux")
     missing = partial(faulty, "Triton", verdict="missing", library="triton", versions=pinned or supported)
     if version is None:
-        return missing("not installed", "install")
+        return missing("not installed", fix="install")
     if (reason := why_no_triton()) is not None:
-        return missing(f"{version}, needed is {reason}", "reinstall")
+        return missing(f"{version}, needed is {reason}", fix="reinstall")
     if not supported.contains(version, prereleases=True):  # Versions of nightly builds are prereleases.
-        return missing(f"{version}, supported is {supported}", "install")
+        return missing(f"{version}, supported is {supported}", fix="install")
     if not pinned.contains(version, prereleases=True):
-        return missing(f"{version}, this torch wants {pinned}", "install", verdict="warn")
+        return missing(f"{version}, this torch wants {pinned}", fix="install", verdict="warn")
     return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch names none that it needs'}")
 
 
@@ -102,7 +102,7 @@ def check_triton_interpreter() -> Check:
     outcome = probe_triton("cpu")
     if outcome == "ok":
         return Check("Triton interpreter", f"works, numpy {numpy}")
-    return faulty("Triton interpreter", f"{outcome}; numpy {numpy}", "triton probe", device="cpu")
+    return faulty("Triton interpreter", f"{outcome}; numpy {numpy}", fix="triton probe", device="cpu")
 
 
 def probe_triton(device: str) -> str:
@@ -124,15 +124,15 @@ def check_compiler() -> Check:
     C++ serves torch.compile on a CPU and the attention kernels, whose calls on a GPU go through Python without it.
     """
     for variable in ("CC", "CXX"):
-        chosen = os.environ.get(variable)
-        if chosen and shutil.which(chosen) is None:
-            return faulty("C compiler", f"{variable}={chosen}: no such program", "named compiler", variable=variable)
+        tool = os.environ.get(variable)
+        if tool and shutil.which(tool) is None:
+            return faulty("C compiler", f"{variable}={tool}: no such program", fix="named compiler", variable=variable)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if has_headers else 'not there'}"
     # The first that lacks: without C and the headers Triton compiles nothing.
     fix = "no c" if c is None else "no headers" if not has_headers else "no cpp"
-    return faulty_if(c is None or not has_headers or cpp is None, "C compiler", state, fix)
+    return faulty_if(c is None or not has_headers or cpp is None, "C compiler", state, fix=fix)
 
 
 def _compiler(variable: str, *names: str) -> str | None:
@@ -150,7 +150,7 @@ def check_attention() -> list[Check]:
     module = "cs336sys.kernels.attention.native_probe"
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
-        return [faulty("attention calls", "no answer", "attention probe", module=module)]
+        return [faulty("attention calls", "no answer", fix="attention probe", module=module)]
     # [state, fix or None] by the name of the check, in the probe's last line: what it imports may print, too.
     answers = json.loads(output.splitlines()[-1])
     return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
@@ -194,7 +194,7 @@ def check_host() -> list[Check]:
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}  # The last one stays.
     checks += [check_disk(folder) for folder in reversed(folders.values())]  # This folder first.
     if is_wsl():
-        checks.append(faulty("WSL2", "this is WSL2", "wsl"))
+        checks.append(faulty("WSL2", "this is WSL2", fix="wsl"))
     return checks
 
 
@@ -203,16 +203,16 @@ def check_ram() -> Check:
     if total is None or available is None:
         return Check("RAM", "unknown")
     state = f"{available:.1f} of {total:.1f} GiB available"
-    return faulty_if(available < ENOUGH_RAM_GIB, "RAM", state, "ram")
+    return faulty_if(available < ENOUGH_RAM_GIB, "RAM", state, fix="ram")
 
 
 def check_shared_memory() -> Check:
     usage = shutil.disk_usage(SHARED_MEMORY)
     state = f"{usage.free / 2**30:.2f} of {usage.total / 2**30:.2f} GiB free"
-    return faulty_if(usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB, "/dev/shm", state, "shared memory")
+    return faulty_if(usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB, "/dev/shm", state, fix="shared memory")
 
 
 def check_disk(folder: str) -> Check:
     name = "disk, this folder" if folder == "." else "disk, temporary files"
     free_gib = shutil.disk_usage(folder).free / 2**30
-    return faulty_if(free_gib < ENOUGH_DISK_GIB, name, f"{free_gib:.1f} GiB free", "disk", folder=folder)
+    return faulty_if(free_gib < ENOUGH_DISK_GIB, name, f"{free_gib:.1f} GiB free", fix="disk", folder=folder)
