@@ -105,7 +105,7 @@ class GpuReadings:
             if is_last:
                 return
             if len(self._readings) >= _MOST_READINGS:
-                del self._readings[::2]
+                del self._readings[::2]  # The rest are as far apart as the next will be.
                 self._interval_s *= 2
 
     def drawn_j(self, last_s: float) -> float | None:
@@ -137,5 +137,5 @@ class GpuReadings:
 def reading_gpu(device: torch.device) -> GpuReadings:
     """Return a context that reads the GPU that is measured on; on a CPU it reads nothing."""
     if device.type != "cuda":
-        return GpuReadings(None)
+        return GpuReadings(read=None)
     return GpuReadings(nvml_reader(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))

@@ -157,7 +157,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
     if isinstance(value, int) and divisor == 1:
         return f"{value:,}{suffix}"
     scaled = value / divisor
-    decimals = _decimals(scaled, rule.digits, rule.most_decimals)
+    decimals = _decimals(scaled, digits=rule.digits, most=rule.most_decimals)
     if scaled and not round(scaled, decimals):  # It would be written as 0.00.
         return f"{scaled:.1e}{suffix}"
     return _fixed(scaled, decimals) + suffix
@@ -176,9 +176,9 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
     divisor, suffix = _scale(mean, rule.scales)
     mean, std = mean / divisor, std / divisor
     larger = max(abs(mean), std) if math.isfinite(std) else abs(mean)
-    std_decimals = _decimals(std, 2, rule.most_decimals)
-    fewest_decimals = _decimals(larger, rule.digits - 1, rule.most_decimals)
-    decimals = min(_decimals(larger, rule.digits, rule.most_decimals), max(std_decimals, fewest_decimals))
+    std_decimals = _decimals(std, digits=2, most=rule.most_decimals)
+    fewest_decimals = _decimals(larger, digits=rule.digits - 1, most=rule.most_decimals)
+    decimals = min(_decimals(larger, digits=rule.digits, most=rule.most_decimals), max(std_decimals, fewest_decimals))
     if math.isfinite(std) and round(std, decimals) == 0 < round(std, decimals + 1):
         decimals += 1
     return f"{_fixed(mean, decimals)} ± {_fixed(std, decimals)}{suffix}"

@@ -38,7 +38,7 @@ def html_table(table: Table, heading: str = "h2") -> str:
     grid = grid_of(table).map(html.escape)
     classes = [' class="number"' if is_number else "" for is_number in grid.is_number]
     for index, column in enumerate(zip(*grid.rows, strict=True)):
-        if not classes[index] and max(map(len, column)) > _LONG_CHARACTERS:
+        if not classes[index] and max(map(len, column)) > _LONG_CHARACTERS:  # Wraps: if long, within words, too.
             longest_word = max(len(word) for text in column for word in text.split() or [""])
             classes[index] = ' class="long"' if longest_word > _LONG_CHARACTERS else ' class="text"'
     is_wide = len(grid.headers) >= _WIDE_COLUMNS

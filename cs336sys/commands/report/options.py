@@ -227,7 +227,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     # Its tables go to standard error: standard output is the write-up's.
     program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
-        while not program.has_ended(_POLL_S):
+        while not program.has_ended(_POLL_S):  # It returns as soon as the program ends.
             pass
     finally:
         # Ctrl-C has reached this process alone. Every cell that was measured is in the file.

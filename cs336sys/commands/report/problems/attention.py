@@ -48,7 +48,7 @@ pytorch_attention = measured(
 # One run for both problems.
 _ATTENTION = "attn --implementation eager,compiled,model"
 _SMALL_ATTENTION = f"{_ATTENTION} --context 64,128 --head-dim 16,32 --steps 10"
-attention_commands = sized(measurement(_ATTENTION, 180), measurement(_SMALL_ATTENTION, 20))
+attention_commands = sized(measurement(_ATTENTION, seconds=180), measurement(_SMALL_ATTENTION, seconds=20))
 
 
 def compiled_attention(answer: Answer) -> None:
@@ -67,10 +67,10 @@ _PARTS = ("forward", "backward", "end_to_end")
 # The leaderboard's do_bench repeats its call for so long, and a warm GPU is slower than one in shorter runs.
 _BOARD_MS = 10_000
 
-weighted_sum = measured("kernels", "", {"kernels": ()}, required={"op": ("weighted-sum",)}, medians=True)
+weighted_sum = measured("kernels", block="", tables={"kernels": ()}, required={"op": ("weighted-sum",)}, medians=True)
 _WEIGHTED_SUM = "kernels --op weighted-sum"
 _SMALL_WEIGHTED_SUM = f"{_WEIGHTED_SUM} --tokens 256 --width 128 --implementation ours,eager"
-weighted_sum_commands = sized(measurement(_WEIGHTED_SUM, 20), measurement(_SMALL_WEIGHTED_SUM, 20))
+weighted_sum_commands = sized(measurement(_WEIGHTED_SUM, seconds=20), measurement(_SMALL_WEIGHTED_SUM, seconds=20))
 
 
 def flash_benchmarking(answer: Answer) -> None:
@@ -103,8 +103,8 @@ def flash_benchmarking(answer: Answer) -> None:
 
 
 _SMALL_SHAPES = "--batch-size 1 --num-heads 1 --context 128,256 --head-dim 16 --dtype fp32 --repetition-ms 20"
-_SMALL_FLASH = measurement(f"flash --implementation auto,tiled,eager {_SMALL_SHAPES}", 10)
-flash_commands = sized(measurement("flash --grid course", 600), _SMALL_FLASH)
+_SMALL_FLASH = measurement(f"flash --implementation auto,tiled,eager {_SMALL_SHAPES}", seconds=10)
+flash_commands = sized(measurement("flash --grid course", seconds=600), _SMALL_FLASH)
 
 
 def board(answer: Answer) -> None:
@@ -126,4 +126,4 @@ def board(answer: Answer) -> None:
         answer.write("attention.board", ours=facts_of(cell), others=list(map(facts_of, others)))
 
 
-board_commands = sized(measurement(f"flash --grid board --warmup-ms 1000 --repetition-ms {_BOARD_MS}", 200))
+board_commands = sized(measurement(f"flash --grid board --warmup-ms 1000 --repetition-ms {_BOARD_MS}", seconds=200))

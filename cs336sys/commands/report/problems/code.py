@@ -65,7 +65,7 @@ def flash_backward(answer: Answer) -> None:
 
 # A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough.
 _FEW_SHAPES = "--batch-size 1 --num-heads 4 --context 128,1024 --head-dim 64"
-few_shapes = sized(measurement(f"flash --implementation triton,tiled,eager {_FEW_SHAPES}", 40), flash_commands)
+few_shapes = sized(measurement(f"flash --implementation triton,tiled,eager {_FEW_SHAPES}", seconds=40), flash_commands)
 
 # Each year's name.
 _OVERLAP_TESTS = ("test_DistributedDataParallelIndividualParameters", "test_DistributedDataParallel[")
@@ -105,4 +105,4 @@ def training_step(answer: Answer) -> None:
         answer.write("code.training_step", is_by_protocol=bool(by_protocol), **facts)
 
 
-training_step_commands = sized(measurement("shard --size 8b --board --world-size 2", 300, gpus=2))
+training_step_commands = sized(measurement("shard --size 8b --board --world-size 2", seconds=300, gpus=2))

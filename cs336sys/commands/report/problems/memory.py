@@ -127,7 +127,7 @@ def _checkpointed_runs(answer: Answer) -> list[Selection]:
 
 def nested(answer: Answer) -> None:
     """Answer with what each strategy holds, and with one run that measured nested halves."""
-    answers = checkpointing_answers(choose_size(SIZE, context=_CHECKPOINTED_CONTEXT), "fp32", "reference")
+    answers = checkpointing_answers(choose_size(SIZE, context=_CHECKPOINTED_CONTEXT), "fp32", attention="reference")
     answer.derive(answers, "rules", "what strategies hold")
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)

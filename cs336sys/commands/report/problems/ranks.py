@@ -63,12 +63,12 @@ def _all_reduce_grid(target: Target) -> list[Command]:
         ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
         gpus = 1 if backend == "gloo" else max(ranks)
         options = f"--backend {backend} --world-size {','.join(map(str, ranks))} --message 1MB,10MB,100MB,1GB"
-        planned += measurement(f"allreduce {options}", 60.0 * len(ranks), gpus)(target)
+        planned += measurement(f"allreduce {options}", seconds=60.0 * len(ranks), gpus=gpus)(target)
     return planned
 
 
 _SMALL_GRID = "--backend gloo --world-size 2 --message 10KB,100KB,1MB --steps 5"
-all_reduce_commands = sized(_all_reduce_grid, measurement(f"allreduce {_SMALL_GRID}", 15))
+all_reduce_commands = sized(_all_reduce_grid, measurement(f"allreduce {_SMALL_GRID}", seconds=15))
 
 _STEP_COLUMNS = ("strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms", "running_ms", "calls")
 
@@ -236,7 +236,7 @@ def speeds(answer: Answer) -> None:
 def against_zero(answer: Answer) -> None:
     """Answer part (c) by formulas: what both sharded optimizers send, and how that compares with ZeRO."""
     size = SIZES[answer.handout.xl]
-    derived = [value for strategy in _SHARDED for value in state_answers(size, 2, strategy)]
+    derived = [value for strategy in _SHARDED for value in state_answers(size, world_size=2, strategy=strategy)]
     sent = [value for value in derived if value.question.endswith("(c)")]
     answer.derive(sent, "sent", "what each sends, optimizer-flat second")
     answer.write("ranks.against_zero")
@@ -249,7 +249,7 @@ def shard_commands(target: Target) -> list[Command]:
 
 def fsdp_memory(answer: Answer) -> None:
     """Answer with the state of a rank by formulas, and with the peak that one run measured with and without FSDP."""
-    answers = state_answers(SIZES[answer.handout.xl], 2, "fsdp")
+    answers = state_answers(SIZES[answer.handout.xl], world_size=2, strategy="fsdp")
     answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
     for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:

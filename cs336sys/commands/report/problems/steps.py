@@ -67,12 +67,14 @@ def _precision(block: str, setting: str, **tables: tuple[str, ...]):
     return measured("precision", block, tables, wanted=lambda handout: on_gpu, required={}, only=has_setting)
 
 
-accumulation = _precision("", "accumulation", accumulation=())
-dtypes = _precision("steps.dtypes", "loss_function", autocast=())
+accumulation = _precision(block="", setting="accumulation", accumulation=())
+dtypes = _precision(block="steps.dtypes", setting="loss_function", autocast=())
 layer_norm = _precision(
-    "steps.layer_norm", "loss_function", autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm")
+    "steps.layer_norm",
+    setting="loss_function",
+    autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm"),
 )
-precision_commands = measurement("precision", 5)
+precision_commands = measurement("precision", seconds=5)
 
 
 def by_size(answer: Answer) -> None:
@@ -88,7 +90,7 @@ def by_size(answer: Answer) -> None:
     title = "mixed precision, and full precision before it, medians of the same run of so many steps"
     answer.show_compared(rows, "precisions", title, ("precision", "size"), _PHASES, "samples", "idle_percent")
     failures = [group.only(lambda cell: cell.status != "ok") for group in answer.find("bench", wanted, **settings)]
-    failed = [group for group in failures if group.cells]
+    failed = [group for group in failures if group.cells]  # By find(): each cell once, of however many runs.
     answer.measured_by(failed)
     answer.write("steps.by_size", rows=rows)
     answer.write_failures(cells_of(failed), "{size} in {precision}")
