@@ -50,7 +50,7 @@ def _drawings(table: Table, console: Console) -> tuple[str, list[RichTable]]:
 
 def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
     """Draw the table in one piece, with stacked headers where it must be; None if it is too wide even then."""
-    unlimited = console.options.update(width=sys.maxsize)
+    unlimited = console.options.update(width=sys.maxsize)  # Else its width would limit the minimum.
     for headers in (grid.headers, _stacked_headers(grid)):
         drawing = _drawing(headers, grid)
         if Measurement.get(console, unlimited, drawing).minimum <= console.width:

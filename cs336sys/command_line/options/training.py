@@ -153,7 +153,7 @@ class PrecisionOptions(OptionGroup):
         return ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision or [None]
 
 
-@setting_options(Workload, *COMPARED_SETTINGS[1:])
+@setting_options(Workload, *COMPARED_SETTINGS[1:])  # All but the first, precision, which has options of its own.
 class ImplementationOptions(OptionGroup):
     """Options for implementations of the same computation."""
 

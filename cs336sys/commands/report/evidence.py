@@ -155,7 +155,7 @@ def machine_name(run: Run | None) -> str:
     """Name the machine whose cells may stand in one answer: one GPU (or CPU) with one version of torch."""
     if run is None:
         return "a machine not recorded"
-    device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
+    device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"  # Several kinds of GPUs: "A, B".
     return f"{device.split(', ')[0]}, torch {run.machine.get('torch')}"
 
 

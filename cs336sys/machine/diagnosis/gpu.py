@@ -165,7 +165,7 @@ def check_peer_to_peer() -> Check:
 
 def read_links(topology: str) -> dict[tuple[int, int], str]:
     """Read the link of each pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, SYS ..."""
-    # Codes underline the header. A row has an X for the GPU itself.
+    # Codes underline the header. A row is a GPU's name, its link to each GPU (X to itself), and more, unread.
     lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
     rows = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
     return {(a, b): rows[a][b] for a, b in combinations(range(len(rows)), 2)}

@@ -84,7 +84,7 @@ mixed_precision = _peaks("mixed_precision", "fp32", "bf16")
 
 
 def residual_stream(answer: Answer) -> None:
-    answer.derive(tensor_answers(SIZES[SIZE], "fp32")[:1], "residual", "a tensor of the residual stream")
+    answer.derive(tensor_answers(SIZES[SIZE], "fp32")[:1], "residual", "a tensor of the residual stream")  # part (d)
 
 
 _ALLOCATION = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")

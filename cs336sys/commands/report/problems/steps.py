@@ -70,9 +70,7 @@ def _precision(block: str, setting: str, **tables: tuple[str, ...]):
 accumulation = _precision(block="", setting="accumulation", accumulation=())
 dtypes = _precision(block="steps.dtypes", setting="loss_function", autocast=())
 layer_norm = _precision(
-    "steps.layer_norm",
-    setting="loss_function",
-    autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm"),
+    "steps.layer_norm", "loss_function", autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm")
 )
 precision_commands = measurement("precision", seconds=5)
 
