@@ -30,7 +30,7 @@ def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
         context *= 2
     if out or sheet:
         answers = attention_answers(batch, context, head_dim, dtype, **eager)
-        answer.derive(answers, "accounting", f"{batch} x {context} x {head_dim} {dtype}, tensor by tensor")
+        answer.derive(answers, table="accounting", title=f"{batch} x {context} x {head_dim} {dtype}, tensor by tensor")
     memory = attention_memory(batch, context, head_dim, dtype, **eager)
     return {"out": out, "sheet": sheet, "context": context, "head_dim": head_dim, "memory": memory}
 

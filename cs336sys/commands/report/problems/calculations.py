@@ -31,7 +31,7 @@ def _answer_of(
         steps = _with_definitions([value for value in derived if value.question == question], derived)
         if block:
             answer.write(f"calculations.{block}", **numbers)
-        answer.derive(steps, table_name, title=question)
+        answer.derive(steps, table=table_name, title=question)
 
     return answer_with_values
 

@@ -84,7 +84,7 @@ mixed_precision = _peaks("mixed_precision", "fp32", "bf16")
 
 
 def residual_stream(answer: Answer) -> None:
-    answer.derive(tensor_answers(SIZES[SIZE], "fp32")[:1], "residual", "a tensor of the residual stream")  # part (d)
+    answer.derive(tensor_answers(SIZES[SIZE], "fp32")[:1], table="residual", title="a tensor of the residual stream")
 
 
 _ALLOCATION = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
@@ -128,7 +128,7 @@ def _checkpointed_runs(answer: Answer) -> list[Selection]:
 def nested(answer: Answer) -> None:
     """Answer with what each strategy holds, and with one run that measured nested halves."""
     answers = checkpointing_answers(choose_size(SIZE, context=_CHECKPOINTED_CONTEXT), "fp32", attention="reference")
-    answer.derive(answers, "rules", "what strategies hold")
+    answer.derive(answers, table="rules", title="what strategies hold")
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)
     cells_of_runs = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]

@@ -162,7 +162,7 @@ def bucket_equation(answer: Answer) -> None:
             bytes_per_s, call_s = link.bytes_per_s, link.latency_s
             answer.measured_by([group])
     derived_sizes = bucket_answers(gradient_bytes, buckets, bytes_per_s, call_s)
-    answer.derive(derived_sizes, "formulas", "bucket sizes by the equation")
+    answer.derive(derived_sizes, table="formulas", title="bucket sizes by the equation")
     answer.write("ranks.bucket_equation", is_measured=bool(answer.runs))
 
 
@@ -238,7 +238,7 @@ def against_zero(answer: Answer) -> None:
     size = SIZES[answer.handout.xl]
     derived = [value for strategy in _SHARDED for value in state_answers(size, world_size=2, strategy=strategy)]
     sent = [value for value in derived if value.question.endswith("(c)")]
-    answer.derive(sent, "sent", "what each sends, optimizer-flat second")
+    answer.derive(sent, table="sent", title="what each sends, optimizer-flat second")
     answer.write("ranks.against_zero")
 
 
@@ -250,7 +250,7 @@ def shard_commands(target: Target) -> list[Command]:
 def fsdp_memory(answer: Answer) -> None:
     """Answer with the state of a rank by formulas, and with the peak that one run measured with and without FSDP."""
     answers = state_answers(SIZES[answer.handout.xl], world_size=2, strategy="fsdp")
-    answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
+    answer.derive(answers, table="state", title="training state of a rank, FSDP on 2 ranks")
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
     for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
         peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
