@@ -45,6 +45,7 @@ def attn(
     from cs336sys.commands.attention.tables import attention_plan, attn_tables, plot_attn
 
     output.check(plot=attention.plot)
+    # The outermost first; the handout's attention has a single head.
     cells = attention.combinations(AttentionWorkload, "batch_size", "context", "head_dim", "dtype", heads=[1])
     counts = {"warmup": attention.warmup, "steps": attention.steps}
     configurations = [AttentionWorkload(**cell).configuration() | counts for cell in cells]

@@ -25,8 +25,7 @@ _MEASURING = (
 )
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard", "report")
-# Options that a plan is made without: of trackers and saved cells, which are on the job's machine, and of the results'
-# tables.
+# Options that a plan is made without: of trackers and saved cells, which the job's machine has, and of result tables.
 _EMPTY: dict[str, Any] = dict.fromkeys(("sort", "format")) | dict.fromkeys(("resume", "resume_any"), False)
 _EMPTY |= dict.fromkeys(("table", "columns", "track"), ())
 

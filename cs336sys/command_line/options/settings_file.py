@@ -21,8 +21,7 @@ from cs336sys.processes import is_first_rank
 # Options that stand in for each other: the file's values of all are ignored where the user gives one.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)
 
-# The keys under which a context's ``meta`` has the beginning of a command's table in errors, the file, and whether the
-# user has named it.
+# Keys of a context's ``meta``: how errors begin that name a command's table, the file, and whether the user named it.
 _PLACE, _FILE, _IS_NAMED = "cs336sys.settings", "cs336sys.settings_file", "cs336sys.settings_file_is_named"
 
 

@@ -59,7 +59,7 @@ def trend(values: Sequence[float | Samples]) -> str:
 
     def sign_of_change(before: Any, after: Any) -> int:
         if isinstance(before, Samples):
-            if ratio(after, before).is_noise:
+            if ratio(after, before).is_noise:  # Noise is the same either way round.
                 return 0
             before, after = before.median, after.median
         return (after > before) - (after < before)

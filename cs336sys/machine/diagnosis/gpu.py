@@ -175,8 +175,8 @@ def read_links(topology: str) -> dict[tuple[int, int], str]:
 def describe_links(uuids: Sequence[str]) -> str:
     """Name the links between these GPUs of this machine as ``nvidia-smi topo -m`` does, with the sum of the NVLinks.
 
-    ``uuids`` is a tuple of those of :class:`cs336sys.machine.system.GpuState`. The names are as in ``NV18 (18 NVLinks,
-    478 GB/s each way)``, ``PIX`` or ``SYS``, several where pairs differ, or ``unknown links``.
+    ``uuids``, a tuple for the cache, are those of :class:`cs336sys.machine.system.GpuState`. The names are as in
+    ``NV18 (18 NVLinks, 478 GB/s each way)``, ``PIX`` or ``SYS``, several where pairs differ, or ``unknown links``.
     """
     indices = sorted(gpu.index for gpu in read_gpus() if gpu.uuid in uuids)
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")

@@ -66,7 +66,7 @@ ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVI
 def _layer() -> Layer:
     """Return the layer that all parallel problems are computed for: one of 2.7b on H200s, as ``account parallel``."""
     tflops, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
-    assert tflops is not None
+    assert tflops is not None  # There is a datasheet of the H200.
     flops_per_s = tflops * 1e12
     return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, flops_per_s, _LINK_BYTES_PER_S, element_bytes=2)
 
