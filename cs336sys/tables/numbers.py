@@ -224,7 +224,7 @@ def _rule(unit: str) -> Unit:
 
 def _scale(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """Return the largest scale, (divisor, name), that leaves a value at 1 or more, or else that of divisor 1."""
-    fitting = [scale for scale in scales if scale[0] <= abs(value) < math.inf]  # From the smallest, as UNITS has them.
+    fitting = [scale for scale in scales if scale[0] <= abs(value) < math.inf]  # Scales rise.
     return fitting[-1] if fitting else next(scale for scale in scales if scale[0] == 1)
 
 

@@ -56,6 +56,6 @@ softmax = _profiled("nsys.softmax", {"attention": (*_TIMES, *_RATES)})
 def profile_commands(target: Target) -> list[Command]:
     contexts, sizes = target.handout.profile_contexts, target.handout.profile_sizes
     if target.is_small:
-        contexts = contexts[-2:]  # The shortest stand last.
+        contexts = contexts[-2:]  # The two longest.
     # 25 steps take about as long as a cell's steps with and without the profiler, and nsys's report, which it exports.
     return [training_sweep(target, "nsys", sizes, contexts, steps=25, mode=("train", "forward"))]
