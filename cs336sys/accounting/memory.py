@@ -251,7 +251,7 @@ def _backward_moments(
         return attentions * attention_bytes + feed_forwards * feed_forward_bytes + blocks.inputs * r * stream
 
     moments = [
-        ("loss", 0, without_blocks + saved_bytes(at_loss) + (4 + cast) * tokens * size.vocab_size),  # With the batch.
+        ("loss", 0, without_blocks + saved_bytes(at_loss) + (4 + cast) * tokens * size.vocab_size),
         ("end of backward", count_parameters(size), 16 * tokens + r * stream),
     ]
     for blocks in at_blocks:
@@ -264,10 +264,10 @@ def _backward_moments(
             feed_forward -= attention_bytes - r * stream  # Of attention there is only the input yet.
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if ATTENTION[attention].keeps_scores:
-            # The feed-forward layer's norm saved the stream and the normalized stream in fp32, w1 and w3 its output:
-            # two casts have as many bytes as one fp32 tensor. The copies are of w1, w2, w3 and the output projection.
+            # The norm's stream and normalized stream in fp32 and a number a token; the input of w1 and w3, once or as
+            # two casts; five tensors of the feed-forward layer; copies of w1, w2, w3 and the output projection.
             freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
-            # New: the stream's gradient, four fp32 matrices, a number a query. Also gone: heads and two matrices.
+            # New: the stream's gradient, that of v, four fp32 matrices, a number a query. Gone: heads, v, two matrices.
             softmax = saved - freed + (r - e) * stream + (12 - e) * size.scores + 4 * size.queries
             done = gradients + (3 * w2 + projection + size.d_model)  # Of w1, w2, w3, their norm, output projection.
             moments.append((f"softmax backward, {blocks.name}", done, softmax))

@@ -120,10 +120,10 @@ def _check_expansion(path: Path) -> None:
 
 
 def _column_value(value: Any) -> int:
-    """Return a whole number for a column, or raise ValueError if it is too large; -1 for anything else."""
+    """Return a whole number for a column of int64, or raise ValueError if it is damaged; -1 for none or another."""
     if type(value) is not int or value < 0:
         return -1
-    if value >= 1 << 62:
+    if value >= 1 << 62:  # So large that sums of two still fit into int64.
         raise ValueError("a whole number has more than 62 bits")
     return value
 

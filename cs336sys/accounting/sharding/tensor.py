@@ -183,7 +183,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
 
 
 def _widths(step: TensorStep) -> dict[str, int]:
-    """Return how many rows of a first block's or the LM head's weight this rank has, by the layer's name."""
+    """Return this rank's rows of the query projection, w1 and the LM head, by layer: those of k, v and w3 are alike."""
     names = {name: f"layers.0.{name}.weight" for name in ("attn.q_proj", "ffn.w1")} | {"lm_head": "lm_head.weight"}
     return {name: step.shapes[parameter][0] for name, parameter in names.items()}
 

@@ -59,10 +59,10 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("communicated_bytes", "communicated", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    sized_identity = (Column("size", "size"), *identity)
+    sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
     return [
         of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
-        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),  # Part of a note.
+        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
         _bucket_table(cells, (Column("size", "size"), *shown.values())),
     ]
 

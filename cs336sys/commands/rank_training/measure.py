@@ -189,12 +189,12 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
 
     def longest(name: str, part: str) -> tuple[float, ...]:
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
-        # These two are no phases, of whose times the step's is the sum: each has a slowest rank of its own.
+        # A step's phases are of one rank, so that they add up to it. These two are no phases and have their own ranks.
         judged = name if name in ("wall", "communication") else "step"
         judged_ms, times_ms = (
             zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
         )
-        # For each step, pairs of the judged and the wanted time of every rank: the largest pair has the first largest.
+        # For each step, of all ranks' pairs of the judged and the wanted time, that with the longest judged time.
         return tuple(max(zip(*ranks_ms, strict=True))[1] for ranks_ms in zip(judged_ms, times_ms, strict=True))
 
     return {

@@ -207,8 +207,7 @@ class _Case:
         if len(workload.dimensions) > 1:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
         rank_count = max(1, workload.world_size // 2)
-        # The name of the mesh's only dimension stands for a mesh of as many ranks as there are.
-        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))
+        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))  # Of one dimension.
         load_and_train = partial(train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
         with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             reports = ranks.run(load_and_train, replace(training, workload=smaller), program)
@@ -321,8 +320,7 @@ class _Case:
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            # The first note says which optimizer one process has instead; it begins with the wrap's name.
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])
+            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # Without the wrap's name.
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)

@@ -65,9 +65,9 @@ class VerificationOptions(options.OptionGroup):
 
 
 def _training(model: VerifiedModelOptions, ranks: int) -> Workload:
-    """Return the model's workload, small unless a size is given, with sequences for every rank."""
+    """Return the model's workload, with sequences for every rank; what is not given is small."""
     defaults = SMALL | {"size": ["tiny"], "context": [SMALL["context"]], "batch_size": [SEQUENCES * ranks]}
-    # A size names the model alone: what a wrap forgets does not depend on how long texts are, or how many words.
+    # With a size, too, context, vocabulary and batch are small: what a wrap forgets shows in short texts, too.
     names = ("context", "vocab_size", "batch_size") if model.size else tuple(defaults)
     settings = asdict(model)
     settings |= {name: settings[name] or defaults[name] for name in names}

@@ -154,9 +154,8 @@ class ProgramRun:
     def _report_wrap(self) -> None:
         """Note what the wrap's optimizer updates, whether it can be built again, and whether weights are cut."""
         report, wrapped, shapes = self.report, self.wrapped, self.shapes
-        # What an optimizer without groups updates is not known: all count as updated.
         groups = getattr(self.inner_optimizer, "param_groups", [{"params": self.parameters.values()}])
-        updated = [parameter for group in groups for parameter in group["params"]]
+        updated = [parameter for group in groups for parameter in group["params"]]  # All, where nobody knows.
         # The optimizer may update copies of the weights, in another precision than the model has.
         self.watcher.dtypes |= {("update weights", values.dtype) for values in updated if values.is_floating_point()}
         names = self.parameter_names

@@ -237,11 +237,12 @@ class HopperBackwardPlan(BackwardPlan):
             return len(items), 1
         if problem.group_size > 1:
             num_visits = self._num_visits()
-            # The queries of a window are few enough for L2; without a mask programs visit them together.
+            # More pieces, so that programs find their queries in L2: a window has few; without a mask they visit alike.
             least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
             return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
-        if settings.kernel == "exchange" and not problem.is_causal:  # Causal: the shortest items fill the end.
+        # Only this kernel was measured with its last round cut (docs/kernels.md). Causal: short items fill the end.
+        if settings.kernel == "exchange" and not problem.is_causal:
             num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
             return schedule.cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
         return len(items), 1

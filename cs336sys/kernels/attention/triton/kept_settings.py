@@ -45,9 +45,9 @@ def kept_settings(pass_name: str, problem: AttentionProblem, device: torch.devic
 
 def key_of(pass_name: str, problem: AttentionProblem) -> str:
     """Return a text for the class of a problem, to which kept settings apply."""
-    largest = problem_class(problem)
-    # Not the scale, the field that is not compared: it decides nothing.
-    fields = [(field, getattr(largest, field.name)) for field in dataclasses.fields(largest) if field.compare]
+    representative = problem_class(problem)  # The class's largest problem.
+    # Without the scale, which decides nothing and is not compared, and below without defaults: keys stay short.
+    fields = [(field, getattr(representative, field.name)) for field in dataclasses.fields(problem) if field.compare]
     return " ".join([pass_name, *(f"{field.name}={value}" for field, value in fields if value != field.default)])
 
 
