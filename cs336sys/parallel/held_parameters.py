@@ -14,7 +14,7 @@ _layout = operator.attrgetter("shape", "dtype", "device")
 
 
 class _Held(NamedTuple):
-    """What one name of a parameter stood for when it was read."""
+    """Meaning of one name of a parameter when it was read."""
 
     owner: nn.Module
     reference: "weakref.ref[Tensor]"

@@ -48,7 +48,7 @@ _ATTENTION_START = 1100
 
 
 class _PassCost(NamedTuple):
-    """What a block's operations that are no products cost in one pass.
+    """Cost in one pass of a block's operations that are no products.
 
     Attributes:
         stream_bytes, inner_bytes: of an eager block, for each of ``T d`` and of ``T f``.
