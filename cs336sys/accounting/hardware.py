@@ -26,12 +26,14 @@ class Datasheet:
         memory_bytes_per_s: of reads and writes together.
         link_bytes_per_s: to the other GPUs of its host, both directions: NVLink where it is a part of the board, else
             PCIe.
+        clock_mhz: the clock of the multiprocessors at which ``tflops`` hold.
     """
 
     tflops: tuple[float, float, float, float]
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    clock_mhz: int
 
 
 _A100, _NVL = (19.5, 156.0, 312.0, 312.0), (60.0, 417.5, 835.5, 835.5)
@@ -42,28 +44,30 @@ _H200_MEMORY = int(140.4 * 2**30)
 # Name as torch.cuda.get_device_name gives it, a regular expression that must match all of it, because near names are
 # other GPUs: "NVIDIA GB200", "GeForce RTX 4090 Laptop GPU", "RTX 5090 D", or a MIG slice ("NVIDIA H100 80GB HBM3 MIG
 # 1g.10gb"). Data-centre datasheets print rates with 2:4 sparsity; those were halved. GeForce tensor cores run fp16 with
-# fp32 accumulation at half the rate of fp16 accumulation; cuBLAS accumulates in fp32, so that rate stands here.
+# fp32 accumulation at half the rate of fp16 accumulation; cuBLAS accumulates in fp32, so that rate stands here. Clocks:
+# the rate of bf16 over what all multiprocessors compute in a clock (FLOPs each: 2,048 by an A100's, 4,096 by an H100's,
+# 8,192 by a B200's, 512 by a GeForce's).
 _DATASHEETS = (
     # NVIDIA A100 Tensor Core GPU datasheet.
-    (r"(NVIDIA )?A100-SXM4?-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 600e9)),
-    (r"(NVIDIA )?A100-SXM4?-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 600e9)),
-    (r"(NVIDIA )?A100-PCIE-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 64e9)),
-    (r"(NVIDIA )?A100-PCIE-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 64e9)),
-    (r"NVIDIA A100 80GB PCIe", Datasheet(_A100, 80 * 2**30, 1.935e12, 64e9)),
+    (r"(NVIDIA )?A100-SXM4?-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 600e9, 1410)),
+    (r"(NVIDIA )?A100-SXM4?-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 600e9, 1410)),
+    (r"(NVIDIA )?A100-PCIE-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 64e9, 1410)),
+    (r"(NVIDIA )?A100-PCIE-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 64e9, 1410)),
+    (r"NVIDIA A100 80GB PCIe", Datasheet(_A100, 80 * 2**30, 1.935e12, 64e9, 1410)),
     # NVIDIA H100 datasheet; unrounded dense figures in the H100 architecture whitepaper, table 2.
-    (r"NVIDIA H100 PCIe", Datasheet((51.2, 378.0, 756.0, 756.0), 80 * 2**30, 2.0e12, 128e9)),
-    (r"NVIDIA H100 80GB HBM3", Datasheet(_SXM, 80 * 2**30, 3.35e12, 900e9)),
+    (r"NVIDIA H100 PCIe", Datasheet((51.2, 378.0, 756.0, 756.0), 80 * 2**30, 2.0e12, 128e9, 1620)),
+    (r"NVIDIA H100 80GB HBM3", Datasheet(_SXM, 80 * 2**30, 3.35e12, 900e9, 1830)),
     # NVIDIA H100 NVL datasheet.
-    (r"NVIDIA H100 NVL", Datasheet(_NVL, 94 * 2**30, 3.9e12, 600e9)),
+    (r"NVIDIA H100 NVL", Datasheet(_NVL, 94 * 2**30, 3.9e12, 600e9, 1545)),
     # NVIDIA H200 datasheet: the rates of the H100's.
-    (r"NVIDIA H200 NVL", Datasheet(_NVL, _H200_MEMORY, 4.8e12, 900e9)),
-    (r"NVIDIA H200", Datasheet(_SXM, _H200_MEMORY, 4.8e12, 900e9)),
+    (r"NVIDIA H200 NVL", Datasheet(_NVL, _H200_MEMORY, 4.8e12, 900e9, 1545)),
+    (r"NVIDIA H200", Datasheet(_SXM, _H200_MEMORY, 4.8e12, 900e9, 1830)),
     # NVIDIA Blackwell datasheet, column HGX B200.
-    (r"NVIDIA B200", Datasheet((75.0, 1100.0, 2250.0, 2250.0), 180 * 10**9, 7.7e12, 1800e9)),
+    (r"NVIDIA B200", Datasheet((75.0, 1100.0, 2250.0, 2250.0), 180 * 10**9, 7.7e12, 1800e9, 1856)),
     # NVIDIA Ada GPU architecture whitepaper, appendix A.
-    (r"NVIDIA GeForce RTX 4090", Datasheet((82.6, 82.6, 165.2, 165.2), 24 * 2**30, 1.008e12, 64e9)),
+    (r"NVIDIA GeForce RTX 4090", Datasheet((82.6, 82.6, 165.2, 165.2), 24 * 2**30, 1.008e12, 64e9, 2520)),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A.
-    (r"NVIDIA GeForce RTX 5090", Datasheet((104.8, 104.8, 209.5, 209.5), 32 * 2**30, 1.792e12, 128e9)),
+    (r"NVIDIA GeForce RTX 5090", Datasheet((104.8, 104.8, 209.5, 209.5), 32 * 2**30, 1.792e12, 128e9, 2407)),
 )
 
 
@@ -83,6 +87,12 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | No
     column = _COLUMNS.index("tf32" if tf32 and precision == "fp32" else precision)
     sheet = datasheet(gpu_name)
     return None if sheet is None else sheet.tflops[column]
+
+
+def tflops_at_clock(gpu_name: str, precision: str, clock_mhz: float) -> float | None:
+    """Return :func:`peak_tflops` at another clock than the datasheet's; None for a GPU that the table lacks."""
+    sheet, peak = datasheet(gpu_name), peak_tflops(gpu_name, precision)
+    return None if sheet is None or peak is None else peak * clock_mhz / sheet.clock_mhz
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:

@@ -4,6 +4,7 @@ Read through NVML, the driver's library behind nvidia-smi, by the optional packa
 microseconds, starting nvidia-smi half a second.
 """
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -123,6 +124,11 @@ class GpuReadings:
             return None
         # The first reading comes a little later than that time begins: the same power is assumed before it.
         return (end_j - first_j) / (end_s - first_s) * last_s
+
+    def median_clock_mhz(self) -> float | None:
+        """Return the median clock of the multiprocessors; None where it was not read."""
+        clocks = [reading.sm_clock_mhz for _, reading in self._readings if reading.sm_clock_mhz is not None]
+        return statistics.median(clocks) if clocks else None
 
     def columns(self) -> dict[str, list[Any]] | None:
         """Return the readings as a list for each field, with ``time_s`` since the start; None without readings."""

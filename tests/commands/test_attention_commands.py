@@ -270,6 +270,19 @@ def test_rounds_are_pooled_and_speedups_are_of_pooled_medians():
     assert (triton["out_error"], triton["dq_error"], triton["peak_gib"]) == ("3.0e-03", "2.0e-03", 0.7)
 
 
+def test_limit_is_the_peak_at_the_clock_of_all_rounds():
+    slow, fast, fp32 = (flash_cell("triton", 1.0) for _ in range(3))
+    slow.derived["sm_clock_mhz"], fast.derived["sm_clock_mhz"], fp32.derived["sm_clock_mhz"] = 1500, 1600, 1500
+    fp32.configuration["dtype"] = "fp32"
+    run = Run("a", "", (), {"gpu": "NVIDIA H200"}, {})
+    bf16_row, fp32_row = flash_tables(pool_flash_rounds([*in_rounds(slow, fast), *in_rounds(fp32)]), run, "eager")[
+        0
+    ].rows
+    # 132 multiprocessors, 4,096 FLOPs each in a clock, at 1,550 MHz.
+    assert bf16_row["limit_tflops"] == pytest.approx(132 * 4096 * 1550 / 1e6, rel=1e-4)
+    assert (bf16_row["sm_clock_mhz"], fp32_row["sm_clock_mhz"], "limit_tflops" in fp32_row) == (1550, 1500, False)
+
+
 def test_warmup_samples_stay_apart_when_rounds_are_pooled():
     cell = flash_cell("eager", 1.0)
     samples = {part: replace(series, warmup=(7.0,)) for part, series in cell.samples.items()}

@@ -23,6 +23,7 @@ from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.machine.device import DTYPES, choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
+from cs336sys.machine.gpu_readings import reading_gpu
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
@@ -267,7 +268,9 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
-        samples = _time_attention(attention, inputs, workload, device)
+        with reading_gpu(device) as readings:
+            samples = _time_attention(attention, inputs, workload, device)
+        derived["sm_clock_mhz"] = readings.median_clock_mhz()
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
 

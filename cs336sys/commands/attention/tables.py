@@ -1,11 +1,13 @@
 """The tables of ``flash`` and ``attn``, built from their cells; columns and formulas are in ``docs/columns.md``."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
+from cs336sys.accounting.hardware import tflops_at_clock
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.machine.system import Capacity
@@ -30,6 +32,8 @@ def _combine_derived(rounds: Sequence[Cell], pooled: Cell) -> dict[str, Any]:
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
     derived: dict[str, Any] = {name: titles.largest_known(rounds, name) for name in names if name != "notes"}
     derived["notes"] = list(titles.found_in_user_code(rounds))
+    if clocks_mhz := titles.known_values(rounds, "sm_clock_mhz"):
+        derived["sm_clock_mhz"] = statistics.median(clocks_mhz)
     workload = AttentionWorkload.from_configuration(pooled.configuration)
     return derived | workload.tflops(pooled.samples) if pooled.samples else derived
 
@@ -41,13 +45,16 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
     """Build the table of every implementation's times, errors and speed-up over ``baseline`` on every shape."""
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
-    rows = list(map(_flash_row, cells, baselines))
+    gpu = (run.machine.get("gpu") if run is not None else None) or ""
+    rows = [_flash_row(cell, baseline_cell, gpu) for cell, baseline_cell in zip(cells, baselines, strict=True)]
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
         *(Column(f"{part}_ms", header, "ms") for part, header in _PARTS.items()),
         *named_columns(end_to_end_p20_ms="p20", end_to_end_p80_ms="p80"),
         *(Column(f"{part}_tflops", header, "tflops") for part, header in _PARTS.items()),
+        *named_columns(limit_tflops="limit at this clock"),
+        Column("sm_clock_mhz", "SM clock", "mhz"),
         *(
             Column(f"{part}_speedup", f"{header} over {baseline}", "ratio", spread="interval")
             for part, header in _PARTS.items()
@@ -67,13 +74,16 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
     return [Table("flash", heading, columns, rows, notes, steadier="--rounds 5 or more --repetition-ms")]
 
 
-def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
+def _flash_row(cell: Cell, baseline: Cell | None, gpu: str) -> dict[str, Any]:
     """Return a row of ``flash``; of an implementation that was not timed, its errors alone."""
     row = dict(cell.configuration) | {"status": cell.status}
     row |= {name: f"{value:.1e}" for name, value in cell.derived.items() if name.endswith("_error")}
     if cell.status != "ok":
         return row
     row |= {name: value for name, value in cell.derived.items() if not name.endswith("_error")}
+    dtype, clock_mhz = cell.configuration["dtype"], row.get("sm_clock_mhz")
+    if clock_mhz is not None and dtype != "fp32":  # Products of fp32 may run on tensor cores, in parts.
+        row["limit_tflops"] = tflops_at_clock(gpu, dtype, clock_mhz)
     for part, samples in cell.samples.items():
         row[f"{part}_ms"] = samples.median
         if baseline is not None and part in baseline.samples:
