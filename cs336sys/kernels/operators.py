@@ -35,8 +35,17 @@ def define_operator(schema: str, function: Callable, fake: Callable) -> Callable
 
 
 def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
-    """Give an operator its gradient: ``save(ctx, inputs, output)`` and ``differentiate(ctx, *grad_outputs)``."""
-    torch.library.register_autograd(f"cs336sys::{name}", differentiate, setup_context=save, lib=_library)
+    """Give an operator its gradient: ``save(ctx, inputs, output)`` and ``differentiate(ctx, *grad_outputs)``.
+
+    Derivatives in forward mode are refused, where ``torch.library.register_autograd`` would lose tangents in silence.
+    """
+    operator = getattr(torch.ops.cs336sys, name).default
+
+    def below_autograd(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    _library.impl(name, define_function(name, below_autograd, differentiate, save, twice=True).apply, "Autograd")
 
 
 def define_function(name: str, compute: Callable, differentiate: Callable, save: Callable, *, twice: bool) -> Any:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels import linear_cross_entropy, rms_norm, rope, swiglu, weighted_sum
@@ -57,6 +58,14 @@ def test_second_derivative_is_refused(name, device):
     x = torch.ones(2, 3, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match=f"{name} is differentiable once"):
         torch.autograd.grad(CALLS[name][-1](x).sum(), x, create_graph=True)
+
+
+def test_operators_in_compiled_code_refuse_forward_mode(device):
+    x = torch.ones(2, 3, device=device)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        torch.ops.cs336sys.swiglu_forward(forward_ad.make_dual(x, x), x, x.dtype)  # It gave no tangent.
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.jvp(lambda gate: torch.ops.cs336sys.swiglu_forward(gate, x, x.dtype), (x,), (x,))  # It gave 0.
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (128, 32), (300, 70), (0, 5)], ids=str)
