@@ -285,7 +285,9 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
                 # A function, or FILE.py:NAME of one, is a model of the user's; other values are names of sizes.
                 is_model = any(callable(part) or is_user_code(str(part)) for part in values_of(value))
                 option = "model" if is_model else "size"
-            values = {option: value} | values
+            if option in values:
+                raise TypeError(f"{command}() got {option} twice: without a name, and as {option}=")
+            values[option] = value
         return _measure(command, values)
 
     click_command: Any = _ROOT.command.get_command(_ROOT, command)  # type: ignore[attr-defined]  # it is a group

@@ -152,6 +152,8 @@ def test_functions_have_the_signatures_of_their_commands():
     assert parameters["precision"].annotation == str | Iterable[str]
     assert "resume" not in parameters
     assert "from_" in inspect.signature(cs336sys.memprof).parameters
+    with pytest.raises(TypeError, match=r"bench\(\) got size twice: without a name, and as size="):
+        bench("tiny", size="small")
     with pytest.raises(TypeError, match="takes one argument"):
         bench("tiny", "small")
 

@@ -206,20 +206,24 @@ def capacity(device: str) -> Capacity | None:
 
 def gpu_capacity(device: str) -> Capacity | None:
     """As :func:`capacity`, but None where there is no visible GPU, or ``device`` is the CPU."""
-    gpu = None if device == "cpu" else _first_visible(read_gpus())
-    if gpu is None or gpu.memory_total_gib is None:
+    gpus = [] if device == "cpu" else visible_gpus(read_gpus())
+    if not gpus or gpus[0].memory_total_gib is None:
         return None
-    return Capacity(gpu.name, gpu.memory_total_gib, is_gpu=True)
+    return Capacity(gpus[0].name, gpus[0].memory_total_gib, is_gpu=True)
 
 
-def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
-    """Return the GPU that CUDA_VISIBLE_DEVICES names first, by number or the beginning of its UUID; None if empty."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return gpus[0] if gpus else None
-    # CUDA numbers the fastest GPU first, nvidia-smi by bus: of GPUs of several kinds this may be another one.
-    first = visible.split(",")[0].strip()
-    return next((gpu for gpu in gpus if first and (first == str(gpu.index) or gpu.uuid.startswith(first))), None)
+def visible_gpus(gpus: Sequence[GpuState]) -> list[GpuState]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, by number or the beginning of their UUID; without it, all."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(gpus)
+    named: list[GpuState] = []
+    for name in map(str.strip, visible.split(",")):
+        # CUDA numbers the fastest GPU first, nvidia-smi by bus: of GPUs of several kinds this may be another one.
+        gpu = next((gpu for gpu in gpus if name and (name == str(gpu.index) or gpu.uuid.startswith(name))), None)
+        if gpu is None:
+            break  # CUDA, too, passes over all that come after a name that no GPU has.
+        named.append(gpu)
+    return named
 
 
 def _parse_number(text: str) -> float | None:

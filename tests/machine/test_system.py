@@ -109,6 +109,7 @@ H200 = system.Capacity("NVIDIA H200", 143771 / 1024, is_gpu=True)
         ("cuda", "1", H200),
         ("auto", "GPU-1111", H200),
         ("cuda", "7", None),
+        ("cuda", "-1", None),
         ("cuda", "", None),
         ("auto", "", system.Capacity("a CPU", 16.0)),
         ("cpu", None, system.Capacity("a CPU", 16.0)),
@@ -123,3 +124,16 @@ def test_capacity_is_that_of_the_visible_gpu_or_of_main_memory(tmp_path, monkeyp
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert system.capacity(device) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1]), ("1,0", [1, 0]), ("-1", []), ("0,-1,1", [0]), (f"{GPU_1.split(', ')[1]}, 0", [1, 0])],
+)
+def test_gpus_after_a_name_that_none_has_are_hidden(tmp_path, monkeypatch, visible, indices):
+    put_nvidia_smi(tmp_path, f"{GPU_0}, {IDLE}", f"{GPU_1}, {THROTTLED}")
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in system.visible_gpus(system.read_gpus())] == indices

@@ -1,6 +1,5 @@
 """The problems in the handouts' order, by their names: who answers a part, and which commands measure it, how long."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
 from cs336sys.commands.report.problems import attention, calculations, code, memory, nsys, ranks, steps
-from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus
+from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus, visible_gpus
 from cs336sys.tables.numbers import format_duration
 from cs336sys.tables.table import Table, named_columns
 
@@ -106,10 +105,8 @@ def target_of(
 
     ``memory_bytes`` replaces the memory of that GPU, or of this machine. A UsageError says that a GPU has no datasheet.
     """
-    local_gpus = [] if device == "cpu" or gpu is not None else read_gpus()
-    # Their number is enough: GPUs of one machine are taken to be alike.
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        local_gpus = local_gpus[: len([index for index in visible.split(",") if index])]
+    # GPUs of one machine are taken to be alike.
+    local_gpus = [] if device == "cpu" or gpu is not None else visible_gpus(read_gpus())
     if gpu is not None:
         sheet = datasheet(rates_of(gpu).gpu)
         assert sheet is not None  # rates_of() has refused a GPU without one.

@@ -352,8 +352,8 @@ def innermost_line(
     for file, line in reversed(lines):  # The innermost stand last.
         if in_package is not None and (file, line) == in_package[1:]:
             return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
-        if str(file).startswith(folders):
-            below = str(file)[len(os.path.commonpath([file, *folders])) :]
+        if above := [folder for folder in folders if str(file).startswith(folder)]:
+            below = str(file)[len(max(above, key=len)) - len(os.sep) :]
             if not any(folder in below for folder in installed):
                 return f"{file.name}, line {line}"
     return ""

@@ -150,6 +150,9 @@ def test_line_of_a_collective_is_the_users_where_packages_lie_below_their_file()
     assert watcher._line().startswith("test_verify_faults.py, line ")
     inner = Path("/p/.venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py")
     assert innermost_line([(Path("/p/mine.py"), 5), (inner, 83)], [Path("/p/mine.py")]) == "mine.py, line 5"
+    # The user's folder may have the name of ours, also where another file of theirs lies elsewhere.
+    theirs, other = Path("/home/cs336sys/mine.py"), Path("/data/batches.py")
+    assert innermost_line([(theirs, 7), (inner, 83)], [theirs, other]) == "mine.py, line 7"
 
 
 def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
