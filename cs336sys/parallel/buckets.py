@@ -115,7 +115,7 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule 
             buckets.append(open_bucket)
         open_bucket.append(index)
         filled_bytes[tensor.kind] += tensor.size_bytes
-    return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
+    return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)  # By the gradients that complete them.
 
 
 class GradientBucket:
@@ -181,8 +181,8 @@ class GradientBucket:
                 self.collect(name, parameter, parameter.grad)
 
     def launch(self) -> None:
-        """Start to average all gradients, with zeros in place of those that this rank lacks."""
-        self._averaged = self._memory()
+        """Start to average all gradients, with zeros for those that this rank lacks; :meth:`wait` ends it."""
+        self._averaged = self._tensors_to_average()
         if self.sent_dtype == self._dtype:
             self.reduction.start(self._averaged)
             return
@@ -213,7 +213,7 @@ class GradientBucket:
         # Ids, because Python code computes the hash of a tensor, in every step of every parameter.
         self.waiting = set(map(id, self.parameters.values()))
 
-    def _memory(self) -> list[Tensor]:
+    def _tensors_to_average(self) -> list[Tensor]:
         """Return the contiguous tensors to average in place, of the same shapes on all ranks; set :attr:`present`."""
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         sharing = []
@@ -222,7 +222,7 @@ class GradientBucket:
                 require_averageable(name, parameter.grad, self._dtype, self._shapes[name])
                 if not owns_memory(parameter.grad):
                     sharing.append(parameter.grad)
-        # The CPU's time counts here, and in most steps no gradient shares its memory.
+        # No copy where all users of a memory are here, each of a part. In most steps none is shared: CPU time counts.
         ids_to_copy = set(map(id, sharing)) - own_memory_together(sharing) if sharing else ()
         tensors = []
         for name, parameter in self.parameters.items():
@@ -254,10 +254,10 @@ class FlatBucket(GradientBucket):
 
     collects_at_once = True
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *settings: Any):
+    def __init__(self, parameters: dict[str, nn.Parameter], *settings: Any):  # The base class's other arguments.
         super().__init__(parameters, *settings)
         self._offsets: dict[str, int] = {}
-        self._gaps: list[slice] = []
+        self._gaps: list[slice] = []  # Elements that belong to no gradient; they are sent, too.
         self._size = 0
         for name, parameter in parameters.items():
             # In elements. Each view begins at an aligned address, for kernels that read several elements at a time.
@@ -281,7 +281,7 @@ class FlatBucket(GradientBucket):
         super().finish(present_anywhere)
         self._buffer = None
 
-    def _memory(self) -> list[Tensor]:
+    def _tensors_to_average(self) -> list[Tensor]:
         self.collect_present()
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         for (name, parameter), is_present in zip(self.parameters.items(), self.present, strict=True):
@@ -310,7 +310,7 @@ def divide_into_buckets(
     """
     specs = []
     for name, parameter in named_parameters:
-        dtype = gradient_dtype_of(parameter) or parameter.dtype
+        dtype = gradient_dtype_of(parameter) or parameter.dtype  # None means any dtype, which wrappers refuse.
         size_bytes = parameter.numel() * dtype.itemsize
         specs.append(TensorSpec(id(parameter), size_bytes, kind=(dtype, parameter.device), block=block_of(name)))
     return [dict(named_parameters[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]

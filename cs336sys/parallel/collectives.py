@@ -126,7 +126,7 @@ class _Mean(_Launched):
             return "nccl" in backend
         return "gloo" in backend and self._dtype != torch.float16
 
-    def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
+    def _divide_or_average(self, tensors: list[Tensor]) -> dist.ReduceOp:
         """Return the reduce operation that gives the mean; where it is a sum, divide the tensors before."""
         if not self._averages_inside:
             torch._foreach_div_(tensors, self._group.size())
@@ -147,10 +147,10 @@ class MeanReduction(_Mean):
 
     def start(self, tensors: list[Tensor]) -> None:
         """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
-        # One launch for several tensors. Gloo has it on the CPU only; NCCL is the backend that averages on a GPU.
+        # One launch for several tensors, which on a GPU only NCCL has: of the backends, it alone averages there.
         is_coalesced = len(tensors) > 1 and (self._device_type != "cuda" or self._averages_inside)
         options = c10d.AllreduceCoalescedOptions() if is_coalesced else c10d.AllreduceOptions()
-        options.reduceOp = self._prepare(tensors)
+        options.reduceOp = self._divide_or_average(tensors)
         options.asyncOp = True
         self._tensors = tensors
         if self._dtype.is_complex:
@@ -169,10 +169,10 @@ class MeanScatter(_Mean):
     def start(self, slices: Sequence[Tensor], tensors: list[Tensor]) -> None:
         """Launch: rank r's ``slices[i]``, of n elements, becomes the r-th of W slices of the mean of ``tensors[i]``.
 
-        All must be contiguous. The tensors, of W * n elements, may be overwritten.
+        All must be contiguous. The tensors, of W * n elements, may be overwritten; complex ones are sent as real ones.
         """
         options = c10d.ReduceScatterOptions()
-        options.reduceOp = self._prepare(tensors)
+        options.reduceOp = self._divide_or_average(tensors)
         options.asyncOp = True
         self._tensors = [*slices, *tensors]
         group = self._group
@@ -197,7 +197,7 @@ class SliceGather(_Launched):
 
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
-        if through_host(self._whole[0]):
+        if through_host(self._whole[0]):  # As Gloo has none for CUDA; the results are there at once.
             for tensor, slice_ in zip(self._whole, self._slices, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, slice_.cpu(), group=self._group)
@@ -206,7 +206,7 @@ class SliceGather(_Launched):
         group = self._group
         if not self._whole[0].is_cuda:
             # Gloo's coalesced all-gather may corrupt the heap (torch 2.13: a signal ended 8 of 339 small trainings, and
-            # none of 347 with one all-gather after another).
+            # none of 347 with single all-gathers, for which the group has this method).
             self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._slices, strict=True)]
             return
         gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
@@ -231,10 +231,10 @@ class SliceExchange(_Launched):
             sizes: number of elements in each slice.
             received_sizes: size of this rank's slice on each rank.
         """
-        received, tensor = _real(received), _real(tensor)
+        received, tensor = _real(received), _real(tensor)  # Complex numbers as pairs of real ones.
         if len({*sizes, *received_sizes}) == 1:
             sizes = received_sizes = []  # The process group's notation for equal parts.
-        if through_host(tensor):
+        if through_host(tensor):  # As Gloo has no all-to-all for CUDA; the results are there at once.
             on_host = received.cpu()
             dist.all_to_all_single(on_host, tensor.cpu(), received_sizes, sizes, group=self._group)
             received.copy_(on_host)
@@ -266,9 +266,9 @@ class Broadcasts(_Launched):
         self._sources = sources
 
     def start(self) -> None:
-        """Launch. A target with gaps in memory is sent or received as a copy."""
+        """Launch. A target with gaps in memory is sent or received as a copy, which :meth:`wait` copies back."""
         dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
-        self._tensors = [_sendable(tensor) for tensor in dense]
+        self._tensors = [_sendable(tensor) for tensor in dense]  # Bytes of float8 and the like.
         group = self._group
         coalescing = c10d._coalescing_manager(group, device=group_device(), async_ops=True)
         with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:  # Gloo has no coalescing.

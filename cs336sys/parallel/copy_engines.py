@@ -123,8 +123,8 @@ class CopyEngines:
                 handle.barrier(channel=1)  # Its signals are not those of the barrier below.
             for tensor, offset in zip(flat, offsets, strict=True):
                 _in_box(other_box, offset, tensor).copy_(tensor)
-            # The next call fills the box of three calls ago. The barrier below, which tells the other rank that its
-            # tensors have arrived, also tells that this rank's box is empty by then.
+            # The other rank's next call fills this rank's box of _BOXES - 1 calls ago. The barrier below, which tells
+            # it that the tensors copied now have arrived, also tells it that that box is empty.
             if number >= _BOXES - 1:
                 self._copy_stream.wait_event(self._averaged_events[number - (_BOXES - 1)])
             handle.barrier(channel=0)

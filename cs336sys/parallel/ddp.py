@@ -168,7 +168,7 @@ class _Replicated(StateDictOfWrapped):
         Raises:
             UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
         """
-        named_parameters = self.module.named_parameters()
+        named_parameters = self.module.named_parameters()  # New ones by id, buffers by name: see _watch_gradients().
         parameters = {name: tensor for name, tensor in named_parameters if id(tensor) not in self._taken_up}
         buffers = {name: tensor for name, tensor in self.module.named_buffers() if name not in self._buffer_names}
         self._synchronizer.drop()  # Finish what it has launched; its hooks are removed when _take_up() replaces it.

@@ -34,14 +34,14 @@ def own_memory_together(gradients: Sequence[Tensor]) -> set[int]:
 
     Layers computed as one product get the rows of one gradient: none owns the memory, and all may be changed in place.
     """
-    gradients_in: dict[int, list[Tensor]] = {}
+    gradients_of_storage: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        gradients_in.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
+        gradients_of_storage.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
     owner_ids: set[int] = set()
-    for sharing in gradients_in.values():
+    for sharing in gradients_of_storage.values():
         storage = sharing[0].untyped_storage()
         sharing.sort(key=Tensor.storage_offset)
-        *starts, _ = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
+        *starts, _ = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)  # If without gaps.
         is_filled = storage.nbytes() == sum(gradient.nbytes for gradient in sharing) and all(
             gradient.is_contiguous() and gradient.storage_offset() == start
             for gradient, start in zip(sharing, starts, strict=True)

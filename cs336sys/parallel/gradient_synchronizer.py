@@ -69,7 +69,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         """Add buckets, which are launched after the others. Call it between two steps."""
         self.buckets.extend(buckets)
         for bucket in buckets:
-            hook = _hook(weakref.ref(self), bucket)
+            hook = _hook_of(weakref.ref(self), bucket)
             for parameter in bucket.parameters.values():
                 self._hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -87,8 +87,8 @@ class GradientSynchronizer(SynchronizationSwitch):
                     "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
                     "checkpointing does this in one pass: choose use_reentrant=False)"
                 )
-            # Without synchronization autograd will add to the gradient in place: that must not change another's memory.
-            # If a backward function returns None for a gradient, the hook is called nevertheless.
+            # Under no_sync(), later passes will add to the gradient in place: collect() copies it if its memory has
+            # other users. (The hook is also called where a backward function returns None: then there is none.)
             if (bucket.collects_at_once or not self.synchronizes) and parameter.grad is not None:
                 bucket.collect(name, parameter, parameter.grad)
             if not self.synchronizes:
@@ -191,7 +191,7 @@ def _is_in_nested_pass() -> bool:
     return False
 
 
-def _hook(reference: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
+def _hook_of(reference: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
     """Make the hook for the parameters of a bucket, which outlive the synchronizer and must not keep it alive."""
     names = {id(parameter): name for name, parameter in bucket.parameters.items()}
 

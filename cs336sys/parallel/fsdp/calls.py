@@ -70,15 +70,15 @@ class UnitCall:
             return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
-        originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        # Lists and dictionaries that were copied, with the copy and the original of each part: these stay alive by it
-        # until ids are compared below, because another object could get the id of one that the call has removed.
+        originals, passed = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
+        # Lists and dictionaries that were copied, with the copy, and pairs of its parts and the original ones: these
+        # keep all parts alive, or an object that the call makes could get the id of a part that it removes (see below).
         containers = [
             (original, copied, list(zip(_values_of(copied), _values_of(original), strict=True)))
-            for original, copied in zip(originals, cast, strict=True)
+            for original, copied in zip(originals, passed, strict=True)
             if copied is not original and isinstance(original, list | dict)
         ]
-        copies = list(_tensor_copies(originals, cast))
+        copies = list(_tensor_copies(originals, passed))  # With their versions before the call.
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
         # The call may have changed copies in place: the caller expects these changes in its own tensors and containers.
         for original, copied, version in copies:

@@ -69,7 +69,7 @@ class GatherWatch:
     def use(self, unit: ShardedUnit, is_backward: bool) -> None:
         """Put a unit that is being gathered into use, and record how long it waits for its weights."""
         if unit.device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(unit.device)
+            self._stream = self._stream or torch.cuda.Stream(unit.device)  # Only it waits, and nothing that computes.
             needed, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             needed.record()
             unit.record_arrival(arrived, self._stream)  # Before the unit is used, which forgets the collective.

@@ -45,11 +45,11 @@ class StandIn(nn.Parameter):
     whole: Callable[[], nn.Parameter]
 
     @staticmethod
-    def of(whole: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
-        """Make the stand-in of a parameter, which shares its memory, if any, and its attributes."""
-        has_gradients = whole.is_floating_point() or whole.is_complex()  # Integers have no gradients.
-        stand_in: StandIn = Tensor._make_subclass(StandIn, whole.data, has_gradients)
-        vars(stand_in).update(vars(whole))
+    def of(full: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
+        """Make the stand-in of a parameter, which shares its attributes, and its memory while that is gathered."""
+        has_gradients = full.is_floating_point() or full.is_complex()  # Integers have no gradients.
+        stand_in: StandIn = Tensor._make_subclass(StandIn, full.data, has_gradients)
+        vars(stand_in).update(vars(full))
         stand_in.stands_for, stand_in.whole = name, gather
         if not has_gradients:
             return stand_in
@@ -60,11 +60,11 @@ class StandIn(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, accumulated.grad = accumulated.grad, None
             if gradient is not None:
-                whole.grad = gradient if whole.grad is None else whole.grad + gradient
+                full.grad = gradient if full.grad is None else full.grad + gradient
 
         with torch._C.DisableTorchFunctionSubclass():
             stand_in.register_post_accumulate_grad_hook(hand_on)
-            stand_in.requires_grad_(whole.requires_grad)
+            stand_in.requires_grad_(full.requires_grad)
         return stand_in
 
     @classmethod
@@ -194,7 +194,7 @@ class ShardedParameter:
         """Refuse a whole parameter that was changed while it was gathered: no slice would have the change."""
         full = self.full
         if full._version != self._version or full.data_ptr() != self._all_rows.data_ptr():
-            full.data = self._all_rows
+            full.data = self._all_rows  # Which gathers fill; and later passes are not to refuse this change again.
             self._version = full._version
             raise UsageError(
                 f"{self.names[0]} was changed in the forward pass, which is lost when its rows are freed: change the "
@@ -222,7 +222,7 @@ class ShardedParameter:
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
-        self._drop_zeroed()
+        self._drop_zeroed()  # The program may have dropped or zeroed those kept.
         if gradient is None:
             return
         if self.kept is None:
@@ -233,12 +233,12 @@ class ShardedParameter:
             # The shard shows its rows, so that whoever drops gradients drops those kept.
             self.shard.grad = self.kept[self.rows.start : self.rows.stop]
             self._shows_kept = True
-        self._seen_gradient = self.shard.grad, self.shard.grad._version
+        self._seen_gradient = self.shard.grad, self.shard.grad._version  # For _drop_zeroed() to compare.
 
     def take_kept(self) -> Tensor | None:
         """Remove and return the sum of the gradients kept, unless they were dropped or set to zero since."""
         self._drop_zeroed()
-        if self._shows_kept:
+        if self._shows_kept:  # The gradient is a view of ``kept``.
             self.shard.grad = None
         kept, self.kept, self._seen_gradient, self._shows_kept = self.kept, None, None, False
         return kept
@@ -253,7 +253,7 @@ class ShardedParameter:
         """Forget the gradients kept if the gradient of the shard was dropped or set to zero since."""
         if self._seen_gradient is None:
             return
-        gradient, version = self._seen_gradient
+        gradient, version = self._seen_gradient  # Those of the shard when a gradient was last kept.
         if self.shard.grad is gradient and gradient._version == version:
             return
         # It was changed. Zeros and None drop what was kept; other values cannot be carried over to it.
@@ -263,7 +263,7 @@ class ShardedParameter:
                 "average: scale and clip gradients after finish_gradient_synchronization()"
             )
         if self._shows_kept and self.shard.grad is not None:
-            # Zeros of its own, so that the memory of those kept is freed.
+            # A view of ``kept``: zeros of its own replace it, so that that memory is freed.
             self.shard.grad = torch.zeros_like(self.shard)
         self.kept, self._seen_gradient, self._shows_kept = None, None, False
 

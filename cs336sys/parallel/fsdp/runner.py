@@ -97,7 +97,7 @@ class UnitRunner(SynchronizationSwitch):
         self.watch: GatherWatch | None = None
         self._prefetch = prefetch
         self._keep_gathered = keep_gathered
-        # Of the forward pass that is running, or that the backward pass belongs to.
+        # The expected order of units in the forward pass that is running, or that the backward pass belongs to.
         self._order: GatherOrder | None = None
         self._ahead: set[ShardedUnit] = set()  # Units that have been gathered ahead of use.
         # Units whose memory is used outside of their calls, with the versions of their slices. The hooks of a forward
@@ -107,8 +107,8 @@ class UnitRunner(SynchronizationSwitch):
         # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
         self._current: ShardedUnit | None = None
         self._inside: set[ShardedUnit] = set()
-        self._unreduced: dict[ShardedUnit, None] = {}
-        self._reducing: ShardedUnit | None = None
+        self._unreduced: dict[ShardedUnit, None] = {}  # A set in order of arrival: all ranks reduce in one order.
+        self._reducing: ShardedUnit | None = None  # The unit whose reduction is under way.
         # Since the last finish(), even if refresh() came between, for each tensor of the optimizer whose gradient was
         # reduced: whether this rank had a gradient. And the tensors whose ``grad`` was None before.
         self._present: dict[nn.Parameter, bool] = {}
@@ -149,7 +149,7 @@ class UnitRunner(SynchronizationSwitch):
             # Autograd will add to the gradients of an earlier pass in place: their memory must be theirs alone.
             bucket.collect_present()
         self._in_forward = True
-        self._order = self._orders[torch.is_grad_enabled()]
+        self._order = self._orders[torch.is_grad_enabled()]  # That of a pass that a backward pass follows, or none.
         self._order.begin()
         try:
             yield self._hook_end
@@ -159,7 +159,7 @@ class UnitRunner(SynchronizationSwitch):
             self._in_forward = False
             for unit in self.units:
                 unit.end_pass()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # No backward pass follows, which would end this.
             self._free_all()
             self._order = None
 
@@ -199,7 +199,8 @@ class UnitRunner(SynchronizationSwitch):
             outputs = self._outputs(unit, output)
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if version_of(tensor) != before]
         if torch.is_grad_enabled() and not _returns_new(outputs, inputs, changed) and _may_have_gradient(parts, inputs):
-            # On another rank the call may have computed something, and the backward pass must arrive here on all.
+            # The call has only handed its inputs on, but may have computed something on another rank: new nodes of the
+            # graph let the backward pass arrive here on all ranks.
             output = tree_map_only(Tensor, _as_new_node, output)
             outputs = self._outputs(unit, output)
         # Modules and containers among the arguments may hold more tensors now.
@@ -214,9 +215,9 @@ class UnitRunner(SynchronizationSwitch):
             self._leave(unit)
         return output
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # Gathering stays outside of compiled code.
     def access(self, unit: ShardedUnit) -> None:
-        """Gather a unit for an operation on a stand-in; from now on its modules hold the whole parameters."""
+        """Gather and lend a unit for an operation on a stand-in; from now on its modules hold whole parameters."""
         if not (self._in_forward or self._in_backward):
             raise UsageError(
                 f"a weight of {unit.name} was kept from a forward pass and is used after it: take it from the module, "
@@ -243,7 +244,7 @@ class UnitRunner(SynchronizationSwitch):
                 self._unreduced[lent_unit] = None
                 if not lent_unit.is_gathered:
                     self._use(lent_unit)
-                lent_unit.use()
+                lent_unit.use()  # Also one that was gathered ahead: its modules are to hold whole parameters.
         if unit is None:
             return
         unit.require_versions(versions)
@@ -251,7 +252,7 @@ class UnitRunner(SynchronizationSwitch):
         previous, self._current = self._current, unit
         self._inside.add(unit)
         self._unreduced[unit] = None
-        # A unit that contains others is not left when one of them is reached; a lent one is reduced when the pass ends.
+        # Not left are a unit called twice, and one that contains others; a lent one is reduced when the pass ends.
         if previous is None or previous is unit or previous.contains_units or previous in self._lent:
             self._use(unit)
             return
@@ -287,7 +288,7 @@ class UnitRunner(SynchronizationSwitch):
         self._present, self._new = {}, set()
 
     def _hook_end(self, output: Any) -> None:
-        """Let the backward pass begin with the output of the whole module."""
+        """Hook the output of the whole module, where the backward pass begins; refuse weights in it."""
         tensors = tensors_in(output)
         for tensor in tensors:
             if isinstance(tensor, StandIn) or any(unit.stores(tensor) for unit in self._lent):
@@ -296,7 +297,7 @@ class UnitRunner(SynchronizationSwitch):
                     "freed: return a copy, weight.clone()"
                 )
         if torch.is_grad_enabled():
-            self._hook(None, tensors)
+            self._hook(unit=None, tensors=tensors)
 
     def _begin_backward(self) -> None:
         """Show stand-ins from now on, and have :meth:`end_backward` called, unless this has been done."""
@@ -316,9 +317,9 @@ class UnitRunner(SynchronizationSwitch):
             self._order.use(unit)
             upcoming = self._order.upcoming(self._prefetch)
         for other in self._ahead.difference(upcoming, (unit,)):
-            self._free(other)
+            self._free(other)  # This step uses units in another order than expected.
         unit.gather()
-        # An upcoming unit that is gathered, but was not ahead, is in use: it is around this one.
+        # An upcoming unit that was gathered, but not ahead of use, is in use around this one: it must not be freed so.
         self._ahead = {other for other in upcoming if other in self._ahead or not other.is_gathered}
         for other in upcoming:
             other.gather()
@@ -338,7 +339,7 @@ class UnitRunner(SynchronizationSwitch):
         if is_lent:
             return
         if self._order is not None and self._order.repeats():
-            self._ahead.add(unit)
+            self._ahead.add(unit)  # It is the next one, too; freed if another comes instead.
         elif unit not in self._staying or not torch.is_grad_enabled():
             unit.free()
 
@@ -367,7 +368,7 @@ class UnitRunner(SynchronizationSwitch):
             # -1: no backward pass is running. A checkpoint that computes a unit again within one adds no call.
             if unit is not None and torch._C._current_graph_task_id() == -1:
                 unit.calls_ahead += 1
-            arrival = _Arrival(self, unit, self._lent)
+            arrival = _Arrival(self, unit, self._lent)  # The dictionary itself: this pass may lend more.
             for tensor in watched:
                 hooks = tensor._backward_hooks or {}
                 handle = tensor.register_hook(arrival)

@@ -95,7 +95,7 @@ class _GradientGroup:
             self._scatter.start(self._split_by_parameter(mean), sent)
             return
         # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
-        slices_of_parameters = [
+        slices_of_parameters = [  # Of each parameter, one for each rank.
             gradient.view(-1).split_with_sizes(sizes)
             for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
         ]
@@ -105,7 +105,7 @@ class _GradientGroup:
         ranks = len(self._rank_sizes)
         self._received = packed.new_empty(ranks * len(mean))
         self._exchange.start(self._received, packed, self._rank_sizes, [len(mean)] * ranks)
-        if self._stream is not None:
+        if self._stream is not None:  # Without one, wait() averages.
             with on_side_stream(self._stream):
                 self._wait_and_average(self._received, mean)
 
@@ -221,7 +221,7 @@ class ShardedUnit:
         # What these places hold now, and what they hold while the unit is not in use.
         self._shown = self._resting = self._slices
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
-        for parameter in parameters:
+        for parameter in parameters:  # Which refresh() may have found frozen, or trained from now on.
             parameter.follow_freezing()
             parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]

@@ -136,7 +136,7 @@ class FSDP(StateDictOfSlices):
         self._settings = f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}"
         self._unit_modules = unit_modules
         self._initialize, self._device = initialize, device
-        # On a GPU, from _shard() on: see ShardedUnit.
+        # The streams to cast weights on and to average gradients on: on a GPU, from _shard() on.
         self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         self._runner = UnitRunner(prefetch, keep_gathered, self.group)
         self.units: tuple[ShardedUnit, ...] = ()
@@ -146,7 +146,7 @@ class FSDP(StateDictOfSlices):
         self._shard()
 
     @importing_no_compiler
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # Gathering stays outside of compiled code.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 
@@ -155,7 +155,7 @@ class FSDP(StateDictOfSlices):
                 than those that were wrapped, or one has a hook, and :meth:`refresh` was not called; the module was
                 compiled as a whole; a weight was changed, or is returned.
         """
-        # Modules that contain units; the compiled call of the whole module may be our UnitCall, which gathers.
+        # Modules that contain units, with the whole module, whose "compiled call" is our UnitCall, which gathers.
         for part in self._around_units:
             if part._compiled_call_impl not in (None, self._root_call):
                 raise UsageError(
@@ -168,7 +168,7 @@ class FSDP(StateDictOfSlices):
                 "under torch.no_grad(), or transform a module of DDP or a ShardedOptimizer"
             )
         for call in self._calls:
-            call.install()
+            call.install()  # Again, as some modules may have been compiled since.
         return self.module(*args, **kwargs)
 
     @property
@@ -282,7 +282,7 @@ class FSDP(StateDictOfSlices):
             )
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
-        dtypes = {parameter.dtype for parameter in (*sharded, *replicated)}
+        dtypes = {parameter.dtype for parameter in (*sharded, *replicated)}  # For the norm's, the same on all ranks.
         return clip_over_ranks(
             sharded, replicated, max_norm, norm_type, [self.group], dtypes, error_if_nonfinite=error_if_nonfinite
         )
@@ -335,10 +335,10 @@ class FSDP(StateDictOfSlices):
                 call.install()
             raise
         module = self.module
-        mark_share(module, type(self).__name__, self.group)
+        mark_share(module, type(self).__name__, self.group)  # For state dicts, which then say whose slices they hold.
         sharded = self._distribute(plan, distributed)
         shards = [parameter.shard for parameter in sharded.values()]
-        if shards and shards[0].is_cuda and self._streams[0] is None:
+        if shards and shards[0].is_cuda and self._streams[0] is None:  # refresh() keeps the streams.
             gpu = shards[0].device
             # Of high priority, so that the layers that are being computed do not hold up what others wait for.
             self._streams = torch.cuda.Stream(gpu, priority=-1), torch.cuda.Stream(gpu, priority=-1)
@@ -347,34 +347,39 @@ class FSDP(StateDictOfSlices):
         self.units = tuple(
             ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], *settings) for unit in plan.units
         )
-        self._runner.run(self.units)
+        self._runner.run(self.units)  # From now on.
         trained = [(entry.names[0], entry.held) for entry in plan.replicated if entry.held.requires_grad]
         self._runner.replicated = [
             GradientBucket(parameters, self._gradient_dtype, self.group)
             # In the order of the module: a bucket reverses the order in which parameters are given.
-            for parameters in divide_into_buckets(trained[::-1], cap_bytes=None)
+            for parameters in divide_into_buckets(trained[::-1], cap_bytes=None)  # One for each dtype and device.
         ]
+        self._replace_calls()
+        if self._compute_dtype is not None:
+            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
+                if owner not in self._known_modules:  # The others have its hooks already.
+                    compute_in_own_dtype(owner, self._compute_dtype)
+        self._known_modules = frozenset(module.modules())  # What refresh() finds besides these is new.
+        self._held = HeldParameters(module)  # With which later passes compare.
+
+    def _replace_calls(self) -> None:
+        """Let the module, and the modules of units, be called through a :class:`.calls.UnitCall` each."""
+        module = self.module
         unit_of: dict[nn.Module, ShardedUnit] = {part: unit for unit in self.units for part in unit.modules}
-        # The whole module first, which may be of a unit, too.
+        # The whole module first, with its unit if it is of one.
         self._calls = [
             UnitCall(self._runner, unit, part, self._compute_dtype, self._begin_forward if part is module else None)
             for part, unit in {module: None, **unit_of}.items()
         ]
         self._root_call = self._calls[0]
-        self._around_units = [
+        self._around_units = [  # forward() refuses to run them compiled.
             part for part in module.modules() if part not in unit_of and not unit_of.keys().isdisjoint(part.modules())
         ]
-        if self._compute_dtype is not None:
-            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
-                if owner not in self._known_modules:  # The others have its hooks already.
-                    compute_in_own_dtype(owner, self._compute_dtype)
-        self._known_modules = frozenset(module.modules())
-        self._held = HeldParameters(module)
 
     def _plan_alike(self) -> tuple[ShardingPlan, dict[PlannedParameter, ShardedParameter | nn.Parameter]]:
         """Plan what the module holds now; return the plan, and the parameters that are cut or replicated already."""
-        module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
-        replicated_ids = {id(parameter) for parameter in self.replicated_parameters.values()}
+        module, slices = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
+        replicated_before = {id(parameter) for parameter in self.replicated_parameters.values()}
         distributed: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
         with rank_consistency.same_on_every_rank(self.group) as lines:
             require_unwrapped(module)
@@ -385,24 +390,24 @@ class FSDP(StateDictOfSlices):
                 )
             parameters = list(module.named_parameters())
             rank_consistency.require_sendable(parameters, moves=True)  # _initialize_part() may move them.
-            require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in cut)
+            require_unsynchronized((name, parameter) for name, parameter in parameters if id(parameter) not in slices)
             require_own_gradient_dtype(parameters)
-            with _shown_whole(module, cut):
+            with _shown_whole(module, slices):
                 plan = plan_sharding(module, self._unit_modules)
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
                 lines += rank_consistency.describe_module(module, moves=True)
-            to_cut = set(plan.all_sharded)
+            cut_by_plan = set(plan.all_sharded)
             for entry in (*plan.all_sharded, *plan.replicated):
                 held_id = id(entry.held)
-                if held_id in (replicated_ids if entry in to_cut else cut):
-                    before, after = ("replicated", "cut") if entry in to_cut else ("cut", "replicated")
+                if held_id in (replicated_before if entry in cut_by_plan else slices):
+                    before, after = ("replicated", "cut") if entry in cut_by_plan else ("cut", "replicated")
                     raise UsageError(
                         f"{entry.names[0]} was {before} when it was wrapped, and would be {after} after what was "
                         "changed since, so that optimizers would have the wrong tensor: wrap the plain module anew"
                     )
-                if held_id in cut or held_id in replicated_ids:
-                    distributed[entry] = cut.get(held_id, entry.held)
-                elif entry in to_cut:
+                if held_id in slices or held_id in replicated_before:
+                    distributed[entry] = slices.get(held_id, entry.held)
+                elif entry in cut_by_plan:
                     self._require_whole(entry)
         return plan, distributed
 

@@ -47,7 +47,7 @@ def gather_states(
                 elements, state = states_of_rank[index]
                 received: list[Any] = [(elements, copy_state(state, "cpu"))]
             else:
-                received = [None]
+                received = [None]  # The next line fills it.
                 dist.recv_object_list(received, src=rank, use_batch=True)
             parts.setdefault(index, []).extend(received)
     if sliced:

@@ -128,7 +128,7 @@ class StepAgreement:
     def __init__(self) -> None:
         # On GPUs: the digests of every rank, on their way to the CPU, and the events of their arrival.
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._has_asked_in_step = False  # Whether there was a comparison before the step since the last one.
+        self._has_compared_before_step = False  # Whether there was a comparison since the last step.
 
     @contextlib.contextmanager
     def compared(self, *, is_step: bool = True) -> Iterator[list[str]]:
@@ -151,9 +151,9 @@ class StepAgreement:
         lines = []
         # If there was a comparison before this step, as for clipping, it has read the answers of the last step, and its
         # own answer is perhaps still under way: the next step reads it.
-        if not (is_step and self._has_asked_in_step):
+        if not (is_step and self._has_compared_before_step):
             self._read_answers()
-        self._has_asked_in_step = not is_step
+        self._has_compared_before_step = not is_step
         try:
             yield lines
         except Exception as error:

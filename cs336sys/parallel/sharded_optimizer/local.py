@@ -45,7 +45,7 @@ class ParameterPartition:
         names, adopted = list(parameters), list(parameters.values())
         specs = [TensorSpec(id(parameter), parameter.nbytes, kind=parameter.device) for parameter in adopted]
         owners = greedy_partition([spec.size_bytes for spec in specs], self._bytes_of_rank)
-        for spec, owner in zip(specs, owners, strict=True):
+        for spec, owner in zip(specs, owners, strict=True):  # greedy_partition() has left the sums as they were.
             self._bytes_of_rank[owner] += spec.size_bytes
         self._owners |= zip(adopted, owners, strict=True)
         self._names |= {parameter: name for name, parameter in parameters.items()}
@@ -54,7 +54,7 @@ class ParameterPartition:
         # assign_buckets() begins with the last tensor, which has its gradient first; the forward pass needs it last.
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
             bucket = {names[index]: adopted[index] for index in reversed(indices)}
-            tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)
+            tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)  # And the ranks to send.
             buckets.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
         self.exchange.extend(buckets)
 
@@ -207,7 +207,7 @@ class LocalOptimizer:
         Args:
             state_dict: a whole one, or one rank's, which has the key ``share``.
             share: what this rank's own state dict has under ``share``.
-            scalars: keys with one value for a whole parameter; shapes do not show it of parameters without dimensions.
+            scalars: keys with one value for a whole parameter, which has the shape of a parameter without dimensions.
         """
         # In a state dict of torch's, groups and states know a parameter by a key, usually its number.
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -227,7 +227,7 @@ class LocalOptimizer:
             parameter = parameters[index]
             checkpoint.check_saved_shapes(state, names[index], parameter.shape, sliced=share["flat"])
             elements = self._partition.owned(parameter)
-            if elements and self._partition.local(parameter) is parameter:
+            if elements and self._partition.local(parameter) is parameter:  # This rank updates it whole.
                 own_states[index] = checkpoint.copy_state(checkpoint.with_strides(state, parameter))
             elif elements:
                 own_states[index] = checkpoint.cut_state(state, parameter, elements, scalars)
@@ -237,11 +237,11 @@ class LocalOptimizer:
         """Replace state and options, including the options of the groups of all parameters.
 
         Args:
-            states: by index of the parameter, as in :meth:`own_states`; master copies are ignored.
+            states: by index of the parameter, as in :meth:`own_states`; ``SlicePartition`` loads the master copies.
             saved_groups: the groups whose options to load.
         """
         parameters = parameters_of(groups)
-        # The keys of Optimizer.load_state_dict.
+        # Optimizer.load_state_dict() knows the local tensors by these numbers.
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
         state_of_number = {}
         for index, state in states.items():

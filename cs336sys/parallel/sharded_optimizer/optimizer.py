@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         self._agreement = parameter_groups.StepAgreement()
         self._addresses: dict[nn.Parameter, int] = {}  # The memory address of each parameter that is sharded.
-        self._frozen: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []  # In the groups, and not sharded.
         # Of the module: a snapshot of its parameters, its tensors that have rank 0's values, by id, and its parameters
         # that are in no group.
         self._module_guard: HeldParameters | None = None
@@ -135,9 +135,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.optimizer.defaults
-        self._noted_members: list[list[int]] = []
+        self._noted_members: list[list[int]] = []  # The parameters of each group at the last step, by id.
         self._link_state()
-        self._remember_groups()
+        self._remember_groups()  # With which the next step compares.
         if module is not None:
             self.overlap_with(module)
 
@@ -398,7 +398,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[Group]) -> None:
         """Shard the parameters of these groups that are trained and have not been sharded before."""
-        added = set(parameter_groups.parameters_of(groups)) - self._addresses.keys()
+        added = set(parameter_groups.parameters_of(groups)) - self._addresses.keys()  # These are sharded already.
         in_order = parameter_groups.in_model_order(self.param_groups, self._module).items()
         new = {name: parameter for name, parameter in in_order if parameter in added}
         broadcast_from_first(list(new.values()))

@@ -98,16 +98,16 @@ class ScatteredBucket(GradientBucket):
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
                 move_into(memory, piece.starts.values(), [members[index] for index in piece.starts])
             else:
-                (index,) = piece.starts
+                (index,) = piece.starts  # One parameter alone.
                 # By .data, whose changes are not counted as the parameter's: exchange.start() counts those of a step.
                 memory = memory_view(members[index].data).view(-1)
             self.pieces.append(memory)
-            for index, start in piece.starts.items():
+            for index, start in piece.starts.items():  # Of each parameter in the piece, its first element there.
                 elements = piece.owned(index, members[index].numel(), rank)
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    start_in_slice = start + elements.start - rank * piece.slice_size
+                    start_in_slice = start + elements.start - rank * piece.slice_size  # Less where it begins.
                     gradient_range = slice(slice_start + start_in_slice, slice_start + start_in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
             slice_start += piece.slice_size
@@ -118,7 +118,7 @@ class ScatteredBucket(GradientBucket):
     def launch(self) -> None:
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
         # In the order of the parameters: pieces know each by its index.
-        gradients = [memory.view(-1) for memory in self._memory()]
+        gradients = [tensor.view(-1) for tensor in self._tensors_to_average()]
         self._substitutes = {}  # The zeros are sent, and no parameter gets a mean in them.
         sent = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
@@ -173,7 +173,7 @@ class ScatteredBucket(GradientBucket):
                     segment.updated.grad = None
                 else:
                     segment.updated.grad.zero_()
-        if set_to_none:
+        if set_to_none:  # Zeros are still gradients.
             self.ids_with_gradient.difference_update(ids)
 
 
@@ -233,7 +233,7 @@ class SlicePartition:
         # By id, the names of parameters whose gradients the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
         # Whether zero_grad() of a module was called while its gradients were being averaged, and could not drop them.
-        self._is_undropped = False
+        self._module_zero_grad_failed = False
         # Torch's clipping, scalers and Module.zero_grad() look at ``grad`` of parameters, which is None here: from the
         # first partition of a process on, the first two refuse what is sharded, and the last drops its gradients.
         refuse_clipping_alone()
@@ -285,7 +285,7 @@ class SlicePartition:
 
     def require_between_steps(self) -> None:
         """Refuse a change of parameters or groups while gradients are being averaged."""
-        if self._under_way:
+        if self._is_under_way:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
     def prepare_gradients(self) -> None:
@@ -305,7 +305,7 @@ class SlicePartition:
 
     def require_no_late_gradients(self) -> None:
         """Refuse gradients that came after those of the step were complete, or that a module was to drop."""
-        if self._is_undropped:
+        if self._module_zero_grad_failed:
             raise UsageError(
                 "zero_grad() of a module was called while gradients were being averaged over ranks, and has not "
                 "dropped them: call zero_grad() of the optimizer instead, on every rank"
@@ -335,13 +335,13 @@ class SlicePartition:
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Drop or zero all gradients, those being averaged, too. Every rank must call it."""
-        # Where gradients are complete or held back, they are on all ranks, and none are being averaged. Else another
+        # If gradients are complete or held back here, they are so on all ranks: none are being averaged. Else another
         # rank may have begun a backward pass, and its reductions wait for this rank's, which finish() launches.
         is_open = not (self.synchronizer.is_complete or self.synchronizer.holds_back)
         # In a CUDA graph, finish() refuses parameters without a gradient, so it is only called if a pass has begun.
-        if is_open and (self._under_way or not is_stream_captured()):
+        if is_open and (self._is_under_way or not is_stream_captured()):
             self.synchronizer.finish()
-        self._is_undropped = False
+        self._module_zero_grad_failed = False
         self._drop(self._names.keys(), set_to_none)
 
     def drop_gradients_of_module(self, ids: AbstractSet[int], set_to_none: bool) -> None:
@@ -354,18 +354,18 @@ class SlicePartition:
             # The next step refuses this on every rank. Another rank may have had no pass, and would not refuse here.
             for bucket in self._buckets:
                 if bucket.is_under_way and not ids_here.isdisjoint(map(id, bucket.parameters.values())):
-                    self._is_undropped = True
+                    self._module_zero_grad_failed = True
             self._drop(ids_here, set_to_none)
 
     def _drop(self, ids: AbstractSet[int], set_to_none: bool) -> None:
         """Drop or zero gradients, and forget that they were used or late; after the last of them a new step begins."""
         if all(bucket.ids_with_gradient <= ids for bucket in self._buckets):
-            self.synchronizer.is_complete = False
+            self.synchronizer.is_complete = False  # Of the new step: passes may add gradients.
         for bucket in self._buckets:
             bucket.drop(ids, set_to_none)
         self.synchronizer.late.difference_update(ids)
         self._used = {id_: name for id_, name in self._used.items() if id_ not in ids}
-        # While any is left, a backward pass would add to gradients of the last step.
+        # While any is left, a backward pass would add to gradients of the last step: its own stay on this rank.
         self.synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:
@@ -400,5 +400,5 @@ class SlicePartition:
         return clip_over_ranks(updated, whole=(), max_norm=max_norm, norm_type=2.0, groups=[None], dtypes=dtypes)
 
     @property
-    def _under_way(self) -> bool:
+    def _is_under_way(self) -> bool:
         return any(bucket.is_under_way for bucket in self._buckets)
