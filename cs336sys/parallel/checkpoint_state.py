@@ -193,7 +193,7 @@ class StateDictOfSlices(StateDictOfWrapped):
         with same_on_every_rank(self.group):
             self._require_slices()
             kind = type(self).__name__
-            if kind in metadata:
+            if kind in metadata:  # write() of mark_share() has put it there.
                 require_share(metadata[kind], self.group)
             for key, value in state_dict.items():
                 if key.startswith(prefix) and _is_dtensor(value):
@@ -237,7 +237,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
 
     def read(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         """Refuse slices of another rank, and take this rank's memory out of DTensors."""
-        # Removed, because nn.Module leaves it in the state dict, where a later call would find it.
+        # nn.Module notes assign=True there, and leaves it in the state dict, where a later call would find it.
         if metadata.pop(_ASSIGNS, False):
             raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
         # A state dict without this metadata does not say whose slices it has, and passes.
@@ -255,8 +255,8 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
                 require_share(_rank_of_slice(value), group)
                 state_dict[prefix + name] = value.to_local()
 
-    # torch.distributed.checkpoint.state_dict calls this. Otherwise it would save an optimizer's state, which is no
-    # DTensors, from one rank, as if all ranks had the same.
+    # torch.distributed.checkpoint.state_dict calls this attribute where a module has it. Else it would save an
+    # optimizer's state, which is no DTensors, from one rank, as if all ranks had the same.
     module.__dict__["_fqn_modifiers"] = _refuse_gathering
     for part in module.modules():
         # A module that was deep-copied with its hooks has this mark, too.

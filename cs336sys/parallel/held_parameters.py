@@ -126,7 +126,7 @@ class HeldParameters:
         return entries
 
     def _change(self, name: str, now: dict[str, _Held]) -> str | None:
-        """Name the change of a parameter, as a participle; None if nothing happened."""
+        """Name the change of a parameter, as a participle before "after it was wrapped"; None if nothing happened."""
         old, new = self._entries.get(name), now.get(name)
         if new is None:
             return "removed"

@@ -53,8 +53,8 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for number in signals:
         signal.signal(number, kill_child)
-    _thread.start_new_thread(_wait_for_owner, (pipe, _thread.get_ident()))
-    # Orphans that this process has adopted may end before.
+    _thread.start_new_thread(_wait_for_owner, (pipe, _thread.get_ident()))  # Which signals this thread.
+    # Orphans that this process has adopted may end before the program.
     ended, status = os.waitpid(-1, 0)
     while ended != child:
         ended, status = os.waitpid(-1, 0)

@@ -65,7 +65,7 @@ class Guarded:
     def has_ended(self, timeout_s: float) -> bool:
         """Wait until the program has ended, and return whether it has."""
         if self.process.poll() is None:
-            # Ready when the guard has ended, which alone can read the pipe. Popen.wait would look again every 50 ms.
+            # The pipe has an error when the guard, its only reader, has ended. Popen.wait would look every 50 ms.
             pipe_closed = select.poll()
             pipe_closed.register(self._kill_pipe, 0)  # Watches errors alone.
             if not pipe_closed.poll(timeout_s * 1e3):
@@ -135,7 +135,7 @@ def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.co
     theirs.close()
     # That it has died is noticed when its first message is read.
     with contextlib.suppress(OSError):
-        ours.send(sys.path)
+        ours.send(sys.path)  # By itself: to read the function and its arguments, the process imports modules.
         ours.send((function, args))
     return guarded, ours
 
@@ -152,7 +152,7 @@ def start_for_good(process: multiprocessing.process.BaseProcess) -> None:
 
 @functools.cache
 def _start_requests(process_id: int) -> queue.SimpleQueue:
-    """Return the queue of the thread that starts processes; of this process alone, as a fork has no such thread."""
+    """Return the queue of the thread for :func:`start_for_good`: one a process, because a fork has no such thread."""
     requests: queue.SimpleQueue = queue.SimpleQueue()
 
     def serve() -> None:

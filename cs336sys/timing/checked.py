@@ -60,7 +60,7 @@ class ChangingInputs(Protocol):
         """Return whether ``given`` is as :meth:`draw_new_inputs` left it."""
 
     def expected(self) -> Mapping[str, Tensor]:
-        """Return every result for the present ``given``, in float64."""
+        """Return every result for the inputs that were drawn last, in float64."""
 
 
 def check_untouched() -> None:
@@ -121,7 +121,7 @@ class KernelTimer:
         """Time and check one call with new inputs, and return its milliseconds."""
         self._calls += 1
         write_to_given = self.problem.draw_new_inputs()
-        expected = self.problem.expected()
+        expected = self.problem.expected()  # Of the new inputs, which the kernel does not see before it is called.
         if self._on_gpu:
             _synchronize(self._device)
             torch.cuda._sleep(_WAIT_CYCLES)  # Work that was left on another stream would find the old inputs.

@@ -37,10 +37,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> RelativeError:
         actual, expected = actual.reshape(-1, 1), expected.reshape(-1, 1)
     error_norms = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
     norms = torch.linalg.vector_norm(expected, dim=-1)
-    usual_norm = norms.square().mean().sqrt()
-    usual_norm = torch.where(usual_norm > _ZERO, usual_norm, expected.shape[-1] ** 0.5)  # Else of a row of ones.
+    usual_norm = norms.square().mean().sqrt()  # The error of a smaller row counts relative to it: see RelativeError.
+    usual_norm = torch.where(usual_norm > _ZERO, usual_norm, expected.shape[-1] ** 0.5)  # Else that of a row of ones.
     whole = error_norms.square().mean().sqrt() / usual_norm
-    return RelativeError(whole.item(), (error_norms / norms.clamp_min(usual_norm)).max().item())
+    return RelativeError(whole=whole.item(), row=(error_norms / norms.clamp_min(usual_norm)).max().item())
 
 
 Errors = dict[str, RelativeError]

@@ -157,7 +157,7 @@ class ContextGroup:
             rows: for each rank; they add up to ``len(tensor)``.
             received_rows: from each rank.
         """
-        row_bytes = tensor[:1].nbytes  # Every rank holds at least one token, and so a row.
+        row_bytes = tensor[:1].nbytes  # As _exchange() counts. Every rank holds at least one token, and so a row.
         received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
         sizes, received_sizes = [count * row_bytes for count in rows], [count * row_bytes for count in received_rows]
         return self._exchange(received, tensor, received_sizes, sizes, contents)

@@ -200,7 +200,7 @@ class _RingAttention(torch.autograd.Function):
             queries, keys = ring.seen(step)
             seeing_query, seeing_grad = query[..., queries, :], grad_out[..., queries, :]
             seen_gradients = None
-            if seeing_query.shape[-2]:
+            if seeing_query.shape[-2]:  # Chunks may be empty, see forward().
                 rows = logsumexp[..., queries], delta[..., queries]
                 seen_gradients = attention.backward(seeing_query, *block[..., keys, :], seeing_grad, *rows, _IS_FULL)
             gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
@@ -210,7 +210,7 @@ class _RingAttention(torch.autograd.Function):
                 gradients[1][..., keys, :] += seen_gradients[2]
             following = ring.pass_on(gradients, step, _GRADIENTS)
         # Queries of the second chunk see its keys as well; those of the first do not.
-        if query[..., second, :].shape[-2]:
+        if query[..., second, :].shape[-2]:  # It may be empty.
             late = (tensor[..., second, :] for tensor in (query, key, value, grad_out))
             computed = attention.backward(*late, logsumexp[..., second], delta[..., second], _IS_CAUSAL)
             grad_query[..., second, :] += computed[0]

@@ -63,7 +63,7 @@ def save_checkpoint(
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
-    with same_on_every_rank(sharded.group) as lines:
+    with same_on_every_rank(sharded.group) as lines:  # Ranks must save the same keys.
         require_plain("extra", extra)
         state = _model_state(sharded) | {"extra": [extra]}  # In a list, because a tensor alone would be saved as such.
         if optimizer is not None:
@@ -75,9 +75,9 @@ def save_checkpoint(
         state = {key: value for key, value in state.items() if isinstance(value, DTensor)}
     try:
         # Not flattened: dictionaries and lists would be split into further keys, and keys be turned into strings.
-        whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(state, checkpoint_id=str(partial), planner=whole, process_group=sharded.group)
-    except dcp.api.CheckpointException as error:
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.save(state, checkpoint_id=str(partial), planner=planner, process_group=sharded.group)
+    except dcp.api.CheckpointException as error:  # On every rank, whichever failed.
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), sharded.group)
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
     on_first_rank(lambda: _replace(path, partial), sharded.group)
@@ -109,7 +109,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     objects = _load_objects(reader, saved, path, sharded.group, with_optimizer=optimizer is not None)
     with same_on_every_rank(sharded.group):
         if optimizer is not None:
-            groups = objects.get("optimizer_groups", [])
+            groups = objects.get("optimizer_groups", [])  # Without any, _named_groups() is not called.
             checkpoint_state.require_same_groups(groups, functools.partial(_named_groups, sharded, optimizer), path)
         room = _room_for(sharded, current, saved, with_optimizer=optimizer is not None)
     dcp.load(room, storage_reader=reader, planner=PlainLoadPlanner(), process_group=sharded.group)
@@ -167,7 +167,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
     for key, value in entries.items():
         if not isinstance(value, Tensor) or key.endswith(_EXTRA_STATE):
             require_plain(key, value)
-            state[f"data/{key}"] = [value]
+            state[f"data/{key}"] = [value]  # In a list, because a tensor alone would be saved as such.
             continue
         memory = _memory_of(value)
         if memory not in slices:
@@ -175,7 +175,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             if memory not in module_memory:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
-        elif (parameter := slices[memory]) not in seen:
+        elif (parameter := slices[memory]) not in seen:  # Cut along dimension 0.
             seen.add(parameter)  # A tied weight is saved under its first name.
             state[f"model/{key}"] = as_dtensor(parameter.shard.detach(), parameter.shape, 0, sharded.group)
     return state
@@ -214,7 +214,7 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
     state = OrderedDict[str, Any]()
     for key, value in entries.items():
         if f"data/{key}" in loaded:
-            (state[key],) = loaded[f"data/{key}"]
+            (state[key],) = loaded[f"data/{key}"]  # Saved in a list, see _model_state().
         else:
             # A tied weight was saved under its first name alone.
             first = first_keys.setdefault(_memory_of(value), key)

@@ -75,7 +75,7 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
         return JoinedRanks(outside, backend, timeout_s)
     _check_gpus(world_size, backend)
     _check_memory(world_size)
-    use_private_caches()
+    use_private_caches()  # It refuses caches that others can write to.
     return SpawnedRanks(world_size, backend, timeout_s)
 
 
@@ -204,7 +204,7 @@ def _check_every_machine(identity: RankIdentity, backend: str, store: dist.Store
     refusal = ""
     try:
         _check_gpus(identity.local_rank + 1, backend)  # Local ranks count from 0: so many reach up to this one.
-        use_private_caches()
+        use_private_caches()  # It refuses caches that others can write to.
     except CapabilityError as error:
         refusal = str(error)
     store.set(f"refusal-{identity.rank}", refusal)

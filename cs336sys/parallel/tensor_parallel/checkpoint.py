@@ -114,7 +114,7 @@ def load_checkpoint(
         if different := checkpoint_state.differences(saved_shapes, shapes):
             raise UsageError(f"checkpoint {path} belongs to another model: {different}")
         if optimizer is not None:
-            current = functools.partial(_groups_by_name, optimizer, updated)
+            current = functools.partial(_groups_by_name, optimizer, updated)  # Called only if the file has groups.
             checkpoint_state.require_same_groups(saved["groups"], current, Path(path))
     with torch.no_grad():
         for name, (target, slices) in updated.items():

@@ -50,17 +50,18 @@ class FirstCalls:
         self._generators: str | None = None
 
     def compare(self, kind: str, token_ids: Tensor, is_training: bool) -> None:
-        """Compare ``tokens`` and, when the pass has come to its ``targets``, also the random numbers that it has drawn.
+        """Compare token ids, and where their ``kind`` is ``targets``, not ``tokens``, the random numbers of the pass.
 
         Raises:
             UsageError: on every rank: they differ.
         """
+        # The CPU reads digests: compiled code would break there, and in a captured stream it cannot.
         is_settled = not self._group or torch.compiler.is_compiling() or (kind, is_training) in self._compared
         if is_settled or is_stream_captured():
             return
         self._compared.add((kind, is_training))
         lines = [f"{kind} {tuple(token_ids.shape)} of digest {_digest(token_ids)}"]
-        before = self._generators
+        before = self._generators  # Where these are targets: of the tokens of this pass.
         states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(token_ids.device)] if token_ids.is_cuda else [])
         self._generators = after = _digest(torch.cat(states))
         # Only a pass that draws random numbers needs the same state on every rank.
@@ -85,7 +86,7 @@ def as_int64(token_ids: Tensor, kind: str) -> Tensor:
 
 
 @functools.cache
-def _block_part(original: type[nn.Module]) -> type[nn.Module]:
+def _make_block_part_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make the class of attention or a feed-forward network: every rank computes a term of the sum."""
 
     class TensorParallelPart(original, _Shared):  # type: ignore[valid-type, misc]  # a class that is known when it runs
@@ -96,10 +97,10 @@ def _block_part(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _embedding(original: type[nn.Module]) -> type[nn.Module]:
+def _make_embedding_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make the class of the embedding: a rank looks up its tokens, has zeros for all others, and ranks sum."""
 
-    class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # as above
+    class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # known when it runs
         def forward(self, token_ids: Tensor) -> Tensor:
             token_ids = as_int64(token_ids, "tokens")
             self.first_calls.compare("tokens", token_ids, self.training)
@@ -114,12 +115,12 @@ def _embedding(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _head(original: type[nn.Module]) -> type[nn.Module]:
+def _make_head_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make the class of the LM head: a rank returns the logits of its part of the vocabulary."""
 
-    class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # as above
+    class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # known when it runs
         def forward(self, x: Tensor) -> Tensor:
-            if self.caller not in (None, "forward"):
+            if self.caller not in (None, "forward"):  # A method of the model that calls forward().
                 raise UsageError(
                     f"{self.caller}() of the module would take the logits of this rank's tokens for those of all: "
                     "choose tokens by shared.gather_logits(shared(token_ids)), called on every rank"
@@ -133,11 +134,11 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make the class of the model, which tells its head what method was called, so that this refuses ``generate()``."""
 
-    def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_caller_told(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             head, outermost_caller = self.lm_head, self.lm_head.caller
-            head.caller = outermost_caller or name
+            head.caller = outermost_caller or name  # generate(), and not the forward() that it calls.
             try:
                 return method(self, *args, **kwargs)
             finally:
@@ -147,7 +148,7 @@ def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
 
     # forward(), and the methods that the model adds to those of nn.Module.
     methods = {
-        name: telling_head(name, method)
+        name: with_caller_told(name, method)
         for name, method in inspect.getmembers_static(original, inspect.isfunction)
         if name == "forward" or not hasattr(nn.Module, name)
     }
@@ -168,10 +169,10 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
     Args:
         shapes: of the whole parameters, by their names.
     """
-    class_makers: dict[str, Any] = {"token_embeddings": _embedding, "lm_head": _head}
+    class_makers: dict[str, Any] = {"token_embeddings": _make_embedding_class, "lm_head": _make_head_class}
     # Each layer once, although a module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
-        layer.__class__ = class_makers.get(name, _block_part)(type(layer))
+        layer.__class__ = class_makers.get(name, _make_block_part_class)(type(layer))
         layer.tensor_group = group
         if name.endswith(".attn"):
             layer.num_heads //= group.size  # Its projections return the heads of this rank alone.
@@ -194,7 +195,7 @@ def vocabulary_parallel_cross_entropy(
 
     With ``m`` the maximum and ``s`` the sum of ``exp(logits - m)`` over the vocabulary, the loss of a position is
     ``log(s) - (logit of the target - m)``. Ranks all-reduce the maximum, then the sum and the target's logit, which one
-    of them has: 12 bytes a position.
+    of them has: three numbers, 12 bytes a position.
 
     Args:
         logits: (..., own tokens), of the same positions on every rank; fp16 and bf16 are computed with in fp32.

@@ -76,7 +76,7 @@ def _trial_refusal(
         grad_logits = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
         versions = {name: parameter._version for name, parameter in trial.named_parameters()}
         expected = _run_trial(trial, tokens, grad_logits, tensor_group, group=None)
-        # nn.Embedding(max_norm=) changes rows in the forward pass, those that stand in for other tokens, too.
+        # nn.Embedding(max_norm=) shortens rows that it looks up: once shared, also the row that stands in for others'.
         changed = [name for name, parameter in trial.named_parameters() if parameter._version != versions[name]]
     except Exception as error:
         return (
@@ -84,7 +84,7 @@ def _trial_refusal(
             f"{type(error).__name__}: {error}"
         )
     try:
-        share_layers(trial, tensor_group, cut_weights(trial, group, initialize=None, device=None))
+        share_layers(trial, tensor_group, cut_weights(trial, group, initialize=None, device=None))  # It has values.
         results = _run_trial(trial, tokens, grad_logits, tensor_group, group)
         # Not "greater than": NaN is a difference, too. The last term is for gradients that are zero.
         different = [
@@ -92,18 +92,18 @@ def _trial_refusal(
             for (name, whole), (_, part) in zip(expected, results, strict=True)
             if whole.shape != part.shape or not (part - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6
         ]
-        name = next((name.removesuffix(".weight") for name in (*changed, *different)), None)
+        culprit = next((name.removesuffix(".weight") for name in (*changed, *different)), None)  # The first.
     except Exception as error:
-        name = f"the model ({type(error).__name__}: {error})"
-    if name is None:
+        culprit = f"the model ({type(error).__name__}: {error})"
+    if culprit is None:
         return None
-    if name.startswith("layers."):
+    if culprit.startswith("layers."):
         # The trial has fewer blocks: name the block of the model that its block stands for.
-        _, number, *layer = name.split(".")
-        name = ".".join(("layers", str(block_numbers[int(number)]), *layer))
+        _, number, *layer = culprit.split(".")
+        culprit = ".".join(("layers", str(block_numbers[int(number)]), *layer))
     return (
-        f"{name} computes something else where {tensor_group.size} tensor parallel ranks share its layers, in a trial "
-        "with random weights: let it compute each head, inner feature and token by itself, or choose FSDP"
+        f"{culprit} computes something else where {tensor_group.size} tensor parallel ranks share its layers, in a "
+        "trial with random weights: let it compute each head, inner feature and token by itself, or choose FSDP"
     )
 
 
@@ -124,8 +124,8 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
         kinds.setdefault(_block_kind(block), number)
     layers = copy.copy(model.layers)
     layers._modules = {str(number): model.layers[original] for number, original in enumerate(kinds.values())}
-    # What deepcopy() takes for copies that it has made already: for each parameter an empty one (for none of the blocks
-    # that are left out, which are not copied), and below, for the list of all blocks, a copy of the shorter list.
+    # What deepcopy() takes for copies that it has made already: an empty one of each parameter, but for those of the
+    # blocks that are left out, which are not copied; and below, for the list of all blocks, a copy of the shorter list.
     memo: dict[int, Any] = {}
     for parameter in {*model.parameters()} - ({*model.layers.parameters()} - {*layers.parameters()}):
         empty = torch.empty_like(parameter, device=device)
@@ -140,7 +140,7 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
     if any(parameter.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
     for parameter in trial.parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1:  # Outputs are as large as inputs; gains of norms are about 1.
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
         else:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -179,7 +179,7 @@ def _run_trial(
         results.append((name, tensor.detach().clone()))
 
     def record_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in named_parameters:
+        for name, parameter in named_parameters:  # An embedding's gradient may be sparse.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             if group is None:
                 gradient = part_of(gradient, name, rank, size)
@@ -201,7 +201,7 @@ def _run_trial(
         hook.remove()
     record_gradients(trial.named_parameters())
     trial.zero_grad()
-    embedding = trial.token_embeddings
+    embedding = trial.token_embeddings  # By itself, because ``tokens`` lack some (see _trial_tokens()).
     if group is None:
         vocabulary = len(embedding.weight)
         rows = own_part(vocabulary, rank, size)

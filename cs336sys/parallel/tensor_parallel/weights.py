@@ -116,7 +116,7 @@ def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, 
         if dimension is not None:
             shape = tuple(shapes[name])
             length = shape[dimension]
-            # Where the last rank's part is that of torch.chunk, all are.
+            # As torch.chunk cuts (own_rows()), unless that leaves nothing for the last rank: then its part differs.
             is_chunked = own_part(length, size - 1, size) == own_rows(length, size - 1, size)
             mark_slice(parameter, dist.get_process_group_ranks(group), (shape, dimension) if is_chunked else None)
 

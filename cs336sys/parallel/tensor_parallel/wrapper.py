@@ -66,7 +66,7 @@ class PartialGradients:
         states = self._gradients.items()
         summed = {parameter for parameter, state in states if state.is_summed and not state.is_captured}
         partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
-        gradients = [parameter.grad for parameter in partial if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in partial if parameter.grad is not None]  # None has none: for mypy.
         if not gradients:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -75,7 +75,7 @@ class PartialGradients:
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
         self.watch(partial)  # A layer that was frozen and is trained now is watched from its first sum on.
         for parameter in partial:
-            if parameter in self._gradients:
+            if parameter in self._gradients:  # Those that are frozen are not watched.
                 self._gradients[parameter].is_summed = True
 
 
@@ -214,13 +214,13 @@ class TensorParallel(StateDictOfSlices):
     def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
         """Return the mean cross-entropy of what :meth:`forward` returned, the same scalar on every rank.
 
-        See :func:`.layers.vocabulary_parallel_cross_entropy`.
+        See :func:`.layers.vocabulary_parallel_cross_entropy`, also for ``compiles``.
 
         Raises:
             UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
                 they give other targets, or the model draws other random numbers, as for dropout.
         """
-        embedding: Any = self.module.get_submodule("token_embeddings")  # It has compared the tokens of this pass.
+        embedding: Any = self.module.get_submodule("token_embeddings")  # Which has compared the tokens of this pass.
         embedding.first_calls.compare("targets", targets, self.module.training)
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
@@ -250,7 +250,7 @@ class TensorParallel(StateDictOfSlices):
             UsageError: the module has other parameters than those that were cut, or one was unfrozen.
         """
         self._require_unchanged()
-        if self.completes_gradients:
+        if self.completes_gradients:  # Under sequence parallelism alone.
             self._partial_gradients.sum(self._whole_parameters())
 
     def refresh(self) -> None:
@@ -302,7 +302,7 @@ class TensorParallel(StateDictOfSlices):
         # FSDP cuts what tensor parallelism does, matrices, and both keep norms whole: no element counts twice.
         parts = [parameter for name, parameter in parameters.items() if cut_dimension(name) is not None]
         whole = [parameter for name, parameter in parameters.items() if cut_dimension(name) is None]
-        dtypes = {parameter.dtype for parameter in parameters.values()}
+        dtypes = {parameter.dtype for parameter in parameters.values()}  # For the norm's, the same on all ranks.
         return clip_over_ranks(parts, whole, max_norm, norm_type, groups, dtypes)
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -358,7 +358,7 @@ class TensorParallel(StateDictOfSlices):
             self._partial_gradients.watch(self._whole_parameters())
         # Whether FSDP around the module was seen to have replaced the parts by slices of them.
         self._is_sharded = False
-        self._held = HeldParameters(self, "module.")
+        self._held = HeldParameters(self, prefix="module.")
 
     def _require_unchanged(self) -> None:
         """Refuse a module with other parameters than those that were cut; FSDP's slices of them FSDP itself checks."""
