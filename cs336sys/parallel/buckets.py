@@ -248,8 +248,7 @@ class FlatBucket(GradientBucket):
 
     A gradient is copied as soon as autograd has completed it, so there are never two copies of all of them (unless they
     were zeroed instead of dropped), and none is copied back. The buffer exists from the first gradient of a step until
-    its views are dropped: it needs as much memory as the buckets of torch's DDP, but none during a forward pass that
-    follows ``zero_grad``.
+    its views are dropped: it is as large as the buckets of torch's DDP, but not there in a pass after ``zero_grad``.
     """
 
     collects_at_once = True

@@ -139,8 +139,7 @@ class StateDictOfWrapped(nn.Module):
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         metadata = getattr(state, "_metadata", None)
         if prefix and metadata is not None:
-            # The module around this one looks for values without "module.", but for metadata by the names of modules:
-            # under "wrapper.module.part".
+            # The module around this one looks for values without "module.", but for metadata at "wrapper.module.part".
             wrapper = prefix.removesuffix(".")
             inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
             metadata |= {f"{wrapper}.module{name.removeprefix(wrapper)}": value for name, value in inner.items()}

@@ -76,8 +76,7 @@ class _Launched:
         self.contents = contents
         # Looked up when it is needed (_group): a pickled wrapper may be loaded where there is no process group.
         self._group_argument = group
-        # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
-        # reused.
+        # NCCL reads tensors on a stream of its own: freed before it has finished, their memory would be reused.
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Any] = ()
 
@@ -216,8 +215,7 @@ class SliceGather(_Launched):
 class SliceExchange(_Launched):
     """Gives each rank its slice of every rank's tensor: a reduce-scatter that leaves the sum to the receiver.
 
-    It sends as many bytes as a reduce-scatter. The receiver can sum in a wider dtype than the one sent, and slices may
-    differ in size.
+    It sends as many bytes as a reduce-scatter. The receiver can sum in a wider dtype, and slices may differ in size.
     """
 
     _collective = "all-to-all"

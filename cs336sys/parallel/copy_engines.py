@@ -101,7 +101,7 @@ class CopyEngines:
 
         for _ in range(_BOXES):
             box = symmetric_memory.empty(box_bytes, dtype=torch.uint8, device=device)
-            handle = symmetric_memory.rendezvous(box, self._group)
+            handle = symmetric_memory.rendezvous(box, self._group)  # Below, 1 - rank is the other GPU's.
             self._boxes.append((box, handle.get_buffer(1 - self._group.rank(), (box_bytes,), torch.uint8), handle))
 
     def average(self, tensors: Sequence[Tensor], number: int) -> torch.cuda.Event:

@@ -162,8 +162,7 @@ class _Replicated(StateDictOfWrapped):
     def refresh(self) -> None:
         """Take up the parameters and buffers that the module has now. Every rank must call it, between two steps.
 
-        Those that are new get rank 0's values, and the others keep theirs. Optimizers are told by their
-        ``add_param_group``.
+        New ones get rank 0's values, and the others keep theirs. Optimizers are told by their ``add_param_group``.
 
         Raises:
             UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
@@ -324,4 +323,4 @@ class BucketedDDP(_Replicated):
             bucket.reduction = CopiedMean(self.copy_engines, number, *mean_arguments)
 
     def _copied_state(self) -> dict[str, Any]:
-        return super()._copied_state() | {"copy_engines": None}
+        return super()._copied_state() | {"copy_engines": None}  # _watch_gradients() makes the copy's.

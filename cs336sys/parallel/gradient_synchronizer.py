@@ -79,7 +79,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         # parameter: the first may be another on a rank that leaves out a layer.
         if torch.is_grad_enabled():
             raise graph_refusal("a parameter")
-        with _lock:
+        with _lock:  # Autograd runs hooks on a thread for each device.
             # The end of a pass launches all buckets, those that lack a gradient, too: later ones are of a second pass.
             if id(parameter) not in bucket.waiting or self._launched == len(self.buckets):
                 raise UsageError(
@@ -185,7 +185,7 @@ def _is_in_nested_pass() -> bool:
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code in _BACKWARD_FUNCTIONS:
+        if frame.f_code in _BACKWARD_FUNCTIONS:  # Autograd calls one to run the backward function of a Function.
             return True
         frame = frame.f_back
     return False

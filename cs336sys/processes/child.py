@@ -68,8 +68,7 @@ def imported(name: str) -> Any:
 def _exit() -> None:
     """End this process as Python does, but do not free all objects of torch, which takes 0.5 s.
 
-    Threads end, functions of ``atexit`` run (also those of multiprocessing and temporary folders), and open files are
-    flushed.
+    Threads end, functions of ``atexit`` run (also of multiprocessing and temporary folders), and files are flushed.
     """
     if any(name in os.environ for name in _PROFILER_VARIABLES):
         return  # To Python's own end, at which profilers write.

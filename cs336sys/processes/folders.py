@@ -46,7 +46,7 @@ def remove_abandoned() -> None:
         with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             cleanup.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # An error where its process lives.
             shutil.rmtree(path, ignore_errors=True)
 
 

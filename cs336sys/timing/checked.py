@@ -127,8 +127,7 @@ class KernelTimer:
             torch.cuda._sleep(_WAIT_CYCLES)  # Work that was left on another stream would find the old inputs.
         write_to_given()
         call = prepare()
-        # Memory that the allocator gives out next, so that results which are not written show: of float32, or of the
-        # inputs' dtype, as results are.
+        # Memory that the allocator gives out next, so that unwritten results show: of float32 or the inputs' dtype.
         poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
         poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
         del poison

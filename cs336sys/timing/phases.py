@@ -55,8 +55,7 @@ class StepTimer:
     On CUDA a phase lasts from the end of the phase before it (of the first one: of earlier work) to the end of its last
     kernel. Where the GPU waits for launches, this is the time in which the CPU launches it: compare with
     :func:`gpu_busy_ms`. ``step`` is the sum of the phases. ``wall`` is the time by the CPU's clock from a step's start
-    to the end of its work where ``synchronize_steps``, else to the next step's start (of the last step to the end of
-    all work).
+    to the end of its work where ``synchronize_steps``, else to the next step's start (the last step: to the end of work).
     """
 
     def __init__(

@@ -86,8 +86,7 @@ class UnitRunner(SynchronizationSwitch):
 
     Attributes:
         replicated: gradients of parameters that every rank holds whole. They are averaged in :meth:`finish`, which
-            every rank calls whatever its backward passes went through; they are small, and a launch per unit would
-            take the CPU 0.2 ms.
+            every rank calls whatever its backward passes went through; a launch per unit would take the CPU 0.2 ms.
         watch: if set, records how late gathers are.
     """
 
@@ -193,8 +192,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.depth -= 1
         outputs = self._outputs(unit, output)
         if any(map(unit.stores, outputs)):
-            # It returns a view of a weight, which is freed. (Lending would not do: only the ranks that have come here
-            # would gather the unit again.)
+            # It returns a view of a weight, which is freed. (Not lent: only ranks that come here would gather it then.)
             output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.stores(tensor) else tensor, output)
             outputs = self._outputs(unit, output)
         changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if version_of(tensor) != before]
@@ -528,7 +526,7 @@ def _as_new_node(tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    return _InGraph.apply(tensor, torch.zeros((), requires_grad=True))
+    return _InGraph.apply(tensor, torch.zeros((), requires_grad=True))  # The anchor puts it into the graph.
 
 
 def _returns_new(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:

@@ -171,7 +171,7 @@ Ranks = SpawnedRanks | JoinedRanks
 
 _joined_groups = itertools.count()
 
-_outside_stores: list[dist.Store] = []
+_outside_stores: list[dist.Store] = []  # The one that outside_store() has made, if any.
 
 
 def outside_store(timeout_s: float = 120.0) -> dist.Store:

@@ -140,7 +140,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
     lines = str(error).strip().splitlines()
     reason = ": ".join([type(error).__name__, *lines[:1]])
     collectives = [frame.name for frame in traceback.extract_tb(frames) if "distributed_c10d" in frame.filename]
-    notes = [f"in {name}" for name in collectives[-1:]] + list(getattr(error, "__notes__", []))
+    notes = [f"in {name}" for name in collectives[-1:]] + list(getattr(error, "__notes__", []))  # The innermost.
     return Failure(
         rank,
         reason=f"{reason} ({', '.join(notes)})" if notes else reason,
@@ -333,7 +333,7 @@ class SpawnedRanks(contextlib.AbstractContextManager["SpawnedRanks"]):
             raised.add_note(f"on rank {cause.rank} of {len(self._ranks)}")
             return raised
         heading = f"rank {cause.rank} of {len(self._ranks)}: {cause.reason}"
-        stacks = self._written_stacks(cause.rank) if cause.exit_code is not None else ""
+        stacks = self._written_stacks(cause.rank) if cause.exit_code is not None else ""  # It sent no traceback.
         # The NCCL watchdog ends a rank that waited too long with SIGABRT.
         if others and (cause.is_timeout or cause.exit_code == -signal.SIGABRT):
             heading += f"; still running: rank {', '.join(str(rank.number) for rank in others)}"

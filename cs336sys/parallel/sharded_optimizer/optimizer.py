@@ -41,11 +41,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ======================  =============================================  =========================================
 
     - The result is that of ``optimizer_cls`` in one process. By default this holds for every class that updates each
-      parameter by itself; with ``flat=True`` for classes that update each element by itself, which is tested at
-      construction.
+      parameter by itself; with ``flat=True`` for classes that update each element by itself, which is tested then.
     - Construction, and adding a group, overwrite the parameters with rank 0's, and move them in memory: by default
-      those that are sent together are put side by side; with ``flat=True`` those that do not divide into aligned slices
-      are moved.
+      those that are sent together; with ``flat=True`` those that do not divide into aligned slices.
     - Every rank must make the same calls: :meth:`step`, :meth:`zero_grad`, :meth:`add_param_group`,
       :meth:`clip_grad_norm_`, :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of
       groups (learning rates) must be the same on every rank: :meth:`step` compares those that were changed.
@@ -126,8 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._agreement = parameter_groups.StepAgreement()
         self._addresses: dict[nn.Parameter, int] = {}  # The memory address of each parameter that is sharded.
         self._frozen: list[nn.Parameter] = []  # In the groups, and not sharded.
-        # Of the module: a snapshot of its parameters, its tensors that have rank 0's values, by id, and its parameters
-        # that are in no group.
+        # Of the module: a snapshot of its parameters; by id, tensors that have rank 0's values; those in no group.
         self._module_guard: HeldParameters | None = None
         self._equal_tensors: dict[int, Tensor] = {}
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
@@ -212,8 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         For steps that are timed one by one, and for a step in CUDA graphs, one a phase: each graph must wait for the
         collectives that it launched. Called at the beginning of the forward pass, :meth:`start_exchange` brings
-        parameters while earlier parts compute. What the last replay has updated is sent by the next: replays do not
-        come through this object.
+        parameters while earlier parts compute. A replay sends what the one before it has updated.
         """
         self._partition.exchange.is_deferred = True
 
@@ -244,8 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def own_tensors(self) -> Sequence[Tensor]:
-        """Return what this rank updates: parameters or, with ``flat=True``, slices of them or their master copies,
-        (n,) each.
+        """Return what this rank updates: parameters or, with ``flat=True``, slices or their master copies, (n,) each.
 
         Their ``grad`` holds this rank's averaged gradients once these are complete.
         """
@@ -362,8 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's :meth:`state_dict`, or a whole state: consolidated, or that of an optimizer in one process.
 
-        Every rank must call it. Load the model's parameters first: master copies that are not in the state are made
-        from them.
+        Every rank must call it. Load the model's parameters first: master copies that the state lacks are made of them.
 
         Raises:
             UsageError: on every rank, before anything is loaded: the state is that of another model, it is another

@@ -181,8 +181,7 @@ class SliceSynchronizer(GradientSynchronizer):
     """Averages gradients in slices; launches nothing while the gradients of the last step are still there.
 
     A backward pass adds to those. If they are dropped after it, as those that a generator's loss gives to the
-    discriminator are, it need not be averaged: its gradients stay with the parameters on this rank, and are dropped
-    there.
+    discriminator are, it need not be averaged: its gradients stay with the parameters of this rank until then.
 
     Attributes:
         is_complete: whether the gradients of this step have been completed, so that no pass may add to them; the same

@@ -38,8 +38,7 @@ class TensorGroup:
     sequence_parallel: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of every rank's part of a layer: (..., S, d), of (..., S / size, d) under sequence
-        parallelism.
+        """Return the input of each rank's part of a layer, (..., S, d); ``x`` may be a slice, (..., S / size, d).
 
         Under autocast it is cast here, so that it and its gradient are sent in the precision in which layers compute.
         """

@@ -71,7 +71,7 @@ class FirstCalls:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]  # Errors quote it.
 
 
 def as_int64(token_ids: Tensor, kind: str) -> Tensor:
