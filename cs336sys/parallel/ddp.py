@@ -67,8 +67,7 @@ class _Replicated(StateDictOfWrapped):
       those that a forward pass changes by its inputs are each rank's own (of batch norm: choose ``SyncBatchNorm``).
     - Run all backward passes of a step but the last under :meth:`no_sync`: a second pass without it is refused, because
       all-reduces that overlap change gradients in place while that pass would add to them.
-    - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
-      inspect them afterwards.
+    - Scale, clip and inspect gradients after :meth:`finish_gradient_synchronization`, and do not touch them before.
     - Gradients to differentiate again come from ``torch.autograd.grad``: a ``backward()`` with ``create_graph=True`` is
       refused, because averages over ranks are in no graph.
     - If a step fails and the caller wants to go on, every rank must call :meth:`finish_gradient_synchronization` first:
@@ -85,7 +84,7 @@ class _Replicated(StateDictOfWrapped):
 
     overlaps: bool
     _bucket_type: type[GradientBucket] = GradientBucket
-    _rule = BucketRule(0.0)  # Each parameter in a bucket of its own.
+    _rule = BucketRule(cap_bytes=0.0)  # Each parameter in a bucket of its own.
 
     def __init__(
         self,
@@ -154,8 +153,7 @@ class _Replicated(StateDictOfWrapped):
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes accumulate gradients on this rank only.
 
-        This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
-        averaged together with the last pass.
+        This is for gradient accumulation: run all passes of a step but the last in it. The last averages all of them.
         """
         return self._synchronizer.no_sync()
 
@@ -260,7 +258,7 @@ class FlatDDP(_Replicated):
 
     overlaps = False
     _bucket_type = FlatBucket
-    _rule = BucketRule(None)
+    _rule = BucketRule(cap_bytes=None)
 
 
 class OverlappedDDP(_Replicated):
@@ -319,7 +317,7 @@ class BucketedDDP(_Replicated):
         box_bytes = max(size for _, size in (places_in_box(bucket.sent_sizes) for bucket in self.buckets))
         self.copy_engines = CopyEngines(self._group, box_bytes, device)
         for number, bucket in enumerate(self.buckets):
-            mean_arguments = bucket.sent_dtype, device, bucket.reduction.contents, self._group
+            mean_arguments = bucket.sent_dtype, device, bucket.reduction.contents, self._group  # MeanReduction's.
             bucket.reduction = CopiedMean(self.copy_engines, number, *mean_arguments)
 
     def _copied_state(self) -> dict[str, Any]:

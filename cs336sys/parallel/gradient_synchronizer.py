@@ -49,8 +49,7 @@ class GradientSynchronizer(SynchronizationSwitch):
 
     Args:
         buckets: in the order of launching.
-        overlap: launch each bucket during the backward pass, as soon as its turn has come and its gradients are ready;
-            otherwise all are launched in :meth:`finish`.
+        overlap: launch each bucket in the backward pass, once it is ready and its turn has come; else in finish().
         group: the ranks; None is all of them.
     """
 

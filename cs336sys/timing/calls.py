@@ -42,8 +42,8 @@ def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: 
 
     def run_queued(wait_ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cache.zero_()
-        torch.cuda._sleep(int(wait_ms * _CYCLES_PER_MS))
+        cache.zero_()  # It fills the L2 cache.
+        torch.cuda._sleep(int(wait_ms * _CYCLES_PER_MS))  # Meanwhile the CPU launches the call.
         start.record()
         call()
         end.record()

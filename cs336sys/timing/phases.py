@@ -31,7 +31,7 @@ class TorchProfiler(torch.profiler.profile):
         super().__init__(activities=activities, acc_events=True, **options)
 
     def prepare_trace(self) -> None:
-        # torch would import its compiler, in 1.1 CPU seconds, to ask whether that makes CUDA graphs.
+        # torch would import what this list has, its compiler, in 1.1 CPU seconds, to ask whether it makes CUDA graphs.
         modules: set[str] = getattr(torch, "_lazy_modules", set())
         hidden = {"_inductor"} & modules if "torch._inductor" not in sys.modules else set()
         modules -= hidden
@@ -55,7 +55,7 @@ class StepTimer:
     On CUDA a phase lasts from the end of the phase before it (of the first one: of earlier work) to the end of its last
     kernel. Where the GPU waits for launches, this is the time in which the CPU launches it: compare with
     :func:`gpu_busy_ms`. ``step`` is the sum of the phases. ``wall`` is the time by the CPU's clock from a step's start
-    to the end of its work where ``synchronize_steps``, else to the next step's start (the last step: to the end of work).
+    to its work's end where ``synchronize_steps``, else to the next step's start (the last step: to the end of work).
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class _TradeRows(torch.autograd.Function):
         contents: str,
         context: ContextGroup,
     ) -> Tensor:
-        ctx.settings = received_rows, rows, contents, context
+        ctx.settings = received_rows, rows, contents, context  # For backward(), the way back.
         return context.trade_rows(tensor.contiguous(), rows, received_rows, contents).wait()
 
     @staticmethod

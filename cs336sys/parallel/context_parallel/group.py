@@ -40,8 +40,7 @@ class ContextGroup:
         split: of as many ranks as the group has.
         group: a process group, or one dimension of a mesh; None is the default process group. One of its own lets keys
             and values overtake what else is under way.
-        communicates: False computes with this rank's own tensors in place of what others would send, for measuring how
-            long the same step takes without communication.
+        communicates: False computes with this rank's tensors in place of others', to time a step without communication.
 
     Attributes:
         rank: this rank's place in the group.
@@ -118,7 +117,7 @@ class ContextGroup:
             self._has_compared = True
             with same_on_every_rank(self._group) as lines:
                 self._require_local_tokens(kind, query, key, value)
-                # "S" stands for the number of tokens, which may differ between ranks.
+                # "S", whose quotes are dropped, is for the number of tokens, which may differ between ranks.
                 shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
                 lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
         device_type = query.device.type

@@ -17,8 +17,8 @@ class GatherOrder:
     """
 
     def __init__(self) -> None:
-        self._expected: list[ShardedUnit] = []
-        self._used: list[ShardedUnit] = []
+        self._expected: list[ShardedUnit] = []  # Those that the last step used, in its order.
+        self._used: list[ShardedUnit] = []  # Those that this step has used.
         self._next = 0  # Position of the next use in the expected order.
 
     def begin(self) -> None:

@@ -94,7 +94,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
             child_name = f"{name}.{attribute}" if name else attribute
             visit(grandchild, child_name, home, isinstance(child, nn.ModuleList), in_block or is_block)
 
-    visit(module, "", None, in_list=False, in_block=False)
+    visit(module, name="", home=None, in_list=False, in_block=False)
     units = list(roots.values())
     order = {unit: position for position, unit in enumerate(units)}
     sharded, replicated = [], []

@@ -80,8 +80,7 @@ class UnitRunner(SynchronizationSwitch):
     stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
 
     Args:
-        keep_gathered: how many units besides the last are not freed between a forward pass with gradients and their
-            part of the backward pass.
+        keep_gathered: how many units besides the last stay gathered between a forward pass and its backward pass.
         group: the ranks that hold slices.
 
     Attributes:

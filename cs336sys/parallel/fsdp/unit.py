@@ -120,7 +120,7 @@ class _GradientGroup:
 
     def _wait_and_average(self, received: Tensor, mean: Tensor) -> None:
         self._exchange.wait()
-        torch.mean(received.view(len(self._rank_sizes), len(mean)), 0, dtype=mean.dtype, out=mean)
+        torch.mean(received.view(len(self._rank_sizes), len(mean)), dim=0, dtype=mean.dtype, out=mean)
 
     def add_means(self) -> None:
         """Add the means to the gradients of the slices."""

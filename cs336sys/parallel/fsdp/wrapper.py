@@ -110,8 +110,7 @@ class FSDP(StateDictOfSlices):
             initialize: fills the parameters and buffers of one module on the meta device, without its children; it is
                 called for each such module in the order of ``module.modules()``, and draws the same random numbers as
                 a module that initializes itself in this order. None calls ``reset_parameters()``.
-            device: where to train; None trains where the parameters are, and those on the meta device on the device of
-                the process group.
+            device: where to train; None: where parameters are, and those on the meta device where the group sends from.
             group: the ranks that share the batch: a process group, or one dimension of a mesh; None takes all ranks.
 
         Raises:

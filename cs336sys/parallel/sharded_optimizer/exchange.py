@@ -60,12 +60,12 @@ class ParameterExchange:
 
     def __init__(self) -> None:
         self.is_deferred = False
-        self._is_pending = False
+        self._is_pending = False  # Whether start() was called for buckets that are not launched yet.
         self._buckets: list[ExchangeBucket] = []
         # For each part of a module, the buckets that its parameters are in. Hooks find this exchange by the module: a
         # strong reference back would keep both for ever.
         self._awaited: weakref.WeakKeyDictionary[nn.Module, list[ExchangeBucket]] = weakref.WeakKeyDictionary()
-        self._awaited_at_once: list[ExchangeBucket] = []
+        self._awaited_at_once: list[ExchangeBucket] = []  # They have parameters that no module waits for.
 
     def extend(self, buckets: Iterable[ExchangeBucket]) -> None:
         """Add buckets in the order in which the forward pass needs them."""
@@ -126,7 +126,7 @@ class ParameterExchange:
 
     def _await(self, module: nn.Module, hook: Callable[..., None]) -> None:
         if module not in self._awaited:
-            self._awaited[module] = []
+            self._awaited[module] = []  # See _find_awaited_buckets().
             module.register_forward_pre_hook(hook)
 
     def _find_awaited_buckets(self) -> None:

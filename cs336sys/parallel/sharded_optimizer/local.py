@@ -37,7 +37,7 @@ class ParameterPartition:
         self._cap_bytes = cap_bytes
         self._bytes_of_rank = [0] * dist.get_world_size()
         self._rank = dist.get_rank()
-        self._owners: dict[nn.Parameter, int] = {}
+        self._owners: dict[nn.Parameter, int] = {}  # The ranks that update them.
         self._names: dict[nn.Parameter, str] = {}
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:

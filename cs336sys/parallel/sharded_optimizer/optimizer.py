@@ -224,8 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """With ``flat=True``, backward passes within this context accumulate gradients on this rank only.
 
-        This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
-        averaged together with the last pass.
+        This is for gradient accumulation: run all passes of a step but the last in it. The last averages all of them.
         """
         return self._require_slices("no_sync").synchronizer.no_sync()
 

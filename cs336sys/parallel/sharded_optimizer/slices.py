@@ -8,7 +8,7 @@ nothing is copied on the way; the others of a bucket are moved into one padded b
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.partition import flat_pieces
+from cs336sys.accounting.sharding.partition import Piece, flat_pieces
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.collectives import MeanScatter, SliceGather, is_dense, is_stream_captured, memory_view
@@ -94,20 +94,14 @@ class ScatteredBucket(GradientBucket):
         self._layout = flat_pieces([parameter.numel() for parameter in members], world_size)
         slice_start = 0  # Where this rank's slice of a piece begins in its slices of all pieces.
         for piece in self._layout:
-            if piece.is_packed:
-                memory = sample.detach().new_zeros(world_size * piece.slice_size)
-                move_into(memory, piece.starts.values(), [members[index] for index in piece.starts])
-            else:
-                (index,) = piece.starts  # One parameter alone.
-                # By .data, whose changes are not counted as the parameter's: exchange.start() counts those of a step.
-                memory = memory_view(members[index].data).view(-1)
+            memory = _memory_of(piece, members, world_size)
             self.pieces.append(memory)
             for index, start in piece.starts.items():  # Of each parameter in the piece, its first element there.
                 elements = piece.owned(index, members[index].numel(), rank)
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    start_in_slice = start + elements.start - rank * piece.slice_size  # Less where it begins.
+                    start_in_slice = start + elements.start - rank * piece.slice_size  # The slice begins at the product.
                     gradient_range = slice(slice_start + start_in_slice, slice_start + start_in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
             slice_start += piece.slice_size
@@ -177,6 +171,19 @@ class ScatteredBucket(GradientBucket):
             self.ids_with_gradient.difference_update(ids)
 
 
+def _memory_of(piece: Piece, members: Sequence[nn.Parameter], world_size: int) -> Tensor:
+    """Return the memory of a piece of a bucket: that of its one parameter, or a new one, into which several are moved.
+
+    Its changes are not counted as those of parameters: exchange.start() counts those of a step.
+    """
+    if piece.is_packed:
+        memory = members[0].detach().new_zeros(world_size * piece.slice_size)
+        move_into(memory, piece.starts.values(), [members[index] for index in piece.starts])
+        return memory
+    (index,) = piece.starts
+    return memory_view(members[index].data).view(-1)
+
+
 class SliceSynchronizer(GradientSynchronizer):
     """Averages gradients in slices; launches nothing while the gradients of the last step are still there.
 
@@ -184,8 +191,7 @@ class SliceSynchronizer(GradientSynchronizer):
     discriminator are, it need not be averaged: its gradients stay with the parameters of this rank until then.
 
     Attributes:
-        is_complete: whether the gradients of this step have been completed, so that no pass may add to them; the same
-            on every rank.
+        is_complete: whether this step's gradients are complete, so that no pass may add to them; the same on all ranks.
         holds_back: whether gradients stay on this rank for now.
         late: ids of parameters that got a gradient on this rank when those of the step were complete.
     """
@@ -205,7 +211,7 @@ class SliceSynchronizer(GradientSynchronizer):
         if not self.holds_back:
             super().gradient_ready(bucket, name, parameter)
             return
-        with self.no_sync():
+        with self.no_sync():  # The gradient stays with the parameter, on this rank.
             super().gradient_ready(bucket, name, parameter)
 
 

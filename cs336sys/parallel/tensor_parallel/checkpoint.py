@@ -97,8 +97,7 @@ def load_checkpoint(
         what was saved as ``extra``.
 
     Raises:
-        UsageError: there is no such file, it cannot be read, or it is of another model or optimizer; nothing is
-            changed.
+        UsageError: the file is missing, cannot be read, or is of another model or optimizer; nothing is changed.
     """
     with same_on_every_rank():
         saved = _read_parts(Path(path))

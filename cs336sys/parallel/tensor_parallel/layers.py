@@ -202,8 +202,7 @@ def vocabulary_parallel_cross_entropy(
         targets: token ids, (...), of any integer dtype.
         first_token: the id that this rank's first column stands for.
         vocabulary: tokens of all ranks.
-        compiles: compute what is between the collectives in kernels of torch.compile's, without tensors in fp32 of the
-            size of the logits.
+        compiles: let torch.compile fuse what is between the collectives, without fp32 tensors of the logits' size.
 
     Returns:
         A scalar, the same on every rank: fp64 for fp64 logits, fp32 for all others. It can be differentiated once.
@@ -226,7 +225,7 @@ _NO_TOKEN = 2**62
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The mean of ``log(s) - target``; its derivative is ``exp(x - m) / s``, less 1 at the target."""
+    """The mean of ``log(s) - target`` (see above); its derivative is ``exp(x - m) / s``, less 1 at the target."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, column: Tensor, group: str, compiles: bool) -> Tensor:

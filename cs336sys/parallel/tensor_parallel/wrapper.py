@@ -152,14 +152,12 @@ class TensorParallel(StateDictOfSlices):
         """Cut ``module`` on every rank of the group. Before, it is tried on a few tokens, whole and shared.
 
         Args:
-            module: with the same parameters on every rank, whose values become those of the group's first, or on the
-                meta device.
+            module: with the same parameters on every rank, which get the first rank's values; or on the meta device.
             group: a process group, or a mesh of one dimension; None takes all ranks.
             sequence_parallel: share the sequence between the layers.
             initialize: fills parameters of one module on the meta device, see :class:`~cs336sys.parallel.fsdp.FSDP`.
             device: where to put a module on the meta device; None is the device of the process group.
-            communicates: False computes as much and sends nothing, which gives wrong results: what a step without its
-                communication takes.
+            communicates: False computes as much and sends nothing: wrong results, to time a step without communication.
 
         Raises:
             UsageError: on every rank: there is no process group, the module is no ``cs336_basics`` model, ranks cannot
