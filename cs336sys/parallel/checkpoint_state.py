@@ -236,7 +236,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
 
     def read(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         """Refuse slices of another rank, and take this rank's memory out of DTensors."""
-        # nn.Module notes assign=True there, and leaves it in the state dict, where a later call would find it.
+        # nn.Module notes assign=True in the metadata, and leaves it there, where a later call would find it.
         if metadata.pop(_ASSIGNS, False):
             raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
         # A state dict without this metadata does not say whose slices it has, and passes.

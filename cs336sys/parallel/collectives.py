@@ -196,7 +196,7 @@ class SliceGather(_Launched):
 
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
-        if through_host(self._whole[0]):  # As Gloo has none for CUDA; the results are there at once.
+        if through_host(self._whole[0]):  # Gloo has no all-gather for CUDA. The results are there at once.
             for tensor, slice_ in zip(self._whole, self._slices, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, slice_.cpu(), group=self._group)
@@ -232,7 +232,7 @@ class SliceExchange(_Launched):
         received, tensor = _real(received), _real(tensor)  # Complex numbers as pairs of real ones.
         if len({*sizes, *received_sizes}) == 1:
             sizes = received_sizes = []  # The process group's notation for equal parts.
-        if through_host(tensor):  # As Gloo has no all-to-all for CUDA; the results are there at once.
+        if through_host(tensor):  # Gloo has no all-to-all for CUDA. The results are there at once.
             on_host = received.cpu()
             dist.all_to_all_single(on_host, tensor.cpu(), received_sizes, sizes, group=self._group)
             received.copy_(on_host)
@@ -266,7 +266,7 @@ class Broadcasts(_Launched):
     def start(self) -> None:
         """Launch. A target with gaps in memory is sent or received as a copy, which :meth:`wait` copies back."""
         dense = (memory_view(target) if is_dense(target) else target.contiguous() for target in self._targets)
-        self._tensors = [_sendable(tensor) for tensor in dense]  # Bytes of float8 and the like.
+        self._tensors = [_sendable(tensor) for tensor in dense]  # float8 and the like as bytes.
         group = self._group
         coalescing = c10d._coalescing_manager(group, device=group_device(), async_ops=True)
         with coalescing if dist.get_backend() == "nccl" else nullcontext() as coalesced:  # Gloo has no coalescing.

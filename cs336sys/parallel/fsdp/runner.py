@@ -147,7 +147,7 @@ class UnitRunner(SynchronizationSwitch):
             # Autograd will add to the gradients of an earlier pass in place: their memory must be theirs alone.
             bucket.collect_present()
         self._in_forward = True
-        self._order = self._orders[torch.is_grad_enabled()]  # That of a pass that a backward pass follows, or none.
+        self._order = self._orders[torch.is_grad_enabled()]  # Without a backward pass, other units come next.
         self._order.begin()
         try:
             yield self._hook_end
@@ -157,7 +157,7 @@ class UnitRunner(SynchronizationSwitch):
             self._in_forward = False
             for unit in self.units:
                 unit.end_pass()
-        if not torch.is_grad_enabled():  # No backward pass follows, which would end this.
+        if not torch.is_grad_enabled():  # No backward pass follows, at whose end this would be done.
             self._free_all()
             self._order = None
 
@@ -249,7 +249,7 @@ class UnitRunner(SynchronizationSwitch):
         previous, self._current = self._current, unit
         self._inside.add(unit)
         self._unreduced[unit] = None
-        # Not left are a unit called twice, and one that contains others; a lent one is reduced when the pass ends.
+        # A unit that was called twice, or contains others, is not left yet; a lent one is reduced when the pass ends.
         if previous is None or previous is unit or previous.contains_units or previous in self._lent:
             self._use(unit)
             return
@@ -316,7 +316,7 @@ class UnitRunner(SynchronizationSwitch):
         for other in self._ahead.difference(upcoming, (unit,)):
             self._free(other)  # This step uses units in another order than expected.
         unit.gather()
-        # An upcoming unit that was gathered, but not ahead of use, is in use around this one: it must not be freed so.
+        # An upcoming unit that was gathered, but not ahead of use, is in use around this one, and not freed as unused.
         self._ahead = {other for other in upcoming if other in self._ahead or not other.is_gathered}
         for other in upcoming:
             other.gather()

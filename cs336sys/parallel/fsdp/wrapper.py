@@ -154,7 +154,7 @@ class FSDP(StateDictOfSlices):
                 than those that were wrapped, or one has a hook, and :meth:`refresh` was not called; the module was
                 compiled as a whole; a weight was changed, or is returned.
         """
-        # Modules that contain units, with the whole module, whose "compiled call" is our UnitCall, which gathers.
+        # Modules around units. The whole module is one of them: its "compiled call" is our UnitCall, which gathers.
         for part in self._around_units:
             if part._compiled_call_impl not in (None, self._root_call):
                 raise UsageError(

@@ -54,7 +54,7 @@ class ParameterPartition:
         # assign_buckets() begins with the last tensor, which has its gradient first; the forward pass needs it last.
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
             bucket = {names[index]: adopted[index] for index in reversed(indices)}
-            tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)  # And the ranks to send.
+            tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)  # With their senders.
             buckets.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
         self.exchange.extend(buckets)
 

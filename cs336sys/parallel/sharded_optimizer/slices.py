@@ -101,7 +101,7 @@ class ScatteredBucket(GradientBucket):
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = nn.Parameter(weights if master_dtype is None else weights.to(master_dtype))
-                    start_in_slice = start + elements.start - rank * piece.slice_size  # The slice begins at the product.
+                    start_in_slice = start + elements.start - rank * piece.slice_size  # It begins at the product.
                     gradient_range = slice(slice_start + start_in_slice, slice_start + start_in_slice + len(elements))
                     self.segments[members[index]] = ParameterSegment(elements, weights, updated, gradient_range)
             slice_start += piece.slice_size

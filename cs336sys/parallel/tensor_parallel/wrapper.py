@@ -66,7 +66,7 @@ class PartialGradients:
         states = self._gradients.items()
         summed = {parameter for parameter, state in states if state.is_summed and not state.is_captured}
         partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
-        gradients = [parameter.grad for parameter in partial if parameter.grad is not None]  # None has none: for mypy.
+        gradients = [parameter.grad for parameter in partial if parameter.grad is not None]  # Checked again for mypy.
         if not gradients:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -218,7 +218,7 @@ class TensorParallel(StateDictOfSlices):
             UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
                 they give other targets, or the model draws other random numbers, as for dropout.
         """
-        embedding: Any = self.module.get_submodule("token_embeddings")  # Which has compared the tokens of this pass.
+        embedding: Any = self.module.get_submodule("token_embeddings")  # It compares the tokens of each first pass.
         embedding.first_calls.compare("targets", targets, self.module.training)
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
