@@ -33,8 +33,7 @@ def mark_slice(
 ) -> None:
     """Mark a parameter as this rank's slice of a whole one, and let functions that would treat it as whole refuse it.
 
-    At the first slice of a process, what clips or selects gradients, scales losses or updates parameters in torch is
-    wrapped, so that it looks at the mark.
+    The first slice of a process wraps what clips or selects gradients, scales losses or updates parameters in torch.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
@@ -132,7 +131,7 @@ def clip_over_ranks(
     norm = norm.to(torch.float64 if not {torch.float64, torch.complex128}.isdisjoint(dtypes) else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
-    _CLIP_BY_NORM([*slices, *whole], max_norm, norm)
+    _CLIP_BY_NORM([*slices, *whole], max_norm, norm)  # Torch's clip_grads_with_norm_(), which would refuse slices.
     return norm
 
 

@@ -55,8 +55,7 @@ class HeldParameters:
         itself. It takes about 35 microseconds for 170 modules with 110 parameters.
 
         Args:
-            allows_exchanged: accept tensors from outside of the module instead of its parameters, as
-                ``torch.func.functional_call`` puts them there.
+            allows_exchanged: accept tensors from outside of the module, as ``torch.func.functional_call`` puts there.
         """
         if self._is_unchanged():
             return

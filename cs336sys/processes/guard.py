@@ -105,7 +105,7 @@ def _kill_descendants(group: int) -> None:
 def _has_children() -> bool:
     """Return whether this process still has children, after reaping those that have ended."""
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
+        while os.waitpid(-1, os.WNOHANG)[0]:  # 0 if none of them has ended.
             pass
     except ChildProcessError:
         return False

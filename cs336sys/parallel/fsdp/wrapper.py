@@ -476,7 +476,7 @@ class FSDP(StateDictOfSlices):
         parameter, name = entry.held, entry.names[0]
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise hook_refusal(name)
-        # The cut parameters whose place in a module it has taken.
+        # The cut parameters whose place in a module it has taken: it may be a slice of one if it has a slice's shape.
         replaced = [cut for cut in self.sharded_parameters.values() if not set(cut.owners).isdisjoint(entry.owners)]
         if any(parameter.shape == cut.shard.shape != cut.shape for cut in replaced):
             raise UsageError(

@@ -40,8 +40,7 @@ def run(
     call this under ``if __name__ == "__main__"``.
 
     Args:
-        function: defined at the top level of a module; it, its arguments and its results are pickled. Results should
-            be plain values or CPU tensors.
+        function: of a module's top level. Pickled, as are its arguments and results: plain values or CPU tensors.
         backend: ``nccl``, with one GPU per rank, or ``gloo`` on the CPU; None chooses NCCL if there are GPUs.
         timeout_s: how long a collective waits for other ranks, and how much later than the first others may return.
 
@@ -209,5 +208,5 @@ def _check_every_machine(identity: RankIdentity, backend: str, store: dist.Store
         refusal = str(error)
     store.set(f"refusal-{identity.rank}", refusal)
     for rank in range(identity.world_size):
-        if refusal := store.get(f"refusal-{rank}").decode():
+        if refusal := store.get(f"refusal-{rank}").decode():  # It waits until the rank has set it.
             raise CapabilityError(f"rank {rank}: {refusal}")

@@ -1,4 +1,7 @@
-"""The optimizer of this rank's share of the work, kept consistent with the groups of all parameters."""
+"""The optimizer of this rank's share of the work, kept consistent with the groups of all parameters.
+
+The *local tensor* of a parameter is what this rank updates: the parameter, a slice of it, or a master copy of that.
+"""
 
 import itertools
 from collections import defaultdict

@@ -250,8 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scale the averaged gradients so that the norm of all of them together is at most ``max_norm``.
 
         Returns:
-            the norm before, (), the same on every rank. It is not finite if any gradient on any rank is not, so that
-            all ranks can skip the step alike.
+            the norm before, (), the same on every rank; not finite if any gradient is not, so that all can skip a step.
 
         Raises:
             UsageError: on every rank, as :meth:`step`, where parameters were moved, unfrozen, added or replaced: the

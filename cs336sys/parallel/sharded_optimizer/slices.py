@@ -4,6 +4,8 @@ Gradients are reduce-scattered while the backward pass computes the next ones, a
 the next forward pass already runs. Together they send as many bytes as one all-reduce (ZeRO,
 https://arxiv.org/abs/1910.02054, section 7.2.1). A parameter that divides into aligned slices is cut where it is, so
 nothing is copied on the way; the others of a bucket are moved into one padded buffer, and are views of it from then on.
+Either memory is a *piece* of the bucket; a *segment* is what this rank updates of a parameter. Gradients of a step are
+*complete* once they are averaged, *late* if they come afterwards, and *used* from the step until they are dropped.
 """
 
 import functools

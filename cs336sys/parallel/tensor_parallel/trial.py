@@ -199,7 +199,7 @@ def _run_trial(
     blocks = {f"layers.{number}": block for number, block in enumerate(trial.layers)}
     hooks = [watch(name, layer) for name, layer in (shared_layers(trial) | blocks).items()]
     output = trial(tokens)
-    logits = output if isinstance(output, Tensor) else output[0]
+    logits = output if isinstance(output, Tensor) else output[0]  # A model may return more after them.
     record("the model", logits, is_logits=True)
     (logits * (grad_logits if group is None else grad_logits[..., columns.start : columns.stop])).sum().backward()
     for hook in hooks:
