@@ -135,7 +135,7 @@ def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.co
     theirs.close()
     # That it has died is noticed when its first message is read.
     with contextlib.suppress(OSError):
-        ours.send(sys.path)  # By itself: to read the function and its arguments, the process imports modules.
+        ours.send(sys.path)  # By itself: the process imports modules by it before it reads what follows.
         ours.send((function, args))
     return guarded, ours
 

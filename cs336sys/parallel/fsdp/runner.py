@@ -119,7 +119,7 @@ class UnitRunner(SynchronizationSwitch):
         self._discard_failed_pass()
         self._free_all()
         self.units = units
-        # The units before the last. The last stays anyway, because the backward pass begins with it.
+        # So many units before the last, and the last, which stays anyway, because the backward pass begins with it.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
         # By whether gradients are enabled, because only then does a backward pass follow.
         self._orders = {True: GatherOrder(), False: GatherOrder()}

@@ -40,7 +40,7 @@ def run(
     call this under ``if __name__ == "__main__"``.
 
     Args:
-        function: of a module's top level. Pickled, as are its arguments and results: plain values or CPU tensors.
+        function: of a module's top level; pickled with its arguments, and its results: plain values or CPU tensors.
         backend: ``nccl``, with one GPU per rank, or ``gloo`` on the CPU; None chooses NCCL if there are GPUs.
         timeout_s: how long a collective waits for other ranks, and how much later than the first others may return.
 

@@ -400,10 +400,10 @@ class SlicePartition:
             self._send([member for bucket in self._buckets for member in bucket.parameters.values()])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Complete the gradients and scale them."""
+        """Complete the gradients and scale them; return their norm before, (), the same on every rank."""
         self.prepare_gradients()
         updated = [segment.updated for segment in self._segments.values()]
-        dtypes = {self._master_dtype or bucket.sent_dtype for bucket in self._buckets}
+        dtypes = {self._master_dtype or bucket.sent_dtype for bucket in self._buckets}  # For the norm's.
         return clip_over_ranks(updated, whole=(), max_norm=max_norm, norm_type=2.0, groups=[None], dtypes=dtypes)
 
     @property
