@@ -187,7 +187,7 @@ class ShardedParameter:
         is_trained = self.shard.requires_grad
         if self.full.requires_grad != is_trained:
             self.full.requires_grad_(is_trained)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # Otherwise the stand-in refuses to be frozen.
                 self.stand_in.requires_grad_(is_trained)
 
     def require_unchanged(self) -> None:

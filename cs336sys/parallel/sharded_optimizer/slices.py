@@ -254,7 +254,7 @@ class SlicePartition:
         require_unsynchronized(not_empty)
         require_own_gradient_dtype(not_empty)
         for _, parameter in not_empty:
-            if not is_dense(parameter):
+            if not is_dense(parameter):  # Slices are cut from memory without gaps.
                 parameter.data = parameter.detach().contiguous()
         buckets = divide_into_buckets(not_empty, self._cap_bytes)  # As the backward pass needs them: the last first.
         adopted = [ScatteredBucket(bucket, self._master_dtype) for bucket in buckets]
