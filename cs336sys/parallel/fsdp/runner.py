@@ -398,7 +398,7 @@ class UnitRunner(SynchronizationSwitch):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)
             # A gradient from before this step, of which nothing is noted, counts as present, even if it was zeroed. One
-            # that an earlier reduction of this step has left counts if this rank had one then: it may be a mean of none.
+            # that an earlier reduction of this step has left counts if this rank had one: it may be the mean of none.
             had_before = parameter.grad is not None and self._present.get(parameter, parameter not in self._new)
             self._present[parameter] = is_present or had_before
 

@@ -390,7 +390,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[Group]) -> None:
         """Shard the parameters of these groups that are trained and have not been sharded before."""
-        added = set(parameter_groups.parameters_of(groups)) - self._addresses.keys()  # These are sharded already.
+        added = set(parameter_groups.parameters_of(groups)) - self._addresses.keys()  # Sharded parameters have one.
         in_order = parameter_groups.in_model_order(self.param_groups, self._module).items()
         new = {name: parameter for name, parameter in in_order if parameter in added}
         broadcast_from_first(list(new.values()))
