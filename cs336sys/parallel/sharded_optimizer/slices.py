@@ -96,7 +96,7 @@ class ScatteredBucket(GradientBucket):
         self._layout = flat_pieces([parameter.numel() for parameter in members], world_size)
         slice_start = 0  # Where this rank's slice of a piece begins in its slices of all pieces.
         for piece in self._layout:
-            memory = _memory_of(piece, members, world_size)
+            memory = _piece_memory(piece, members, world_size)
             self.pieces.append(memory)
             for index, start in piece.starts.items():  # Of each parameter in the piece, its first element there.
                 elements = piece.owned(index, members[index].numel(), rank)
@@ -173,7 +173,7 @@ class ScatteredBucket(GradientBucket):
             self.ids_with_gradient.difference_update(ids)
 
 
-def _memory_of(piece: Piece, members: Sequence[nn.Parameter], world_size: int) -> Tensor:
+def _piece_memory(piece: Piece, members: Sequence[nn.Parameter], world_size: int) -> Tensor:
     """Return the memory of a piece of a bucket: that of its one parameter, or a new one, into which several are moved.
 
     Its changes are not counted as those of parameters: exchange.start() counts those of a step.
