@@ -234,12 +234,12 @@ class _CublasLt:
         """List the heuristic's algorithms, its own choice first; none if it knows none."""
         description, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
-        # Column-major, the first operand is b.
+        # Column-major, the product is transposed, b' a': so the first operand is b.
         for attribute, matrix in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):
             self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(matrix.transposed))
         self._call("MatmulPreferenceCreate", ctypes.byref(preference))
         self._set("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
-        self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
+        self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))  # Of split-K.
         rows = shape.b.columns if shape.b.transposed else shape.b.rows
         columns = shape.a.rows if shape.a.transposed else shape.a.columns
         result = MatrixLayout(transposed=False, rows=rows, columns=columns, column_stride=rows)
@@ -251,7 +251,7 @@ class _CublasLt:
                 "MatmulAlgoGetHeuristic", self._handle, description, *layouts,
                 preference, _MOST_ALGORITHMS, algorithms, ctypes.byref(count),
             )  # fmt: skip
-        except RuntimeError:
+        except RuntimeError:  # It knows none.
             return []
         return [
             functools.partial(self._run, description, layouts, float(shape.adds), algorithms[index].algorithm)

@@ -241,7 +241,7 @@ class Fused:
         for module, (forward, stacks) in replacements.items():
             # An attribute of the instance goes before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
-            for name in stacks:  # Read by the forward passes; _stack() and keep_copies() set them.
+            for name in stacks:  # Forward passes read None until _stack() and keep_copies() set them.
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
         self._head: Any = None if head is None else head.layer
         if head is not None:
@@ -287,7 +287,7 @@ class Fused:
         try:
             output = model(tokens)
             loss = getattr(output, "logits", output)
-            if softcap is None:  # Else the head has scaled the loss, so that the model's cap leaves it as it is.
+            if softcap is None:  # Else head_forward() has scaled it, in the shape of logits, for the model to cap it.
                 return loss
             return loss.view(targets.shape if options.get("reduction") == "none" else ()) / CAPPED_LOSS_SCALE
         finally:
@@ -314,9 +314,9 @@ class Fused:
         """
         if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
-        copies = self._stack(dtype, are_separate=True)
+        copies = self._stack(dtype, are_separate=True)  # From the weights, which stay where they are.
         for module, replacement in self._replacements.items():
-            if replacement.stacks or module is self._head:  # Their forward passes multiply by copies, and read it.
+            if replacement.stacks or module is self._head:  # Those that multiply by copies: forward reads it.
                 module.__dict__["gradient_dtype"] = gradient_dtype
         if gradient_dtype != torch.float32:  # float32 is the dtype of these weights' gradients anyway.
             for weight, _ in copies:
@@ -339,11 +339,11 @@ class Fused:
             weight.data = copy
 
     def _stack(self, dtype: torch.dtype, *, are_separate: bool) -> WeightCopies:
-        """Allocate copies in this dtype, layers with one input below each other, which forward passes keep fresh."""
+        """Allocate copies, layers with one input below each other, which forward passes keep fresh."""
         if self._missing_kernels:
             missing = ", ".join(self._missing_kernels)
             raise UsageError(f"copies of weights need all fused kernels: {missing} is left out")
-        self.copies = WeightCopies(are_separate=are_separate)
+        self.copies = WeightCopies(are_separate=are_separate)  # If not, the caller moves the weights into them.
         for module, replacement in self._replacements.items():
             for name, layers in replacement.stacks.items():
                 weights = [layer.get_parameter("weight") for layer in layers]
@@ -368,7 +368,7 @@ class Fused:
         if self._head is not None:
             for name in _HEAD_STATE:
                 self._head.__dict__.pop(name, None)
-        self._model.__dict__.pop(_HANDLE, None)
+        self._model.__dict__.pop(_HANDLE, None)  # Without a handle the hooks of _stack(), which stay, do nothing.
         self._replacements = {}
         self.copies = None
 
@@ -490,8 +490,7 @@ def _course_forward(model: nn.Module, path: str, module: Any, attention: Attenti
     if name == "CausalMultiHeadSelfAttention":
         rotation: Any = module.positional_encoder
         if len(list(module.parameters())) != 4:
-            # Besides the four projections it has biases, or norms of queries and keys.
-            return None
+            return None  # Besides the four projections it has biases, or norms of queries and keys.
         theta = None if rotation is None else rotation_base(model, path, rotation)
         return attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
     forward, is_same = FORWARDS[name]
@@ -509,8 +508,7 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     stacked_layers: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module in stacked_layers:
-            # Its SwiGLU computes it.
-            continue
+            continue  # Its SwiGLU computes it.
         kernel, replacement = _recognize(module, kernels, head, owners)
         if replacement is None:
             continue

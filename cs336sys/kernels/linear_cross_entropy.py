@@ -89,7 +89,7 @@ def _reduce_row(
             sum_of_logits += tl.sum(weights * (x - origin), axis=0)
     column = last_start + tile
     in_row = column < num_columns
-    # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
+    # Up to the stride, where what a thread reads at once ends, too, as it need not at the last column; masked below.
     last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
     x = tl.where(in_row, last_x, -float("inf"))
     maximum, total = _accumulate(x, maximum, total)
@@ -104,7 +104,7 @@ def _share_loss(
     loss, origin_loss, sum_of_logits, target_weight, total_weight_ptr, num_columns, label_smoothing,
     SMOOTHED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return the loss of a token, and the factors of target, class weight and softmax in its gradient.
+    """Return the loss of a token, and the factors of target, class weight and softmax in :func:`_logit_gradient`.
 
     ``origin_loss`` is the loss if the target's logit were the origin, ``sum_of_logits`` that of weight (x - origin).
     """
@@ -155,7 +155,7 @@ def cross_entropy_forward_kernel(
     logits_ptr += row * row_stride
     target = tl.load(target_ptr + row)
     is_target = (target >= 0) & (target < num_columns)
-    # Loaded before the first reduction, behind which other threads overwrite it.
+    # Loaded before the first reduction: once past it, other threads overwrite the row.
     target_logit = _load_logits(logits_ptr + target, is_target, float("nan"), softcap, CAPPED)
     target_weight = 1.0
     if WEIGHTED:
@@ -174,6 +174,7 @@ def cross_entropy_forward_kernel(
     # As in PyTorch, the softmax of a row with an infinite logit is NaN.
     maximum = tl.where(tl.abs(maximum) == float("inf"), float("nan"), maximum)
     logsumexp = maximum + log_total
+    # The losses as logsumexp - logit, log_total last: added to a large maximum it would lose its digits.
     loss, target_share, other_share, softmax_share = _share_loss(
         maximum - target_logit + log_total, maximum - origin + log_total, sum_of_logits, target_weight,
         total_weight_ptr, num_columns, label_smoothing, SMOOTHED, WEIGHTED,
@@ -291,7 +292,7 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: Lo
         )
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be torch.int64, got {targets.dtype}")
-    if hidden.dtype != dtype or weight.dtype not in (dtype, torch.float32):
+    if hidden.dtype != dtype or weight.dtype not in (dtype, torch.float32):  # float32: under autocast.
         raise TypeError(f"hidden and weight must have the same dtype, got {hidden.dtype} and {weight.dtype}")
     if targets.device != hidden.device:
         raise ValueError(f"targets must be where hidden is, on {hidden.device}, got {targets.device}")
@@ -315,7 +316,7 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: Lo
             f"class_weight must be torch.float32 without a gradient, got {class_weight.dtype}"
             + " that requires one" * class_weight.requires_grad
         )
-    if options.z_loss:
+    if options.z_loss:  # The kernel multiplies no z_loss by a class weight.
         raise ValueError(f"z_loss {options.z_loss} cannot be combined with class_weight: choose z_loss=0 or no weights")
 
 
@@ -372,8 +373,7 @@ def _allocate_grad_weight(
     logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
     sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
     has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
-    # Without tokens no product writes it.
-    allocate = torch.empty if num_tokens else torch.zeros
+    allocate = torch.empty if num_tokens else torch.zeros  # Without tokens no product writes it.
     grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
     return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)  # 4 bytes: float32.
 
@@ -429,8 +429,8 @@ def launch_forward(
     grad_weight, chunk_bytes = _allocate_grad_weight(weight, kept, num_tokens, options)
 
     token_bytes = logits_bytes_of_a_token(vocab_size, dtype)
-    tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)  # It divides by the number of chunks.
-    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # Why in two products: see there.
+    tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)  # Divides by the number of chunks.
+    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # cuBLAS is slow at odd sizes: two products.
     parts = [part for part in (slice(0, aligned_size), slice(aligned_size, vocab_size)) if part.stop > part.start]
     buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize  # Rows are padded to ROW_ALIGNMENT.
     buffer = torch.empty(buffer_shape, dtype=dtype, device=hidden.device)
@@ -463,21 +463,20 @@ def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tu
     """Return the sum of the targets' weights, by which a mean is divided, and the sum of all class weights."""
     count = _count_targets(targets, vocab_size, options.ignore_index)
     if options.class_weight is None:
-        # The second stands in for a sum that the kernel does not read.
-        return count, count
+        return count, count  # The second stands in for a sum that the kernel does not read.
     is_counted = targets != options.ignore_index
     weights = options.class_weight[targets.where(is_counted, 0)].where(is_counted, 0)
     return weights.sum(), options.class_weight.sum()
 
 
 def _split_factor(divisor: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Return the factor that the gradients lack until backward, empty if it is 1, and ``grad_loss`` without it.
+    """Return the factor by which backward is to multiply gradients, empty if it is 1, and ``grad_loss`` without it.
 
-    float16 could not hold gradients that small, so 1 / divisor, or the largest of ``grad_loss``, is left to backward.
+    Of float16, which could not hold gradients that small, it is 1 / divisor, or the largest of ``grad_loss``.
     """
     factor, grad_loss = torch.empty(0, dtype=torch.float32, device=divisor.device), options.grad_loss
     if options.dtype == torch.float16 and options.is_averaged:
-        # Without a token to be counted all gradients are zero, and stay so.
+        # Without a token that counts all gradients are zero, and stay so times 1.
         factor = divisor.to(torch.float32).reciprocal().where(divisor != 0, 1)
     if grad_loss is not None:
         # The gradient of a sum is one number that is read as many: of stride 0.
@@ -505,7 +504,7 @@ def _launch_kernel(
             CAPPED=options.softcap is not None,
             WEIGHTED=class_weight is not None,
             WITH_GRADIENT=any(options.makes_gradients),
-            AVERAGED=options.is_averaged and options.dtype != torch.float16,  # see _split_factor
+            AVERAGED=options.is_averaged and options.dtype != torch.float16,  # Left to backward by _split_factor().
             SCALED=grad_loss is not None,
             COLUMN_TILE=column_tile,
             num_warps=column_tile // COLUMNS_OF_A_WARP,
@@ -537,11 +536,11 @@ def _fake_forward(
     makes_hidden, makes_weight = options.makes_gradients
     has_factor = options.dtype == torch.float16 and (options.is_averaged or options.grad_loss is not None)
     return (
-        hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),
-        hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),
-        hidden.new_empty((targets.numel(), hidden.shape[-1]) if makes_hidden else 0),
-        hidden.new_empty(weight.shape, dtype=kept) if makes_weight else hidden.new_empty(0),
-        hidden.new_empty(() if has_factor else 0, dtype=torch.float32),
+        hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),  # Loss.
+        hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),  # Logsumexp.
+        hidden.new_empty((targets.numel(), hidden.shape[-1]) if makes_hidden else 0),  # Gradient of hidden.
+        hidden.new_empty(weight.shape, dtype=kept) if makes_weight else hidden.new_empty(0),  # Of the weight.
+        hidden.new_empty(() if has_factor else 0, dtype=torch.float32),  # What these still lack.
     )
 
 
@@ -572,11 +571,12 @@ def _gradients(ctx: Any, grad_loss: Tensor, compute: Callable) -> tuple[Tensor, 
         grad_hidden, grad_weight, factor = ctx.saved_tensors
         # A second backward pass would scale gradients in place twice, or change those that the first has returned.
         is_last_pass = not torch._C._autograd._get_current_graph_task_keep_graph()
-        return grad_hidden, grad_weight, factor * grad_loss if factor.numel() else grad_loss, is_last_pass
+        factor = factor * grad_loss if factor.numel() else grad_loss  # An empty factor is 1.
+        return grad_hidden, grad_weight, factor, is_last_pass
     hidden, weight, targets, copy, class_weight = ctx.saved_tensors
     options = ctx.options._replace(copy=copy, class_weight=class_weight, grad_loss=grad_loss)
     _, _, grad_hidden, grad_weight, factor = compute(hidden, weight, targets, *options)
-    return grad_hidden, grad_weight, factor if factor.numel() else None, True
+    return grad_hidden, grad_weight, factor if factor.numel() else None, True  # They were made for this pass alone.
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor, *others: Any) -> tuple:

@@ -143,7 +143,7 @@ def is_prenorm_block(block: nn.Module) -> bool:
     with contextlib.ExitStack() as stack:
         for name, compute in parts.items():
             stack.enter_context(mock.patch.dict(getattr(block, name).__dict__, {"forward": compute}))
-        return _computes(block, expected, shapes={})
+        return _computes(block, expected, shapes={})  # Without its parts a block has no weights.
 
 
 def find_head(model: nn.Module) -> Head | None:
@@ -180,8 +180,8 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
     """Return the operations that turn the output of ``head`` into the model's; None if these are not a chain.
 
     Args:
-        batch: sequences of two tokens that the model is given.
-        shape: of the tensor that stands for the logits.
+        batch: how many sequences the model gets, each of two tokens of this number less one, so that calls differ.
+        shape: of the zeros that take the place of the logits.
     """
     weight = head.get_parameter("weight")
     device, tokens_shape = weight.device, (batch, 2)
@@ -196,7 +196,7 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
         return watch.results[0]
 
     def zero_attention(*inputs: Any, **named_inputs: Any) -> Tensor:
-        query, _, value, *_ = (*inputs, *named_inputs.values())
+        query, _, value, *_ = (*inputs, *named_inputs.values())  # Query, key, value, whatever their names.
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
     name = "scaled_dot_product_attention"
@@ -237,7 +237,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        # Fake tensors ask for their device by an operation.
+        # "prim": operations by which fake tensors ask for their device. For ... below see _Step.
         if self.results and self.is_chain and func.namespace != "prim":
             memory = {result.untyped_storage()._cdata for result in self.results}
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -313,7 +313,7 @@ def _computes(
             module.train(mode)
             for x in inputs:
                 trial = [tensor.to(dtype) for tensor in (x, *weights)]
-                if not _agrees(compute, reference, trial, must_run=x is inputs[0]):
+                if not _agrees(compute, reference, trial, must_run=x is inputs[0]):  # Others it may refuse.
                     return False
     return True
 
@@ -336,8 +336,7 @@ def _isolated_trial() -> Iterator[None]:
         _disable_current_modes(),
         torch.random.fork_rng(devices=[]),
     ):
-        # The CPU's alone: torch.manual_seed would seed GPUs, too.
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # The CPU's alone: torch.manual_seed would seed GPUs, too.
         yield
 
 

@@ -220,14 +220,14 @@ def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
     else:
         num_warps, programs, stages = 4, 3 if column_tile > 1024 else 4, 4
     staged_bytes = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
-    tiles_that_fit = staged_bytes // (row_tile * column_tile * element_bytes)
+    tiles_that_fit = staged_bytes // (row_tile * column_tile * element_bytes)  # Of those loaded ahead, stages - 1.
     return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, tiles_that_fit))
 
 
 def empty_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check shapes, and allocate the results of :func:`launch_forward`, whose arguments these are."""
+    """Check shapes, and allocate y, total and inverse RMS as :func:`launch_forward`, whose arguments these are."""
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -250,8 +250,7 @@ def launch_forward(
     if y.numel() == 0:  # A row of no elements has a mean square of 0.
         return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
     rows = operators.as_rows(x)
-    # Where there is no residual, the kernel does not touch what stands for it.
-    residual_rows = rows if residual is None else operators.as_rows(residual)
+    residual_rows = rows if residual is None else operators.as_rows(residual)  # Not touched if there is none.
     width = x.shape[-1]
     settings = forward_settings(width)
     operands = rows, residual_rows, weight, y, total, inverse_rms
@@ -345,7 +344,7 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
     if residual_dtype is None:
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None  # None: of residual, eps and dtype.
     # Both gradients are the same numbers: that of the residual was written apart only for another dtype.
     return grad_x, grad_weight, grad_x if residual_dtype == x_dtype else grad_residual, None, None
 

@@ -182,11 +182,11 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
 def _tiling(
     batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device
 ) -> tuple[int, int, tuple[int, int, int]]:
-    """Return the programs for each tensor, the groups of heads of the largest, and a program's (heads, rows, pairs).
+    """Return the programs that the largest tensor needs, its groups of heads, and a program's (heads, rows, pairs).
 
     ``heads``: of each tensor that the launch rotates.
     """
-    half_tile = triton.next_power_of_2(dim) // 2
+    half_tile = triton.next_power_of_2(dim) // 2  # The pairs.
     row_tile = min(max(1, TILE_ELEMENTS // (2 * half_tile)), triton.next_power_of_2(num_rows))
     num_tiles = batches * triton.cdiv(num_rows, row_tile)
     group_size = MAX_HEADS_OF_PROGRAM

@@ -102,7 +102,7 @@ class WeightedSum(torch.autograd.Function):
         grad_rows = torch.empty_like(rows)
         column_tile = min(triton.next_power_of_2(max(1, num_columns)), MAX_BACKWARD_COLUMNS)
         row_tile = BACKWARD_TILE_ELEMENTS // column_tile
-        strip_rows = max(row_tile, BACKWARD_ROWS)
+        strip_rows = max(row_tile, BACKWARD_ROWS)  # Of a program, which takes one tile below another.
         num_strips = triton.cdiv(len(rows), strip_rows)
         num_column_tiles = triton.cdiv(num_columns, column_tile)
         partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)

@@ -61,17 +61,17 @@ def count_step(workload: Workload) -> StepCount:
 def _count_cached(workload: Workload) -> StepCount:
     """Count a launched step on the meta device; where it fails there, return what was counted so far, and why."""
     count = StepCount()
-    numbers = WithoutValues()
+    valueless = WithoutValues()
     try:
-        with attention_kept(), user_models.copied_code(), numbers:
+        with attention_kept(), user_models.copied_code(), valueless:
             step = TrainStep(workload, torch.device("meta"))
-            numbers.guessed.clear()  # Building the model is no part of a step.
-            numbers.launches.clear()
+            valueless.guessed.clear()  # Building the model is no part of a step.
+            valueless.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            without_attention = user_models.watched_attention(user_models.shape_of_attention)
-            with without_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
+            shapes_of_attention = user_models.watched_attention(user_models.shape_of_attention)
+            with shapes_of_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
                 step.forward()
                 if workload.has_backward:
                     step.backward()
@@ -79,8 +79,8 @@ def _count_cached(workload: Workload) -> StepCount:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         count.failure = f"{type(error).__name__}: {lines[0]}"
-    count.reads = Counter({line or "somewhere": times for line, times in numbers.guessed.items()})
-    count.launches = numbers.launches
+    count.reads = Counter({line or "somewhere": times for line, times in valueless.guessed.items()})  # "": unknown.
+    count.launches = valueless.launches
     return count
 
 
@@ -256,7 +256,7 @@ def counted_columns(step: TrainStep, progress: Progress) -> dict[str, Any]:
     course_attention = mock.Mock(wraps=sdpa)  # Attention of cs336_basics is counted like a call of torch's.
     with torch.no_grad(), eager, attention_replaced(course_attention):
         step.compute_logits(attention.watching())
-    # By value of --attention: calls that it computes otherwise than the model itself; "" counts those for flash.
+    # By value of --attention: calls that it changes. reference leaves all; our kernels can compute those under "".
     replaced_calls = {"reference": 0, "sdpa": course_attention.call_count, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.

@@ -92,7 +92,7 @@ def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> d
     block = len(block_names) // 2
     if block == 0:
         return None
-    prefix = f"{block_names[block]}."
+    prefix = f"{block_names[block]}."  # Of parameters, whose names only their gradients' allocations have.
     gradients = sum(allocation.size for allocation in timeline.allocations if allocation.parameter.startswith(prefix))
     if not gradients:
         return None
@@ -152,9 +152,9 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     size, checkpointing = workload.training.size, workload.checkpointing
     # Blocks after which memory repeats: those that share a checkpoint; only the last one may have fewer.
     period = 1 if checkpointing in (*SUBLAYERS, "none", "nested") else group_sizes(checkpointing, size.num_layers)[0]
-    fewest_blocks = 2 * period + size.num_layers % period  # So that whole periods are missing.
+    fewest_blocks = 2 * period + size.num_layers % period  # All others are whole periods.
     repeats = workload.training.is_ours and checkpointing != "nested"  # Halves of halves depend on the whole depth.
-    blocks_of_three_steps = 3 * (fewest_blocks + period)
+    blocks_of_three_steps = 3 * (fewest_blocks + period)  # In all: up to so many are traced as they are.
     if not repeats or size.num_layers <= blocks_of_three_steps:
         progress(f"tracing {size.num_layers} blocks on fake tensors")
         return _traced_whole(workload, follow_operations)
@@ -169,7 +169,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
     if timeline is None:
         return _traced_whole(workload, follow_operations)
     parameters = first.parameters + times * (second.parameters - first.parameters)
-    return TracedStep(timeline, parameters, third.block)
+    return TracedStep(timeline, parameters, third.block)  # That of the most blocks that were traced.
 
 
 def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
@@ -187,16 +187,16 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
         mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
         _adamw_without_kernels(training),
-        # Conversions of parameters, such as .to(), swap tensors; deep copies of modules would copy the mode.
+        # Else conversions of parameters, such as .to(), would swap tensors, and deep copies of modules copy the mode.
         mock.patch.object(torch.utils, "swap_tensors", _give_data),
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True),
         _decided_as_with_values(),
         FakeTensorMode(),
-        WithoutValues(decisions) as numbers,
+        WithoutValues(decisions) as valueless,
     ):
         # The second pass finds the gradients of the first, as does every later one.
         step = MemoryStep(workload, torch.device("cpu"), passes=min(2, workload.micro_batches))
-        numbers.guessed.clear()  # Numbers that constructors read do not decide what a step holds.
+        valueless.guessed.clear()  # Numbers that constructors read do not decide what a step holds.
         _create_optimizer_state(step)
         held = step.held()
         history = FakeHistory([tensor for tensors in held.values() for tensor in tensors], on_cpu=on_cpu)
@@ -205,7 +205,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
         timeline = recorder.timeline(live_tensors=held, held_size=None, optimizer_state=step.optimizer_state())
         parameters = sum(parameter.numel() for parameter in step.model.parameters())
         block = block_changes(timeline, step.block_names)
-        return TracedStep(timeline, parameters, block, {} if training.is_ours else dict(numbers.guessed))
+        return TracedStep(timeline, parameters, block, {} if training.is_ours else dict(valueless.guessed))
 
 
 def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:

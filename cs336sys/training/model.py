@@ -61,7 +61,7 @@ def use_attention(workload: Workload) -> None:
 
     A model of the user's may call torch's, or that of ``cs336_basics``.
     """
-    if workload.is_ours and not workload.keeps_scores:
+    if workload.is_ours and not workload.keeps_scores:  # The attention that keeps them is the model's own.
         _require_replaceable_attention()
     cs336_basics.model.scaled_dot_product_attention = attention_function(workload.attention)
     if workload.is_ours:

@@ -132,7 +132,7 @@ def _annotated_attention(marks: Marks) -> Iterator[None]:
         if ranges.show_parts:
             replacements.enter_context(mock.patch.object(module, "softmax", ranges.softmax))
         replacements.enter_context(mock.patch.object(module, "scaled_dot_product_attention", ranges.attention))
-        torch_ranges = _AttentionRanges(marks, F.scaled_dot_product_attention, softmax=None, inside=ranges)
+        torch_ranges = _AttentionRanges(marks, F.scaled_dot_product_attention, softmax=None, outer=ranges)
         replacements.enter_context(mock.patch.object(F, "scaled_dot_product_attention", torch_ranges.attention))
         yield
 
@@ -144,7 +144,7 @@ class _AttentionRanges:
 
     Args:
         softmax: the function that the attention may call; None for one whose parts are not shown.
-        inside: another attention, which may call this one: then its range shows both.
+        outer: another attention, which may call this one: then its range shows both.
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class _AttentionRanges:
         marks: Marks,
         attention: Callable[..., Tensor],
         softmax: Callable[..., Tensor] | None,
-        inside: "_AttentionRanges | None" = None,
+        outer: "_AttentionRanges | None" = None,
     ):
-        self._marks, self._attention, self._softmax, self._inside = marks, attention, softmax, inside
-        self._is_open = False  # Whether its range lasts: the attention that it calls looks at this.
+        self._marks, self._attention, self._softmax, self._outer = marks, attention, softmax, outer
+        self._is_open = False  # Whether its range is open: an attention whose ``outer`` it is looks at this.
         # The range of the part of attention that runs now, where parts are shown.
         self._part: contextlib.ExitStack | None = None
         self.show_parts = softmax is not None and _calls_softmax(attention)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the attention within its range, and what comes before its softmax within that of the scores."""
-        if self._inside is not None and self._inside._is_open:  # That one's range shows this call, too.
+        if self._outer is not None and self._outer._is_open:  # That one's range shows this call, too.
             return self._attention(*args, **kwargs)
         with self._marks.range(ATTENTION_RANGE), contextlib.ExitStack() as part:
             self._is_open = True

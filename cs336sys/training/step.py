@@ -108,8 +108,9 @@ class TrainStep:
         if self.fused.computes_loss and workload.user.loss is None:
             self.loss_without_logits = self.fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
-        keeps_copies_fresh = self.optimizer is None or hasattr(self.optimizer, "attach_copy")  # Our AdamW.
-        has_copies = self.fused.copies is not None  # Of split weights, or from a strategy of ranks.
+        # Without an optimizer nothing changes weights; our AdamW, which alone has attach_copy(), writes copies, too.
+        keeps_copies_fresh = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        has_copies = self.fused.copies is not None  # Split weights have them, and a strategy of ranks may make them.
         if half is not None and keeps_copies_fresh and workload.is_fused and not has_copies:
             # Autocast rounds gradients, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients

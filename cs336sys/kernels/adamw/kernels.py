@@ -146,7 +146,7 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
         tl.load(row_ptr + EXP_AVG_SQ),
         tl.load(row_ptr + OTHER),
     )
-    factors = (
+    factors = (  # As _update() unpacks them.
         tl.load(factor_ptr),
         tl.load(factor_ptr + 1),
         tl.load(factor_ptr + 2),
@@ -165,7 +165,7 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
         random_bits = 0, 0, 0, 0
         if RANDOM:
             # Different bits for every element of every parameter in every step, the same in every run.
-            low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)
+            low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)  # zero + n: n for every element.
             # Four numbers of 32 bits: for moments and weight of the first half of the tile, then of the second.
             random_bits = tl.philox(seed, low, zero + high, zero + number, zero, PHILOX_ROUNDS)
         for half in tl.static_range(2):
@@ -178,14 +178,14 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
 @triton.jit
 def adamw_update_kernel(rows_ptr, chunks_ptr, factors_ptr, clip_ptr, first_chunk, CONFIG: tl.constexpr):
     """Update one chunk of one parameter in each program."""
-    chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))
+    chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))  # (row, place among the chunks of its parameter)
     row = tl.load(chunk_ptr)
     start = tl.load(chunk_ptr + 1).to(tl.int64) * CONFIG.chunk
     row_ptr = rows_ptr + row * NUM_COLUMNS
     factor_ptr = factors_ptr + row * NUM_FACTORS
     clip = 1.0
     if CONFIG.clipped:
-        clip = tl.load(clip_ptr + 1)
+        clip = tl.load(clip_ptr + 1)  # Behind the norm.
     # Compiled twice: with 128-bit accesses for whole, aligned chunks, and with masks for the others.
     if (start + CONFIG.chunk <= tl.load(row_ptr + NUM_ELEMENTS)) & (tl.load(row_ptr + ALIGNED) == 1):
         _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS=True, CONFIG=CONFIG)
@@ -217,7 +217,7 @@ def adamw_norm_kernel(
     rows_ptr, chunks_ptr, sums_ptr, first_chunk, GRADIENT_DTYPE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):
     """Sum the squares of one chunk of one gradient in each program."""
-    chunk = first_chunk + tl.program_id(0)
+    chunk = first_chunk + tl.program_id(0)  # Two numbers: its parameter's row, and its place among that one's chunks.
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
     row_ptr = rows_ptr + tl.load(chunks_ptr + 2 * chunk) * NUM_COLUMNS
     address = tl.load(row_ptr + GRADIENT)
@@ -245,7 +245,7 @@ def adamw_prepare_kernel(
             sums += tl.load(sums_ptr + chunk, mask=chunk < num_sums, other=0.0).to(tl.float64)
         norm = tl.sqrt(tl.sum(sums, axis=0)).to(tl.float32)
         clip = max_norm / (norm + 1e-6)  # As torch.nn.utils.clip_grad_norm_ adds it.
-        tl.store(clip_ptr, norm)
+        tl.store(clip_ptr, norm)  # Behind it: the factor.
         # A norm of NaN makes all gradients NaN, as torch.nn.utils.clip_grad_norm_ does.
         tl.store(clip_ptr + 1, tl.where(clip > 1.0, 1.0, clip))
     for start in range(0, num_rows, ROW_TILE):
@@ -255,17 +255,17 @@ def adamw_prepare_kernel(
         step_ptr = tl.load(row_ptr + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
         tl.store(step_ptr, step, mask=mask)
-        # In float64: float32 would be off by 6e-5 of 1 - beta2^t in the first step.
+        # Settings and steps are in float64: float32 would be off by 6e-5 of 1 - beta2^t in the first step.
         group_ptr = groups_ptr + tl.load(row_ptr + GROUP, mask=mask, other=0) * NUM_SETTINGS
         lr = tl.load(group_ptr)
         beta1 = tl.load(group_ptr + 1)
         beta2 = tl.load(group_ptr + 2)
         count = step.to(tl.float64)
         factor_ptr = factors_ptr + row * NUM_FACTORS
-        tl.store(factor_ptr, 1.0 - lr * tl.load(group_ptr + 4), mask=mask)
+        tl.store(factor_ptr, 1.0 - lr * tl.load(group_ptr + 4), mask=mask)  # SETTINGS[4]: weight_decay.
         tl.store(factor_ptr + 1, lr / (1.0 - tl.exp(count * tl.log(beta1))), mask=mask)
         tl.store(factor_ptr + 2, 1.0 / tl.sqrt(1.0 - tl.exp(count * tl.log(beta2))), mask=mask)
-        tl.store(factor_ptr + 3, tl.load(group_ptr + 3), mask=mask)
+        tl.store(factor_ptr + 3, tl.load(group_ptr + 3), mask=mask)  # SETTINGS[3]: eps.
         tl.store(factor_ptr + 4, 1.0 - beta1, mask=mask)
         tl.store(factor_ptr + 5, beta2, mask=mask)
         tl.store(factor_ptr + 6, 1.0 - beta2, mask=mask)

@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, but must be above 0")
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm  # super().__init__() checks parameters by it.
         self.state_dtype = state_dtype
         self._reset_tables()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -310,9 +310,9 @@ class AdamW(torch.optim.Optimizer):
         return self.param_groups[0]["params"][0].device
 
     def _signature(self, members: Sequence[GroupedParameter]) -> list | None:
-        """Return a signature that is equal while all tensors stay where they are; None where that cannot be said.
+        """Return where all tensors are, equal from step to step while the tables hold.
 
-        It is empty if no member has a gradient.
+        None: the tables must be made anew. Empty: no member has a gradient.
         """
         signature: list[tuple | None] = []
         for parameter, *_ in members:
@@ -332,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
         return signature if any(signature) else []
 
     def _describe(self, parameter: Tensor, number: int, group: int) -> Update:
-        """Check a gradient, make missing state, and return the parameter's row of the kernels' table."""
+        """Check a gradient, make missing state, and return the row of the optimizer's parameter of this ``number``."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
@@ -348,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
             if is_capturing(parameter.device):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
-        # ``other``: low bits of the weight, or its 16-bit copy, which the kernel writes: of a master the parameter.
+        # ``other``: the weight's low bits, or the 16-bit copy that the kernel writes: of a master it is the parameter.
         weight, weight_format, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
         extra_state = self._extra_state_name(parameter)
         if extra_state == "master":

@@ -134,10 +134,10 @@ class Library:
         self.start()
         path = library_path()
         is_building = self._build is not None and self._build.poll() is None
-        if self._is_off or (self._starter_pid == os.getpid() and is_building):
+        if self._is_off or (self._starter_pid == os.getpid() and is_building):  # In a fork poll() would not know.
             return None
         try:
-            if not path.exists():
+            if not path.exists():  # Compiling has ended without it.
                 log = Path(f"{path}.log")
                 errors = log.read_text().strip().splitlines() if log.exists() else []
                 raise ImportError(f"the C++ compiler failed: {errors[0] if errors else 'it said nothing'}")

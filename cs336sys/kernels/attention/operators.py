@@ -200,7 +200,7 @@ def _backward(
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
-        grads = _empty_results(plan)
+        grads = _empty_results(plan)  # On the current GPU.
         plan(query, key, value, out, _kernel_statistic(logsumexp), grad_out, *grads)
         # The C++ gives plans the tensors as they are.
         if logsumexp.is_contiguous():
@@ -208,7 +208,7 @@ def _backward(
         return grads
     if plan is None:
         check(query, key, value, options)  # Forward has not checked them for flash_attention_backward().
-    if INTERPRETED and query.dtype == torch.bfloat16:
+    if INTERPRETED and query.dtype == torch.bfloat16:  # Its arithmetic in bfloat16 is wrong.
         query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in saved)
         grads = _backward(query, key, value, out, logsumexp, grad_out, options)
         return [grad.to(torch.bfloat16) for grad in grads]
@@ -218,7 +218,7 @@ def _backward(
     kernel_query, kernel_key, kernel_value, kernel_out, kernel_grad_out = (
         _kernel_view(tensor, chosen.kernels) for tensor in (query, key, value, out, grad_out)
     )
-    if out.dim() < query.dim():
+    if out.dim() < query.dim():  # D, a number for each query.
         kernel_out = _kernel_statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:

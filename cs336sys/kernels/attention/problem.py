@@ -234,7 +234,7 @@ def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: Tensor, key
             f"causal_alignment {causal_alignment!r} does not exist: choose one of {', '.join(CAUSAL_ALIGNMENTS)}"
         )
     aligned_at_end = causal_alignment == END
-    check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)
+    check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)  # A window is checked elsewhere.
     # Tensors of fewer than two dimensions are refused later, by check_attention_inputs().
     return aligned_at_end and query.dim() > 1 < key.dim() and query.shape[-2] != key.shape[-2]
 

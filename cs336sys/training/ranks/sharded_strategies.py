@@ -146,7 +146,7 @@ def torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimiz
 
 
 def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """Apply torch's ``fully_shard`` to each block and to the rest; our model is filled by layers, a user's whole."""
+    """Apply torch's ``fully_shard`` to each block and to the rest; our model is filled meanwhile, a user's before."""
     _require_blocks(workload)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -245,5 +245,5 @@ def torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Optim
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     if workload.gradient_dtype in hooks:
-        model.register_comm_hook(None, hooks[workload.gradient_dtype])
+        model.register_comm_hook(state=None, hook=hooks[workload.gradient_dtype])
     return replica_of_torch(model, optimizer(model.parameters()))

@@ -93,7 +93,7 @@ def _gradient_completion(model: Any, shared: TensorParallel) -> Callable[[], Non
         model.finish_gradient_synchronization()
         shared.finish_gradient_synchronization()
 
-    if model is not shared:
+    if model is not shared:  # A wrapper around its layers averages over the groups.
         return finish
     return shared.finish_gradient_synchronization if shared.completes_gradients else None
 
@@ -120,7 +120,7 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
     _parallelize(model, _data_tensor_mesh(workload, device)["tp"], workload.strategy_record.is_sequence_parallel)
     for block in model.layers:
         block.attn.num_heads //= ranks  # Projections return this rank's heads; the workload refuses uneven ones.
-        if training.compiles_blocks:
+        if training.compiles_blocks:  # Not when they were built: their layers have been replaced since.
             block.compile(dynamic=False)
     parameters = list(model.parameters())
     # torch's optimizers update the tensors of a group together, which must all be DTensors, or none.
@@ -223,7 +223,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     split = split_of(workload.strategy, workload.training.size, ranks)
     group = _attention_group(process_group(None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
-    if record.trades_heads:
+    if record.trades_heads:  # For tokens, all to all; else keys and values go around a ring.
         model_attention = functools.partial(models.model_attention, is_causal=True)
         attention: Any = AllToAllAttention(
             context, models.causal_attention(workload.training.attention) or model_attention
@@ -235,7 +235,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     positions = context.positions(device)
     share = (sequences_of_rank(workload), positions)
     of_this_rank: dict[str, Any] = {"share": share, "loss_weight": context.loss_weight}
-    if record.gathers_ahead:  # The strategy with this project's FSDP.
+    if record.gathers_ahead:  # As this project's FSDP alone does.
         # FSDP shards over all ranks, also those of one group, because each has gradients of other tokens.
         replica = fully_sharded(workload, device, optimizer, attention)
         models.give_positions(replica.model, positions)
@@ -258,7 +258,7 @@ def _attention_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -
         options._timeout = datetime.timedelta(seconds=timeout_s)  # torch warns if it is not the argument below.
     groups = [list(range(first, first + ranks)) for first in range(0, default.size(), ranks)]
     timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.new_subgroups_by_enumeration(groups, timeout=timeout, pg_options=options)[0]
+    return dist.new_subgroups_by_enumeration(groups, timeout=timeout, pg_options=options)[0]  # This rank's, of all.
 
 
 def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:

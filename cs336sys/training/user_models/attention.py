@@ -27,7 +27,7 @@ def restore_torch_attention() -> None:
 def replace_attention(name: str) -> None:
     """Let all models of the process that call torch's attention compute it this way, by a name of ``ATTENTION``.
 
-    ``reference`` and ``sdpa`` leave them as they are.
+    ``reference`` and ``sdpa`` leave them as they are. Dropout is left out unless ``_drops``: :func:`nothing_dropped`.
     """
     global _flash_attention
     attention: Callable[..., Tensor] = torch_attention
@@ -116,7 +116,7 @@ def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], T
 
     def watch(*arguments: Any, **named: Any) -> Tensor:
         call = AttentionCall(*arguments, **named)
-        return attend(call if _drops else call._replace(dropout_p=0.0), attention)
+        return attend(call if _drops else call._replace(dropout_p=0.0), attention)  # As replace_attention().
 
     with mock.patch.object(F, "scaled_dot_product_attention", watch):
         yield

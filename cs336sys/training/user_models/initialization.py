@@ -155,7 +155,7 @@ def _first_difference(reference: str, size: ModelSize) -> str:
     whole, filled = [], []
     with torch.device("meta"):
         if sum(parameter.numel() for parameter in build(reference, size).parameters()) > _MOST_ELEMENTS:
-            raise MemoryError("a model that is large at every size")
+            raise MemoryError("a model that is large at every size")  # _by_layers() names the type.
     for seed, poison in zip((0, 1), _POISON, strict=True):
         torch.manual_seed(seed)
         with torch.device("cpu"):
@@ -172,7 +172,7 @@ def _first_difference(reference: str, size: ModelSize) -> str:
     for name in reference_tensors:
         if not _start_alike(*(named_tensors[name] for named_tensors in tensors)):
             return name
-    # Built whole, copies of one block start the same; filled by layers, not. Constants are in neither dictionary.
+    # Blocks that are copies of one start the same built whole, but not filled. Neither dictionary has constant tensors.
     copies_of_whole, copies_of_filled = (_identical_tensors(_named_tensors(models[0])) for models in (whole, filled))
     return next((name for name, copies in copies_of_whole.items() if copies != copies_of_filled.get(name, copies)), "")
 
@@ -183,7 +183,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _start_alike(*tensors: Tensor) -> bool:
-    """Return whether a tensor is from one distribution built whole (two seeds) and filled by layers (the same two).
+    """Return whether a tensor starts alike in two models built whole, of two seeds, and two filled by layers, of these.
 
     Elements that both seeds draw alike are not random, and must be equal.
     """
@@ -202,7 +202,7 @@ def _start_alike(*tensors: Tensor) -> bool:
     samples = [tensor.double()[~is_fixed] for tensor in drawn]
     if not _same_distribution(torch.cat(samples[:2]), torch.cat(samples[2:])):
         return False
-    for dim in range(min(2, first.dim()) if first.dim() > 1 else 0):  # A vector has no rows.
+    for dim in range(min(2, first.dim()) if first.dim() > 1 else 0):  # Rows and columns, which a vector lacks.
         # Orthogonal rows, or a scale of their own for some, do not show in single elements.
         norms = [tensor.double().transpose(0, dim).flatten(1).norm(dim=1) for tensor in drawn]
         if not _same_distribution(torch.cat(norms[:2]), torch.cat(norms[2:])):
@@ -224,17 +224,17 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (first, second)]
     if (shares[0] - shares[1]).abs().max() > _LARGEST_DISTANCE * math.sqrt(2 / size):  # Kolmogorov-Smirnov.
         return False
-    # Mean and variance of so few numbers prove nothing.
+    # The deviations below are those of large samples: of so few numbers they prove nothing.
     if size < 8:
         return True
     centered = torch.cat([first - first.mean(), second - second.mean()])
     variance = centered.square().mean().item()
-    if variance == 0 or first.var() == 0 or second.var() == 0:
+    if variance == 0 or first.var() == 0 or second.var() == 0:  # A constant has no log variance.
         return bool(torch.equal(first, second))
     kurtosis = centered.pow(4).mean().item() / variance**2
     mean_difference = abs((first.mean() - second.mean()).item())
     log_variance_difference = abs(math.log((first.var() / second.var()).item()))
-    # Standard deviations of the two differences. A variable of two values has kurtosis 1, and would get 0.
+    # Standard deviations of the two differences, for large samples. Two values have kurtosis 1, which would give 0.
     mean_deviation = math.sqrt(2 * variance / size)
     log_variance_deviation = math.sqrt(2 * max(0.5, kurtosis - 1) / size)
     has_same_mean = mean_difference <= _MOST_DEVIATIONS * mean_deviation

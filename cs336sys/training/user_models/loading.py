@@ -42,8 +42,8 @@ _user_modules: dict[str, ModuleType] = {}
 def their_course_package() -> Iterator[None]:
     """Within this, ``import cs336_basics`` finds the one next to the user's file, or the first on ``sys.path``.
 
-    Outside it finds ours again, which has the same name and with which this process has begun. If ours comes first, the
-    very modules that are in use are found, not copies of them.
+    Outside it finds ours again, which has the same name and with which this process has begun. If ours comes first,
+    imports get the modules that are in use, not copies of them.
     """
     ours = _pop_course_modules()
     folder = first_folder(user_folders)
@@ -123,7 +123,7 @@ def load(reference: str) -> Callable[..., Any]:
         return _loaded[reference]
     file = source_file(reference)
     source, name = split_reference(reference)
-    modules_before = set(sys.modules)  # The user's among those imported since, copied_code() loads anew.
+    modules_before = set(sys.modules)  # Of those imported since, copied_code() loads the user's anew.
     with _raising_user_code_errors([reference], f"{source} cannot be imported"), their_course_package():
         module = _import_file(file) if is_file(source) else importlib.import_module(source)
     imported = set(sys.modules) - modules_before
@@ -317,7 +317,7 @@ def telling_errors_of(reference: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _raising_user_code_errors(references: list[str], failed: str | None) -> Iterator[None]:
-    """Turn errors into UserCodeErrors; where ``failed`` is None, those alone that ``cs336_basics`` raises."""
+    """Turn errors into UserCodeErrors with their line or else ``failed``; if None, those of ``cs336_basics`` alone."""
     try:
         yield
     except (UsageError, CapabilityError, UserCodeError):
@@ -329,7 +329,7 @@ def _raising_user_code_errors(references: list[str], failed: str | None) -> Iter
         line = innermost_line(lines_of(error), [source_file(reference) for reference in references], in_package)
         place = line or failed
         if _is_raised_by_kernels(error):
-            place = f"our kernels failed, called from {line or references[0]}"
+            place = f"our kernels failed, called from {line or references[0]}"  # Without references there is a line.
         message = f"{place}: {summary_of(error)}"
         if "modified by an inplace operation" in message:
             # In the backward pass no line of the user's runs.
@@ -347,10 +347,10 @@ def innermost_line(
         in_package: the folder of ``cs336_basics``, and a file and line in it that count, too.
     """
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
-    # Packages below these folders do not count: a file may lie next to an environment, or in a clone of this project.
+    # Packages below what folders share do not count: files may lie next to an environment, or in this project's clone.
     installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}cs336sys{os.sep}"
     for file, line in reversed(lines):  # The innermost stand last.
-        if in_package is not None and (file, line) == in_package[1:]:
+        if in_package is not None and (file, line) == in_package[1:]:  # Behind the folder.
             return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
         if above := [folder for folder in folders if str(file).startswith(folder)]:
             below = str(file)[len(max(above, key=len)) - len(os.sep) :]

@@ -59,7 +59,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
     HALF: gl.constexpr = HEAD_DIM // 2
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma: 4 x 16 rows.
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
@@ -72,7 +72,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
-    # For each tile of queries a half tile of the first warpgroup and one of the second.
+    # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
     sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
@@ -110,7 +110,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         thread_barrier()
         mbarrier.arrive(grad_scores_ready.index(buffer), count=1)
         left = gl.convert_layout(grad_scores, left_layout)
-        # After the last tile what follows from here is of what happens to lie in the ring, and nobody reads it.
+        # After the last tile the next S^T is computed from whatever lies in the ring, and nobody reads it.
         next_slot = (use + 1) % STAGES
         mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=visit + 1 < end)
         logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
@@ -175,8 +175,8 @@ def backward_kernel(
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # Swizzled by 128 bytes; 16 bits, two dimensions.
+    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)  # Not swizzled; 32 bits.
     buffers = Buffers(
         key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
         value_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
@@ -203,7 +203,7 @@ def backward_kernel(
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
     shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
-    # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
+    # Last: warps, and registers of a thread, of the consumers. The producer has the launch's 4 warps, and 24 are left.
     gl.warp_specialize(
         [
             (_producer, (shared, turns, CONFIG)),

@@ -89,7 +89,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         numbers = scale, scale_log2, work, work - first_work, first_use
         _keys_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
         first_use += item.end_visit - item.first_visit
-    store_wait(0)
+    store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma: 4 x 16 rows.
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
@@ -199,7 +199,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     tensors, buffers, barriers, schedule, shape = shared
     key_tiles, grad_scores_tiles = buffers.key_tiles, buffers.grad_scores_tiles
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # wgmma: 4 warps of 16 rows.
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
     first_work, end_work = _rows_of_program(schedule, CONFIG)
     first_use = 0
@@ -214,7 +214,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             buffer = use % 2
             mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
             tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
-            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)  # Of 128 numbers.
+            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)  # Rows of 128 numbers a tile.
             scores_tile = grad_scores_tiles.index(2 * buffer).permute([1, 0])
             grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot), zeros, use_acc=False, is_async=True)
             scores_tile = grad_scores_tiles.index(2 * buffer + 1).permute([1, 0])
@@ -222,7 +222,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             grad_query = warpgroup_mma_wait(0, [grad_query])
             mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
             if CONFIG.ordered:  # Then a program has a single item, and use is visit - first.
-                reduce_wait(1)  # All but the last tile are in memory, so the turn of the one before it is over.
+                reduce_wait(1)  # Of the tiles before, all but the last are in memory: the turn of visit - 2 is over.
                 thread_barrier()
                 tiles.end_turn(turns_of_sequence, visit - 2, use >= 2, first_tile, shape, CONFIG)
             else:
@@ -238,12 +238,12 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             tma_reduce_add(tensors.grad_query_sum, [row, 0], grad_query_tile)
         mbarrier.arrive(barriers.keys_free.index(keys_slot), count=1)
         if CONFIG.ordered:
-            reduce_wait(0)
+            reduce_wait(0)  # Now the turns of the last two visits are over, too.
             thread_barrier()
             tiles.end_turn(turns_of_sequence, end - 2, first < end - 1, first_tile, shape, CONFIG)
             tiles.end_turn(turns_of_sequence, end - 1, first < end, first_tile, shape, CONFIG)
         first_use += end - first
-    store_wait(0)
+    store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
 @gluon.jit(do_not_specialize=Shape._fields)
@@ -264,9 +264,9 @@ def reducer_backward_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    grad_scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    grad_query_shape: gl.constexpr = [2 if CONFIG.ordered else 1, HEAD_DIM // 2, 2 * ROWS]
+    grad_scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # Swizzled by 128 bytes; 16 bits, two dims.
+    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)  # Not swizzled; 32 bits.
+    grad_query_shape: gl.constexpr = [2 if CONFIG.ordered else 1, HEAD_DIM // 2, 2 * ROWS]  # Rows of 128 numbers.
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     buffers = Buffers(
         key_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),  # Two slots of 128 keys.

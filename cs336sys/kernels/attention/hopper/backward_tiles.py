@@ -59,6 +59,7 @@ _piece_visits = gluon.jit(schedule_arithmetic.piece_visits)
 @gluon.jit
 def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Return the item, or the piece of one, of KEY_ROWS keys that has row ``work`` of ``as_table_of_pieces``."""
+    # A row is two numbers: pieces of the item + 256 * number of the piece among all, and the row of the item.
     entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first_tile, end = _query_tiles(
@@ -188,7 +189,7 @@ def load_keys(shared, item, slot, TILES: gl.constexpr):
 def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
     """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings.
 
-    Ordered: see ``pass_turns``. One tile of keys: consumers release queries later than gradients of the output.
+    Ordered: see ``pass_turns``. If TILES is 1 (wide), consumers release queries later than gradients of the output.
     """
     tensors, buffers, barriers, _, shape = shared
     query, _, _, grad_out, statistics, _, _, _ = tensors
@@ -203,7 +204,7 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
     batch = key_sequence // shape.num_key_heads
     key_head = key_sequence % shape.num_key_heads
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
-    first_head = first_sequence(key_head, shape, CONFIG)
+    first_head = first_sequence(key_head, shape, CONFIG)  # Of the group: heads are numbered as sequences are.
     turns += first_of_group * shape.padded_queries
     for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
         use = first_use + visit - first
@@ -213,7 +214,7 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
         sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
         free_parity = ((use // STAGES) & 1) ^ 1
         mbarrier.wait(query_free.index(slot), free_parity)
-        # Turns go on for as many visits as the ring has tiles.
+        # Visits behind the last load nothing: they end the turns of the tiles that the ring still has.
         has_tile = visit < end if CONFIG.ordered else True
         if has_tile:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
@@ -230,7 +231,7 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
 
 @gluon.jit
 def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
-    """While a tile is loaded, end the turn of the one it replaces to add to dQ, and begin that of the one before it.
+    """Pass turns to add to dQ on, while a visit's tile is loaded: end that of the tile it replaces, begin visit - 1's.
 
     ``turns``: for each tile of queries of the group's sequences how many programs have added, at its first query;
     ``prepare_kernel`` has set it to 0. ``turn``: barriers that tell those who add. The producer reads and writes the
@@ -241,11 +242,11 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
     if ENDS_TURNS:
         replaced = visit - CONFIG.stages
         end_turn(turns, replaced, replaced >= first, first_tile, shape, CONFIG)
-    if visit > first and visit <= end:
+    if visit > first and visit <= end:  # The turn of visit - 1, the last one's, too.
         counter = turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS
         tile = tile_of(visit - 1, first_tile, shape, CONFIG)
         before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask)
-        # Until so many programs have added; then what the reducer writes by TMA comes after what was read here.
+        # Wait until so many programs have added. The fence: what the reducer writes by TMA comes after what was read.
         gl.inline_asm_elementwise(
             """{
             .reg .pred early;
@@ -317,7 +318,7 @@ def scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG: 
     all that shared memory can deliver and a load takes hundreds of clocks.
     """
     QUERIES: gl.constexpr = logsumexps.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])  # wgmma: 4 warps of 16 rows.
     start = gl.zeros([ROWS, QUERIES], gl.float32, layout) + (logsumexps * (-1.0 / scale_log2))[None, :]
     if needs_mask(first_query, first_key, shape, CONFIG):
         start = masked_start(start, first_query, first_key, shape, CONFIG)
@@ -327,7 +328,7 @@ def scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG: 
 @gluon.jit
 def grad_weights_start(deltas):
     """Return -D of the tile's queries, what the sums of dP^T start from: then dS^T is P^T times dP^T."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, deltas.shape[0], 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, deltas.shape[0], 16])  # As scores_start().
     return gl.zeros([ROWS, deltas.shape[0]], gl.float32, layout) - deltas[None, :]
 
 
@@ -390,7 +391,7 @@ def issue_scores(
     """
     slot = use % CONFIG.stages
     mbarrier.wait(query_ready.index(slot), (use // CONFIG.stages) & 1, pred=has_tile)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma: 4 warps of 16 rows.
     masked = needs_mask(first_query, first_key, shape, CONFIG)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)
     if masked:

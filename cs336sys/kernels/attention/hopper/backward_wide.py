@@ -66,14 +66,14 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     FIRST_ROW: gl.constexpr = CONSUMER * HALF_ROWS
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_ROWS, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # wgmma: 4 x 16 rows.
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
     first_key, key_sequence, first_tile, first, end = tiles.read_item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
-    # For each tile of queries a half tile of the first warpgroup and one of the second.
+    # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
     sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
@@ -85,7 +85,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         # and keep them in registers, of which there are none to spare.
         zero = use >> 30
         key_tile = key_tiles.index(zero)
-        # Both before a product of this warpgroup is on its way.
+        # L and D are loaded before a product is on its way: products read all that shared memory can deliver.
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         first_query = tiles.tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
@@ -161,8 +161,8 @@ def wide_backward_kernel(
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # Swizzled by 128 bytes; 16 bits, two dimensions.
+    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)  # Not swizzled; 32 bits.
     buffers = Buffers(
         key_tiles=gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout),
         value_tiles=gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout),

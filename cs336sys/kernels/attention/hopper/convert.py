@@ -66,7 +66,7 @@ def sum_pieces_kernel(
         for first_piece in range(0, num_pieces, AT_A_TIME):
             # All of them on their way at the same time: the latency of L2 is what a program waits for.
             piece = first_piece + tl.arange(0, AT_A_TIME)
-            shares = (2 * (item * num_pieces + piece) + gradient) * NUM_TILES + tile
+            shares = (2 * (item * num_pieces + piece) + gradient) * NUM_TILES + tile  # In the order of ``pieces``.
             offsets = shares.to(tl.int64) * (ROWS * HEAD_DIM) + first_column * ROWS
             elements = pieces + offsets[:, None] + tl.arange(0, ROWS * COLUMNS)[None, :]
             sums += tl.sum(tl.load(elements, mask=(piece < num_pieces)[:, None], other=0.0), 0)

@@ -241,7 +241,7 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.out.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # wgmma: 4 x 16 rows.
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     in_every_thread: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     limit: gl.constexpr = FLOAT16_LIMIT if dtype == gl.float16 else LIMIT
@@ -283,8 +283,8 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
             scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, CONFIG)
         weights = gl.exp2(scores * scale_log2 - row_max[:, None])
         sums = _sum_in_thread(weights)
-        # The largest of each warp goes to shared memory, where every thread will find the largest of all. By ``gl.max``
-        # of all each step would go through shared memory twice (1x16x16384x64: 1.104 ms instead of 0.995).
+        # The largest of each warp, as bits (see LIMIT), goes to shared memory, where every thread finds that of all. By
+        # ``gl.max`` of all each step would go through shared memory twice (1x16x16384x64: 1.104 ms instead of 0.995).
         largest_of_warps = largest_sums.index(2 * CONSUMER + use % 2)
         largest_of_warps.store(gl.max(sums.to(gl.int32, bitcast=True).reshape([WARPS, CONSUMER_ROWS]), 1))
         # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
@@ -371,23 +371,23 @@ def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.
         item_tiles = _tiles(item_query, shape, CONFIG.consumers * CONSUMER_ROWS, CONFIG)
         tiles = _tiles(first_query, shape, CONSUMER_ROWS, CONFIG)
         item_first, item_end, first, end = item_tiles[0], item_tiles[3], tiles[0], tiles[3]
-        last_use = first_use + item_end - item_first
+        end_use = first_use + item_end - item_first
         # Tiles that only later consumers see; all tiles where this one has no queries.
-        seen_use = first_use + item_end - end
+        first_seen_use = first_use + item_end - end
         if CONFIG.mask == WINDOW:
-            seen_use = min(seen_use, last_use)
-        _skip(first_use, seen_use, barriers, CONSUMER, CONFIG)
+            first_seen_use = min(first_seen_use, end_use)
+        _skip(first_use, first_seen_use, barriers, CONSUMER, CONFIG)
         mbarrier.wait(barriers.query_ready.index(CONSUMER), round & 1)
         if end > 0:
-            _attend(shared, logsumexp, scale_log2, (first_query, batch, head), seen_use, tiles, CONSUMER, CONFIG)
+            _attend(shared, logsumexp, scale_log2, (first_query, batch, head), first_seen_use, tiles, CONSUMER, CONFIG)
         else:
             mbarrier.arrive(barriers.query_free.index(CONSUMER), count=1)
         if CONFIG.mask == WINDOW:
             # Tiles that only earlier consumers see.
             skipped = first - item_first if end > 0 else 0
-            _skip(last_use - skipped, last_use, barriers, CONSUMER, CONFIG)
-        first_use = last_use
-    store_wait(0)
+            _skip(end_use - skipped, end_use, barriers, CONSUMER, CONFIG)
+        first_use = end_use
+    store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
 @gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size", "window"])
@@ -412,7 +412,7 @@ def forward_kernel(
     out_tiles = query_tiles
     if HEAD_DIM <= LARGEST_WITH_OUT_TILES:
         out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
-    # Two for each consumer, in turn; with one, which would do, the compiler of triton 3.6 spills 380 bytes.
+    # Two for each consumer, in turn, unswizzled; with one, which would do, the compiler of triton 3.6 spills 380 bytes.
     largest_sums = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = Shared(
         Tensors(query, key, value, out),

@@ -66,7 +66,7 @@ def change_kernels():
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;",
         "=r,r",
-        [0],
+        [0],  # For nothing: inline assembly must have a result.
         dtype=gl.int32,
         is_pure=False,
         pack=1,

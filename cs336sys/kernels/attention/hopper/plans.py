@@ -60,9 +60,9 @@ _BACKWARD_OPTIONS = {**_OPTIONS, "launch_pdl": True}
 
 
 class GluonDescriptors(Descriptors):
-    """TMA descriptors that also know how their tile lies in shared memory: swizzled by the bytes of a row, at most 128.
+    """TMA descriptors that also know how their tile lies in shared memory, where the tensor cores read it.
 
-    So the tensor cores read 16-bit operands; one row lies as it is, and what is not ``swizzled``.
+    A tile is swizzled by the bytes of its rows, at most 128; single rows and, if not ``swizzled``, all lie as they are.
     """
 
     descriptor_class = TensorDescriptor
@@ -76,7 +76,7 @@ class GluonDescriptors(Descriptors):
         swizzled: bool = True,
     ):
         super().__init__(shape, strides, block_shape)
-        layout = gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block_shape))  # 0: not swizzled.
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(block_shape))
         if swizzled:
             layout = gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype])
         self._layout = (*self._layout, layout)
@@ -168,15 +168,15 @@ class HopperBackwardPlan(BackwardPlan):
         streamed_bytes = problem.num_queries * self._row_bytes() * problem.group_size
         per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, BACKWARD_L2_BYTES)
         if problem.group_size > 1:
-            # At least as many as run at a time anyway, so that of all these the longest come first.
+            # Groups of about one size, each of at least what runs at a time: of all these the longest items come first.
             at_a_time = max(per_group, triton.cdiv(problem.num_multiprocessors, num_tiles))
             per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
-        # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
+        # Under a causal mask the first keys have the most queries. But in turns later keys add to dQ first.
         items = list(
             schedule.ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns)
         )
         if self._takes_turns and _mask(problem) == CAUSAL.value and problem.head_dim >= 128:
-            # Over the backward pass in any order, 1x16x16384x128: 1.084, not turned round 1.101; 8x16x2048x128: 1.156,
+            # In times of the pass without turns, so and unsorted: 1x16x16384x128: 1.084, 1.101; 8x16x2048x128: 1.156,
             # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
             items = schedule.longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
         self._num_whole, self._num_pieces = self._cut(items)
@@ -231,13 +231,14 @@ class HopperBackwardPlan(BackwardPlan):
         return [max(0, end - first) * problem.group_size for first, end in tiles]
 
     def _cut(self, items: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return (items that stay whole, pieces of each other item); who adds to dQ in turn has no pieces."""
+        """Return (items that stay whole, pieces of each other item); none is cut where programs add to dQ in turn."""
         problem, settings = self._problem, self._settings
         if self._takes_turns:
             return len(items), 1
         if problem.group_size > 1:
             num_visits = self._num_visits()
-            # More pieces, so that programs find their queries in L2: a window has few; without a mask they visit alike.
+            # Causal programs drift apart: small pieces keep their queries in L2. Of a window these are few; without a
+            # mask all programs visit the same at the same time.
             least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
             return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
@@ -250,19 +251,19 @@ class HopperBackwardPlan(BackwardPlan):
     def _least_pieces(self, num_tiles: int) -> int:
         """Return pieces of so few heads each that the programs of ``num_tiles`` tiles of keys find their queries in L2.
 
-        Under a causal mask a program is done with a head sooner than the one before it, so they part: by two tiles of
-        queries with the first head, by two more with each further one. With head dimension 64 and 128, 32 heads of
-        queries and 8, 4 or 1 of keys, 8192 and 2048 long, what that derives takes at most 6 % longer than the best of
-        1, 2, 4, 8 and 16 pieces. With 256 two heads are best: 8192 long and 1 head of keys 6.96 ms, with four 8.05.
+        Under a causal mask the program of the next keys sees two tiles of queries fewer in each head, so that with each
+        head it gets two more ahead. With head dimension 64 and 128, 32 heads of queries and 8, 4 or 1 of keys, 8192 and
+        2048 long, the number derived from that takes at most 6 % longer than the best of 1, 2, 4, 8 and 16 pieces. With
+        256 two heads are best: 8192 long and 1 head of keys 6.96 ms, with four 8.05.
         """
         problem = self._problem
         if self._settings.kernel == "wide":
             return triton.cdiv(problem.group_size, 2)
         bytes_of_head = problem.num_queries * self._row_bytes()
         if problem.num_sequences * bytes_of_head <= BACKWARD_L2_BYTES:
-            return 1
+            return 1  # The queries of all heads fit.
         bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles  # Of all groups that run at a time.
-        # On average as much as half of the heads of a piece stream.
+        # On average the programs of a piece are spread over half of its heads.
         return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
 
     def _only_pass_descriptors(self) -> list[Descriptors]:
@@ -284,27 +285,28 @@ class HopperBackwardPlan(BackwardPlan):
         return descriptors
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
-        # The kernel adds dQ to its sum: the reducer by TMA, so that it stands among the descriptors, others by address.
-        results = *grads[1:], grad_query_sum
+        _, *key_grads = grads  # The reducer adds to the sum of dQ by TMA, so that the sum stands among the descriptors.
+        results = *key_grads, grad_query_sum
         if self._settings.kernel == "reducer":
-            results = grad_query_sum, *grads[1:]
+            results = grad_query_sum, *key_grads
         turns = "turns" if self._takes_turns else statistics  # stands in for what is not touched
         pieces = statistics
         if self._num_cut:
-            rows = self._num_cut * self._num_pieces * 2 * self._settings.key_rows
+            rows = self._num_cut * self._num_pieces * 2 * self._settings.key_rows  # 2: of dK and of dV.
             pieces = self._add_tensor("pieces", Scratch((rows, self._problem.head_dim)))
         return *self._read_by_pass, statistics, *results, turns, pieces, "schedule"
 
-    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:  # Uses ``sums`` alone.
+    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:  # The last two: BackwardPlan's.
         problem, (grad_query_sum, *_) = self._problem, sums
         grad_query_strides, *key_strides = self._grad_strides
         num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
+        # The reducer has whole tiles, elsewhere each of two warpgroups half of the head dimension.
+        columns_of_tile = problem.head_dim // (1 if self._settings.kernel == "reducer" else 2)
         convert = Launch(
             convert_register_order_kernel,
             problem.num_sequences * num_tiles,
             numbers=(grad_query_strides, num_tiles, self._num_heads, problem.num_queries, problem.scale),
-            # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension. The last: EARLY.
-            constants=(problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2), True),
+            constants=(problem.head_dim, columns_of_tile, True),  # True: launched early.
             **_BACKWARD_OPTIONS,
         )
         self._add_launch(convert, grad_query_sum, "grad_query")

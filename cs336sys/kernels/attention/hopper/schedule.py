@@ -1,9 +1,9 @@
 """Assign tiles to the programs of the Hopper kernels, in order: integer arithmetic only.
 
 An *item* is a tile of queries (forward) or keys (backward) of one sequence (a head of a batch element). For an item a
-program makes a *visit* to each tile of the other that it needs; a *piece* of an item has a part of these visits. The
-host makes the schedule of a launch once; the functions behind ``as_table`` are also compiled into the kernels by
-``gluon.jit``: hence their ``min`` and no call of one by another.
+program makes a *visit* to each tile of the other that it needs; a *piece* of an item has a part of these visits; a
+*work* is an item that stays whole, or a piece. The host makes the schedule of a launch once; the functions behind
+``as_table`` are also compiled into the kernels by ``gluon.jit``: hence their ``min`` and no call of one by another.
 """
 
 import heapq
@@ -83,7 +83,7 @@ def cut_all(
     """Return (items that stay whole, pieces of each other item): item (tile, sequence) makes num_visits[tile] visits.
 
     ``share_out`` tells what ends first: none cut, all cut, or only those behind the last whole round. ``costs``: what a
-    whole item and what a piece takes besides its visits, in visits. ``least_pieces``: how many it must be.
+    whole item and what a piece takes besides its visits, in visits. ``least_pieces``: from 2 on all are cut.
     """
     whole_cost, piece_cost = costs
     least_pieces = min(least_pieces, NUMBERS_OF_PIECES[-1])
@@ -97,19 +97,19 @@ def cut_all(
         numbers_of_whole = sorted({0, whole_rounds} - {len(items)})  # All whole is the first choice.
     for num_whole in numbers_of_whole:
         for pieces in NUMBERS_OF_PIECES:
-            programs = num_whole + (len(items) - num_whole) * pieces
-            if pieces >= least_pieces and programs <= MAX_ROUNDS * num_programs:
+            num_works = num_whole + (len(items) - num_whole) * pieces
+            if pieces >= least_pieces and num_works <= MAX_ROUNDS * num_programs:
                 choices.append((num_whole, pieces))
 
     def end_of(num_whole: int, num_pieces: int) -> int:
         """Return when the last program is done that has items and, behind ``num_whole`` of them, pieces of items."""
-        costs_of_programs = [whole_cost + visits for visits in num_visits]
-        costs_of_programs += [piece_cost + -(-visits // num_pieces) for visits in num_visits]
-        # Pairs as share_out takes items, of which it reads the first: where the cost stands. The second is not needed.
-        programs = [(tile, 0) for tile, _ in items[:num_whole]]
-        programs += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
-        shares = share_out(programs, costs_of_programs, num_programs)
-        return max(sum(costs_of_programs[program] for program, _ in share) for share in shares)
+        work_costs = [whole_cost + visits for visits in num_visits]
+        work_costs += [piece_cost + -(-visits // num_pieces) for visits in num_visits]
+        # Pairs as share_out takes items: it reads the first, where in work_costs a cost stands, and not the second.
+        works = [(tile, 0) for tile, _ in items[:num_whole]]
+        works += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
+        shares = share_out(works, work_costs, num_programs)
+        return max(sum(work_costs[position] for position, _ in share) for share in shares)
 
     ends = {choice: end_of(*choice) for choice in choices}
     best = min(ends, key=ends.__getitem__)
@@ -129,20 +129,20 @@ def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
 def as_table_of_pieces(
     items: Sequence[tuple[int, int]], num_whole: int, num_pieces: int, costs: Sequence[int] = (), num_programs: int = 0
 ) -> list[tuple[int, int]]:
-    """As ``as_table`` for items of which those behind ``num_whole`` are in pieces.
+    """Make the kernel's table of works, and behind them items, of which those behind ``num_whole`` are in pieces.
 
-    For each whole item and each piece (number of pieces of its item + 256 * number of its piece among all, index of the
-    item), then the items. Each is a program of its own, or ``num_programs`` share them: then in front, for each of
-    these, (how many it has, index of the first). ``costs`` of whole items, by tile, then of pieces.
+    A work's row: (pieces of its item + 256 * number of its piece among all, row of its item). Each has a program of its
+    own, or ``num_programs`` share them: then the table begins with a row for each of these, (number of its works, row
+    of the first). ``costs``: of whole items, by tile, then of pieces.
     """
     works = [(1, item) for item in range(num_whole)]  # (first number of a row, index of the item)
-    all_pieces = range((len(items) - num_whole) * num_pieces)  # Of an item there are fewer than 256.
+    all_pieces = range((len(items) - num_whole) * num_pieces)  # Fewer than 256 of an item, so that 256 * piece fits.
     works += [(num_pieces + 256 * piece, num_whole + piece // num_pieces) for piece in all_pieces]
     first_item = num_programs + len(works)
     table = [(pieces, first_item + item) for pieces, item in works]
     if num_programs:
         num_tiles = len(costs) // 2
-        # As share_out takes them: first where the cost stands, a piece's num_tiles behind its tile's.
+        # As share_out takes items: first where in costs a cost stands, a piece's num_tiles behind its tile's.
         rows = [(items[item][0] + (num_tiles if pieces > 1 else 0), work) for work, (pieces, item) in enumerate(works)]
         shares = share_out(rows, costs, num_programs)
         table = as_table([[table[work] for _, work in share] for share in shares])

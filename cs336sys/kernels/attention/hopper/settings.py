@@ -60,7 +60,7 @@ class HopperBackwardSettings:
 
 
 def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
-    """Return the forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
+    """Return the forward kernel's settings, for head dimension 16 to 256; "taking turns": with ``take_turns``."""
     if problem.head_dim == 16:
         # 1x16x16384x16: 0.755; taking turns 0.818. Two consumers with 256 keys 0.862.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
@@ -69,10 +69,10 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 64:
         # Taking turns and not: 1x16x16384x64 0.969, 0.969; 8x16x2048x64 0.156, 0.169; full 1x16x16384x64 1.930, 1.880.
-        # Shorter items waste less at the ends of few rounds. Two consumers and three: full 4x16, 512 queries and 4096
-        # keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144, where a round of two takes 0.8 of the time of one of three;
-        # 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161; 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178,
-        # 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
+        # Two consumers where queries see few keys, or rounds are few: shorter items waste less at their ends. With two
+        # and three: full 4x16, 512 queries and 4096 keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144, where a round of
+        # two takes 0.8 of the time of one of three; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
+        # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
         rounds_of_two, rounds_of_three = (
             math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * consumers)) for consumers in (2, 3)
         )
@@ -92,7 +92,7 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
 def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = False) -> HopperBackwardSettings:
     """Return the backward kernel's settings; with head dimension 128 dK, dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
-        # Three stages and two: 8x16x2048x64: 0.414, 0.422; 1x16x16384x64: 2.55, 2.68. Turns are counted for two.
+        # Three stages and two: 8x16x2048x64: 0.414, 0.422; 1x16x16384x64: 2.55, 2.68. In turns TURNS allows for two.
         return HopperBackwardSettings(num_stages=2 if deterministic else 3, kernel="reducer")
     if problem.head_dim == 256:
         # 1x16x16384x256: 13.28 (Triton 20.10); next S^T alongside dK 15.01, dQ in two halves around dK 13.38.

@@ -390,7 +390,7 @@ def prepare_kernel(
     if CONFIG.fused:
         _clear_sums(grad_query_sum, sequence, rows, padded_queries, CONFIG)
     if CONFIG.turns:
-        counters = turns + sequence.to(tl.int64) * padded_queries + rows
+        counters = turns + sequence.to(tl.int64) * padded_queries + rows  # Of 32 bits: 0.0 is 0 in these, too.
         tl.store(counters, tl.zeros(rows.shape, tl.float32), mask=rows < padded_queries)
     if CONFIG.key_sums and is_key_sequence(sequence, num_tiles, group_size):
         _clear_sums(grad_key_sum, sequence, rows, padded_keys, CONFIG)

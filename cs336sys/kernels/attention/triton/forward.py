@@ -144,7 +144,7 @@ def combine_kernel(
     for split in tl.static_range(NUM_SPLITS):
         partial_logsumexp = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
         row_max = tl.maximum(row_max, partial_logsumexp)
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)  # as in forward_kernel
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)  # As in _add_to_softmax(): weights 0, not NaN.
     row_sum = tl.zeros([ROWS], tl.float32)
     out_tile = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for split in tl.static_range(NUM_SPLITS):

@@ -189,7 +189,7 @@ class BackwardPlan(Plan):
     def _add_prepared(self, passes: Sequence[Launch]) -> None:
         """Add the passes between the launch that prepares them and, in the fused form, the one that converts sums."""
         problem = self._problem
-        rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
+        rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))  # Of a program that prepares or converts.
         # Programs that share a tile of keys add dK and dV up in float32, as all programs of the fused form add up dQ.
         key_sums = self._num_splits > 1
         summed_keys = self._padded_keys if key_sums else 0
@@ -251,7 +251,7 @@ class BackwardPlan(Plan):
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES
         else:
             key_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes
-            streamed_bytes, l2_bytes = key_bytes // problem.group_size, FORWARD_L2_BYTES
+            streamed_bytes, l2_bytes = key_bytes // problem.group_size, FORWARD_L2_BYTES  # A group shares its keys.
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
         key_programs = problem.num_key_sequences * key_tiles * self._num_splits if backward_pass.computes_dkv else 0
         query_tiles = triton.cdiv(problem.num_queries, tile.query_rows)
@@ -272,8 +272,8 @@ class BackwardPlan(Plan):
                     num_keys=problem.num_keys,
                     window=problem.window or 0,
                     diagonal=problem.diagonal,
-                    # For dK and dV these are sequences of keys. If these are fewer, groups are less even in size, but
-                    # none is larger than fits into L2. If one launch computes all, dQ has the groups of dK and dV.
+                    # Of queries; dK and dV take as many sequences of keys. If these are fewer, groups are less even in
+                    # size, but none exceeds what fits into L2. If one launch computes all, dQ has the groups of dK, dV.
                     sequences_per_group=sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                     key_programs=key_programs,
                     num_splits=self._num_splits,

@@ -4,7 +4,7 @@ Nothing is tuned at run time, so the first call of a kernel compiles one variant
 
 Comments give measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms, first of what is chosen
 for a shape, batch x heads x S x D, then of other tiles, queries x keys: "1x16x1024x64: 0.073, 64x64 0.092". "ptr" loads
-by pointers, "tma" by descriptors, which take the CPU some microseconds.
+by pointers, "tma" by descriptors, which take the CPU some microseconds. Where no number stands, none has been kept.
 """
 
 import functools
@@ -138,7 +138,7 @@ def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSe
     """Return the tiles of forward and of all passes of backward where products read operands from registers."""
     tiles = _FLOAT32_TILES if problem.dtype == torch.float32 else _HALF_TILES
     if problem.float32_precision == "ieee" and problem.dtype == torch.float32 and problem.capability != AMD:
-        tiles = _IEEE_TILES
+        tiles = _IEEE_TILES  # Without tensor cores, which on AMD's GPUs multiply fp32 itself.
     forward, backward = next(tiles[head_dim] for head_dim in tiles if problem.head_dim <= head_dim)
     if problem.capability == AMD:
         # Its warps have 64 threads, of which a program of four may use 512 registers each, and one of eight 256.
@@ -154,13 +154,13 @@ def forward_settings(problem: AttentionProblem) -> ForwardSettings:
 
 
 def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
-    """Return the splits that leave a multiprocessor four programs, or one below 2048 keys; 1 for few keys and float32.
+    """Return the splits that leave a multiprocessor four programs, or one below 2048 keys.
 
     Forward with 1, 2, 4 and 8 splits: 1x1x4096x64 0.0441, 0.0295, 0.0221, 0.0200; 1x1x16384x128 0.2224, 0.1442, 0.1539,
     0.1792. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
     """
-    # With fewer keys the second launch costs the CPU more than the splits save the GPU. None is the interpreter. The
-    # times above are of bf16: float32, of which splits were not measured, is never split.
+    # Not split: in the interpreter, which has no capability; of float32, which was not measured; and with few keys,
+    # where the second launch costs the CPU more than the splits save the GPU.
     num_keys = problem.keys_of_tile(tile.query_rows)
     if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
@@ -290,7 +290,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 
 def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
-    # GPU time. A pass that computes D itself would save a launch, but 1x12x512x64: 0.0242 by 32x64, 0.0213 by 64x64.
+    # Passes that compute D themselves save a launch but not GPU time: 1x12x512x64 0.0242, 0.0213 with D before them.
     if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
         # With 64 keys it would spill registers.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
@@ -390,8 +390,8 @@ def candidates(settings_of: Callable[[AttentionProblem], Any], problem: Attentio
 
     ``settings_of``: returns the built-in ones of a problem.
     """
-    largest = problem_class(problem)
-    built_in = settings_of(largest)
+    representative = problem_class(problem)  # The class's largest problem.
+    built_in = settings_of(representative)
     # 8 warps instead of 4 or 4 instead of 8, more queries, the other way to load, more and fewer stages; the first two
     # without the limits of registers, which were measured for other warps and rows.
     changes: tuple[Callable[[TileSettings], TileSettings], ...] = (
@@ -401,7 +401,7 @@ def candidates(settings_of: Callable[[AttentionProblem], Any], problem: Attentio
         lambda tile: replace(tile, num_stages=tile.num_stages + 1),
         lambda tile: replace(tile, num_stages=max(1, tile.num_stages - 1)),
     )
-    other_gpus = [settings_of(replace(largest, capability=capability)) for capability in ((9, 0), (8, 0))]
+    other_gpus = [settings_of(replace(representative, capability=capability)) for capability in ((9, 0), (8, 0))]
     by_text: dict[str, Any] = {}
     for settings in (built_in, *other_gpus, *(_with_tiles(built_in, change) for change in changes)):
         by_text.setdefault(str(settings), settings)

@@ -151,7 +151,7 @@ def keys_of_stretch(STRETCH: tl.constexpr, first_key, first_whole, whole_keys, e
         end = end_key
     if STRETCH == 2:
         begin = first_key
-        end = tl.minimum(first_whole, end_key)
+        end = tl.minimum(first_whole, end_key)  # first_whole is rounded up to a whole tile.
     return begin, end
 
 
