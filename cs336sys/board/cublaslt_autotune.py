@@ -299,7 +299,7 @@ def _loaded_cublaslt(device: int) -> _CublasLt | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    torch.cuda.current_blas_handle()  # torch loads it with the first product.
+    torch.cuda.current_blas_handle()  # Makes torch load cuBLAS, and with it cuBLASLt.
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
     try:
         with torch.cuda.device(device):  # A handle belongs to the current device.

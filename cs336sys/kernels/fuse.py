@@ -314,7 +314,7 @@ class Fused:
         """
         if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
-        copies = self._stack(dtype, are_separate=True)  # From the weights, which stay where they are.
+        copies = self._stack(dtype, are_separate=True)  # The weights stay where they are.
         for module, replacement in self._replacements.items():
             if replacement.stacks or module is self._head:  # Those that multiply by copies: forward reads it.
                 module.__dict__["gradient_dtype"] = gradient_dtype

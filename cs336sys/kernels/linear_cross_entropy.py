@@ -430,7 +430,7 @@ def launch_forward(
 
     token_bytes = logits_bytes_of_a_token(vocab_size, dtype)
     tokens_of_chunk = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)  # Divides by the number of chunks.
-    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # cuBLAS is slow at odd sizes: two products.
+    aligned_size = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT  # cuBLAS is slow at other sizes: two products.
     parts = [part for part in (slice(0, aligned_size), slice(aligned_size, vocab_size)) if part.stop > part.start]
     buffer_shape = min(tokens_of_chunk, num_tokens), token_bytes // dtype.itemsize  # Rows are padded to ROW_ALIGNMENT.
     buffer = torch.empty(buffer_shape, dtype=dtype, device=hidden.device)
@@ -489,7 +489,7 @@ def _split_factor(divisor: Tensor, options: LossOptions) -> tuple[Tensor, Tensor
 
 def _launch_kernel(
     logits: Tensor, targets: Tensor, losses: Tensor, logsumexp: Tensor, grad_loss: Tensor | None,
-    divisor: Tensor, total_weight: Tensor, options: LossOptions,
+    divisor: Tensor, total_weight: Tensor, options: LossOptions,  # The first two: of _count_weights().
 ) -> None:  # fmt: skip
     """Write losses and logsumexps of a chunk (tokens,), and into its logits (tokens, V) their gradients."""
     vocab_size, class_weight = logits.shape[1], options.class_weight

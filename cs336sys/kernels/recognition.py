@@ -180,7 +180,7 @@ def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[i
     """Return the operations that turn the output of ``head`` into the model's; None if these are not a chain.
 
     Args:
-        batch: how many sequences the model gets, each of two tokens of this number less one, so that calls differ.
+        batch: the model gets so many sequences of two tokens, all of them ``batch - 1``: calls differ in both.
         shape: of the zeros that take the place of the logits.
     """
     weight = head.get_parameter("weight")

@@ -369,7 +369,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None) -> tuple:
-        return *_differentiate(ctx, grad_y, grad_total), None
+        return *_differentiate(ctx, grad_y, grad_total), None  # Of returns_x.
 
 
 def rms_norm(

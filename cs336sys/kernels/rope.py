@@ -357,7 +357,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     rotate = _operator if operators.needs_operators(grad) else Rope.apply
     # The transposed rotation is the rotation back. In the layout of x a projection's gradient is contiguous.
     grad_x = rotate(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
-    return grad_x, None, None, None, None, None
+    return grad_x, None, None, None, None, None  # None: of all behind x.
 
 
 operators.define_gradient("rope", _differentiate, _save_for_backward)
@@ -415,7 +415,7 @@ def _differentiate_qkv(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_valu
     (positions,) = ctx.saved_tensors
     backward = _grad_qkv_operator if operators.needs_operators(grad_query) else compute_grad_qkv
     grad_qkv = backward(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
-    return grad_qkv, None, None, None, None, None
+    return grad_qkv, None, None, None, None, None  # None: of all behind qkv.
 
 
 operators.define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)

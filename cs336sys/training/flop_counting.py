@@ -213,7 +213,7 @@ class AttentionCalls(TorchDispatchMode):
             return
         visible = (scores[..., :keys] > _HIDDEN_SCORE).reshape(-1, queries, keys)
         self._hidden_pairs = rows * keys - visible_pairs(visible)
-        self.flops -= 2 * self._hidden_pairs * inner
+        self.flops -= 2 * self._hidden_pairs * inner  # Of the product before; _count_product() does the next one's.
 
     def _count_product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
         """Subtract hidden pairs from the FLOPs of probabilities (``left``) times values; keep the result as scores."""

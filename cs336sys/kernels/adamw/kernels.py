@@ -1,4 +1,7 @@
-"""The kernels of AdamW. They find the tensors through a table of addresses, so that one launch updates them all."""
+"""The kernels of AdamW. They find the tensors through a table of addresses, so that one launch updates them all.
+
+A program takes a chunk of a parameter; ``chunks_ptr`` has two numbers a chunk: its row in that table, its place there.
+"""
 
 import math
 from dataclasses import dataclass
@@ -54,7 +57,7 @@ class UpdateConfig:
 @triton.jit
 def _pointers(address, offset, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
     pointer = address.to(tl.pointer_type(DTYPE))
-    if VECTORS:
+    if VECTORS:  # What is at the address is aligned: ALIGNED.
         pointer = tl.multiple_of(pointer, 16)
     return pointer + offset
 
@@ -64,7 +67,7 @@ def _round_stochastically(x, random_bits):
     """Round to bfloat16, up with the probability of the fraction cut off; of ``random_bits``, uint32, 16 count."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + (random_bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x).to(tl.bfloat16)
+    return tl.where(x == x, rounded, x).to(tl.bfloat16)  # NaN stays NaN.
 
 
 @triton.jit
@@ -123,7 +126,7 @@ def _update(
         high = (bits + 0x8000) >> 16
         low = bits - (high << 16)
         is_nan = weight != weight
-        tl.store(high_pointers, tl.where(is_nan, 0x7FC0, high).to(tl.int16), mask=mask)
+        tl.store(high_pointers, tl.where(is_nan, 0x7FC0, high).to(tl.int16), mask=mask)  # A NaN of bfloat16.
         tl.store(low_pointers, tl.where(is_nan, 0, low).to(tl.int16), mask=mask)
     elif CONFIG.weights == BFLOAT16:
         tl.store(weight_pointers, _round_stochastically(weight, weight_bits), mask=mask)
@@ -178,7 +181,7 @@ def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFI
 @triton.jit
 def adamw_update_kernel(rows_ptr, chunks_ptr, factors_ptr, clip_ptr, first_chunk, CONFIG: tl.constexpr):
     """Update one chunk of one parameter in each program."""
-    chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))  # (row, place among the chunks of its parameter)
+    chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))
     row = tl.load(chunk_ptr)
     start = tl.load(chunk_ptr + 1).to(tl.int64) * CONFIG.chunk
     row_ptr = rows_ptr + row * NUM_COLUMNS
@@ -217,7 +220,7 @@ def adamw_norm_kernel(
     rows_ptr, chunks_ptr, sums_ptr, first_chunk, GRADIENT_DTYPE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):
     """Sum the squares of one chunk of one gradient in each program."""
-    chunk = first_chunk + tl.program_id(0)  # Two numbers: its parameter's row, and its place among that one's chunks.
+    chunk = first_chunk + tl.program_id(0)
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
     row_ptr = rows_ptr + tl.load(chunks_ptr + 2 * chunk) * NUM_COLUMNS
     address = tl.load(row_ptr + GRADIENT)

@@ -84,8 +84,7 @@ class Uploader:
 
     def __init__(self, device: torch.device):
         self._device = device
-        # By the number of bytes: pinned, and on the device.
-        self._spares: dict[int, tuple[Tensor, Tensor]] = {}
+        self._spares: dict[int, tuple[Tensor, Tensor]] = {}  # By the number of bytes: pinned, and on the device.
         self._captured: list[Tensor] = []
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -134,8 +133,7 @@ class Chunks:
             first_chunk += num_chunks_of_launch
         self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
         self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
-        # The norm of the gradients, and the factor that clips them.
-        self.clip = torch.empty(2, dtype=torch.float32, device=device)
+        self.clip = torch.empty(2, dtype=torch.float32, device=device)  # The norm, and the factor that clips.
 
 
 class UpdateTables:
@@ -174,8 +172,7 @@ class UpdateTables:
         setting_table = self._upload_settings(settings)
         with torch.cuda.device_of(setting_table):
             _launch(self._chunks, self._rows, setting_table, max_norm)
-        if is_capturing(self._device):
-            # Replays of the graph use these tables.
+        if is_capturing(self._device):  # Replays of the graph use these tables.
             self._captured.append((self._chunks, self._rows, setting_table))
         return self._chunks.clip
 

@@ -45,7 +45,7 @@ class ParallelStep(TrainStep):
         set_matmul_precision(workload.training)
         _refuse_unsupported(workload)
         if not workload.training.is_ours:
-            # Training in one process, which checks this rank's, would draw other masks.
+            # The training in one process that checks this rank's would draw other masks.
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
         self.warmup_of_capture = warmup_of_capture(workload)

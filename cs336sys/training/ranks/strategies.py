@@ -220,7 +220,7 @@ def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: Optim
         from cs336sys.kernels.fuse import fused_kernels
 
         fused = fused_kernels(model)
-        assert fused is not None
+        assert fused is not None  # Only fused workloads have half gradients.
         fused.keep_copies(torch.bfloat16, trained, gradient_dtype=torch.bfloat16)
     return trained
 

@@ -61,7 +61,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
         device=device,
         communicates=record.communicates,
     )
-    model: Any = shared
+    model: Any = shared  # It has changed plain in place; what shares the batch among groups wraps that.
     if record.outer == "ddp":
         model = BucketedDDP(plain, BUCKETS, group=mesh["data"])
     elif record.gathers_ahead:

@@ -59,7 +59,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
     HALF: gl.constexpr = HEAD_DIM // 2
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma: 4 x 16 rows.
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma, 4 warps x 16 rows
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)

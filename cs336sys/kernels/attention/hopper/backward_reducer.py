@@ -58,7 +58,7 @@ def _rows_of_program(schedule, CONFIG: gl.constexpr):
     """Return (first, end) of this program's rows of the schedule: of the items and pieces that it works through."""
     first = gl.program_id(0)
     count = 1
-    if not CONFIG.ordered:
+    if not CONFIG.ordered:  # Else each program has one row.
         count = gl.load(schedule + gl.program_id(0) * 2)
         first = gl.load(schedule + gl.program_id(0) * 2 + 1)
     return first, first + count
@@ -105,7 +105,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma: 4 x 16 rows.
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # wgmma, 4 warps x 16 rows
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
@@ -214,7 +214,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
             buffer = use % 2
             mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
             tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
-            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)  # Rows of 128 numbers a tile.
+            row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)  # A tile is so many rows of 128.
             scores_tile = grad_scores_tiles.index(2 * buffer).permute([1, 0])
             grad_query = warpgroup_mma(scores_tile, key_tiles.index(2 * keys_slot), zeros, use_acc=False, is_async=True)
             scores_tile = grad_scores_tiles.index(2 * buffer + 1).permute([1, 0])

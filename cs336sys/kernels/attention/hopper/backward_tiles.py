@@ -1,4 +1,7 @@
-"""Parts that the backward kernels for Hopper share: finding tiles, loading them by TMA, starting sums."""
+"""Parts that the backward kernels for Hopper share: finding tiles, loading them by TMA, starting sums.
+
+Items, their visits and pieces are those of schedule.py. Tile n that goes through a ring is use n, in slot n % stages.
+"""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -123,8 +126,7 @@ def tile_of_group(visit, first_tile, shape, CONFIG: gl.constexpr):
 def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
     """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
     tile = tile_of_group(visit, first_tile, shape, CONFIG)
-    # 32 bits hold the offset in one sequence; in a group it may be larger.
-    if CONFIG.grouped:
+    if CONFIG.grouped:  # 32 bits hold the offset in one sequence; in a group it may be larger.
         tile = tile.to(gl.int64)
     return tile * ROWS * CONFIG.head_dim
 
@@ -154,8 +156,7 @@ def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, CONFIG: gl.const
     tensors, buffers, barriers, schedule, shape = shared
     item = read_item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
     load_keys(shared, item, slot=0, TILES=TILES)
-    # What follows was written by the kernel before.
-    change_kernels()
+    change_kernels()  # What follows was written by the kernel before.
     load_queries(shared, turns, item, first_use=0, TILES=TILES, ENDS_TURNS=True, CONFIG=CONFIG)
     if not is_piece(schedule, gl.program_id(0), CONFIG):
         batch = item.key_sequence // shape.num_key_heads
@@ -352,7 +353,7 @@ def add_grad_query(sums, grad_query):
     """
     addresses, first, second, third, fourth = _in_fours(sums, grad_query)
     gl.inline_asm_elementwise(
-        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: as in store_piece().
+        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: it must have a result.
         "=r,l,f,f,f,f",
         [addresses, first, second, third, fourth],
         dtype=gl.int32,

@@ -55,7 +55,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute dK and dV of the program's keys, and their share of dQ: of each one warpgroup's half of the columns."""
+    """Compute one warpgroup's half of the columns of dK and dV of the program's keys, and of their share of dQ."""
     tensors, buffers, barriers, schedule, shape = shared
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, weights_tiles, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready, query_free, grad_out_free, weights_ready, _, _, turn = barriers
@@ -66,7 +66,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     FIRST_ROW: gl.constexpr = CONSUMER * HALF_ROWS
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_ROWS, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # wgmma: 4 x 16 rows.
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # wgmma, 4 warps x 16 rows
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 

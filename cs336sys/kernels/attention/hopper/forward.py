@@ -108,7 +108,7 @@ def _tiles(first_query, shape, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _num_rounds(schedule):
-    return gl.load(schedule + gl.program_id(0) * 2)
+    return gl.load(schedule + gl.program_id(0) * 2)  # The program's (number of items, row of the first): as_table().
 
 
 @gluon.jit
@@ -241,7 +241,7 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.out.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # wgmma: 4 x 16 rows.
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # wgmma, 4 warps x 16 rows
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     in_every_thread: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     limit: gl.constexpr = FLOAT16_LIMIT if dtype == gl.float16 else LIMIT
@@ -307,7 +307,7 @@ def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.
             row_sum += sums
         _release(slot, KEY_FREE, CONFIG)
     HAS_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
-    if HAS_OUT_TILES:
+    if HAS_OUT_TILES:  # No product reads the queries any more.
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
     last_use = first_use + count - 1
     slot = last_use % STAGES
@@ -362,8 +362,7 @@ def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.
     """Compute, for each item of the program, the 64 queries of one consumer."""
     _, _, barriers, schedule, shape = shared
     if CONFIG.take_turns and CONFIG.consumers - 1 == CONSUMER:
-        # The first consumer's first turn.
-        _pass_turn(CONSUMER, CONFIG)
+        _pass_turn(CONSUMER, CONFIG)  # The first consumer's first turn.
     first_use = 0
     for round in range(_num_rounds(schedule)):
         item_query, batch, head = _item(schedule, round, shape.num_heads, CONFIG)

@@ -1,4 +1,4 @@
-"""From tensors to launches of the Hopper kernels, in the way of triton/plans.py."""
+"""From tensors to launches of the Hopper kernels, in the way of triton/plans.py; schedule.py explains the terms."""
 
 import math
 from collections.abc import Sequence
@@ -176,8 +176,8 @@ class HopperBackwardPlan(BackwardPlan):
             schedule.ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns)
         )
         if self._takes_turns and _mask(problem) == CAUSAL.value and problem.head_dim >= 128:
-            # In times of the pass without turns, so and unsorted: 1x16x16384x128: 1.084, 1.101; 8x16x2048x128: 1.156,
-            # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
+            # Time over that without turns, sorted like this and not: 1x16x16384x128 1.084, 1.101; 8x16x2048x128 1.156,
+            # 1.165; 1x16x2048x128 1.26, 1.35; 1x16x16384x256 1.023, 1.031. But 1x16x16384x64 1.092, 1.078.
             items = schedule.longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
         self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole

@@ -200,7 +200,7 @@ def visits(first, end, group_size):
 
 def member_of_visit(visit, first, end):
     """Return which head of the group it is whose tiles ``first`` to ``end`` are visited."""
-    return (visit - first) // max(end - first, 1)
+    return (visit - first) // max(end - first, 1)  # 1: without tiles there are no visits.
 
 
 def tile_of_visit(visit, first, end):

@@ -92,7 +92,7 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
 def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = False) -> HopperBackwardSettings:
     """Return the backward kernel's settings; with head dimension 128 dK, dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
-        # Three stages and two: 8x16x2048x64: 0.414, 0.422; 1x16x16384x64: 2.55, 2.68. In turns TURNS allows for two.
+        # Three stages and two: 8x16x2048x64 0.414, 0.422; 1x16x16384x64 2.55, 2.68. Deterministic: TURNS is for two.
         return HopperBackwardSettings(num_stages=2 if deterministic else 3, kernel="reducer")
     if problem.head_dim == 256:
         # 1x16x16384x256: 13.28 (Triton 20.10); next S^T alongside dK 15.01, dQ in two halves around dK 13.38.
@@ -104,7 +104,7 @@ def hopper_backward_settings(problem: AttentionProblem, deterministic: bool = Fa
 def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run.
 
-    In a window as without one, by the lengths of the whole sequences.
+    Lengths are those of the whole sequences, in a window, too.
     """
     rows = hopper_forward_settings(problem).item_rows
     items_per_multiprocessor = _items_per_multiprocessor(problem, problem.num_queries, rows)

@@ -328,7 +328,7 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
 
 
 # All but padded_queries, a stride, of which the compiler is to know whether 16 divides it.
-@triton.jit(do_not_specialize=[name for name in Numbers._fields if name != "padded_queries"])
+@triton.jit(do_not_specialize=[name for name in Numbers._fields if name != "padded_queries"])  # It is a multiple of 16.
 def backward_kernel(
     query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, out, strides,
     num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
