@@ -90,7 +90,7 @@ def _reduce_row(
     column = last_start + tile
     in_row = column < num_columns
     # Up to the stride, where what a thread reads at once ends, too, as it need not at the last column; masked below.
-    last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
+    last_x = _load_logits(logits_ptr + column, mask=column < row_stride, other=0.0, softcap=softcap, CAPPED=CAPPED)
     x = tl.where(in_row, last_x, -float("inf"))
     maximum, total = _accumulate(x, maximum, total)
     weights = _load_class_weights(class_weight_ptr, column, num_columns, SMOOTHED and WEIGHTED)
@@ -156,7 +156,7 @@ def cross_entropy_forward_kernel(
     target = tl.load(target_ptr + row)
     is_target = (target >= 0) & (target < num_columns)
     # Loaded before the first reduction: once past it, other threads overwrite the row.
-    target_logit = _load_logits(logits_ptr + target, is_target, float("nan"), softcap, CAPPED)
+    target_logit = _load_logits(logits_ptr + target, mask=is_target, other=float("nan"), softcap=softcap, CAPPED=CAPPED)
     target_weight = 1.0
     if WEIGHTED:
         target_weight = tl.load(class_weight_ptr + target, mask=is_target, other=0.0)

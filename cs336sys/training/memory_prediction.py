@@ -194,7 +194,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
         FakeTensorMode(),
         WithoutValues(decisions) as valueless,
     ):
-        # The second pass finds the gradients of the first, as does every later one.
+        # Two passes stand for any number: the second finds the gradients of the first, as do all later ones.
         step = MemoryStep(workload, torch.device("cpu"), passes=min(2, workload.micro_batches))
         valueless.guessed.clear()  # Numbers that constructors read do not decide what a step holds.
         _create_optimizer_state(step)

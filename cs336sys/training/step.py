@@ -282,8 +282,7 @@ def _check_fp16_on_cpu() -> None:
 
 def set_matmul_precision(workload: Workload) -> None:
     """Set for the whole process whether fp32 matrix products may use TF32, and silence torch's advice on it."""
-    # "high" allows TF32, "highest" does not.
-    torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")  # "high" allows TF32.
     # Inductor recommends TF32 where it is off; here --tf32 decides, and the results name it.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     # torch warns once that autograd's thread had no context before its first matrix product, which is harmless.

@@ -408,7 +408,7 @@ class AdamW(torch.optim.Optimizer):
                     raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
             _check_betas(group["betas"])
         super().load_state_dict(state_dict)
-        # torch has cast the moments, and whatever else a state has, to the dtype of the parameter.
+        # torch has cast the moments, and whatever else a state has, to the parameter's dtype; states are made anew.
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, parameter in zip(ids, parameters, strict=True):

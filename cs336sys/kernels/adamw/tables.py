@@ -184,7 +184,7 @@ class UpdateTables:
             self._settings = numbers
         for group, values in enumerate(settings):
             for column, value in enumerate(values):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor):  # Its number, which the host does not know, may be another in each step.
                     self._setting_table[group, column].copy_(value.squeeze())
         return self._setting_table
 

@@ -201,7 +201,7 @@ def import_from(path: str, package: str = "") -> ModuleType:
         ImportError: the file cannot be loaded.
     """
     require_private(Path(path).parent, variable="TRITON_CACHE_DIR")
-    spec = importlib.util.spec_from_file_location(f"{package}.{SOURCE.stem}".lstrip("."), path)
+    spec = importlib.util.spec_from_file_location(f"{package}.{SOURCE.stem}".lstrip("."), path)  # No package, no dot.
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -259,7 +259,7 @@ def _check_plain_launch(metadata) -> None:
 
 def _check_sizes(ptx: str, parameters: Sequence) -> None:
     """Refuse a kernel that declares another number of parameters than it will be given, or other sizes."""
-    declaration = ptx.partition(".entry")[2].partition(")")[0]
+    declaration = ptx.partition(".entry")[2].partition(")")[0]  # The kernel's list of parameters.
     # As in ".param .align 64 .b8 name[128]": bits of an element, and their number.
     sizes = [
         int(bits) // 8 * int(count or 1)

@@ -37,7 +37,7 @@ from cs336sys.training.step import AUTOCAST_DTYPES
 
 def _data_tensor_mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
     """Return the mesh (groups, ranks that share layers), of which the latter are neighbours."""
-    return _kept_mesh(process_group(None), device.type, workload.data_ranks, workload.group_ranks)
+    return _kept_mesh(process_group(group=None), device.type, workload.data_ranks, workload.group_ranks)
 
 
 # Groups cost ranks a rendezvous, and NCCL memory: the same for all cells of one default group.
@@ -221,7 +221,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     """Hold a slice of every sequence of its group on each rank, and all state or a slice of that."""
     record, ranks = workload.strategy_record, workload.group_ranks
     split = split_of(workload.strategy, workload.training.size, ranks)
-    group = _attention_group(process_group(None), workload.timeout_s, ranks)
+    group = _attention_group(process_group(group=None), workload.timeout_s, ranks)
     context = ContextGroup(split, group, communicates=record.communicates)
     if record.trades_heads:  # For tokens, all to all; else keys and values go around a ring.
         model_attention = functools.partial(models.model_attention, is_causal=True)

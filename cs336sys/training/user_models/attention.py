@@ -143,14 +143,14 @@ _drops = True
 
 def without_dropout() -> None:
     """Let no model of this process drop anything from now on: what is checked must be the same twice."""
-    _let_drop(False)
+    _let_drop(drops=False)
 
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
     """Within this, let models drop nothing; whether their attention drops is decided when they are built."""
     before = _drops
-    _let_drop(False)
+    _let_drop(drops=False)
     try:
         yield
     finally:

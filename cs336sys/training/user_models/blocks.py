@@ -27,7 +27,7 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
             raise UserCodeError(f"--blocks '{patterns}': no module has such a name; its lists are {listed}")
         return matching
     by_class: dict[type[nn.Module], dict[str, nn.Module]] = {}
-    _collect_blocks(model, "", by_class)
+    _collect_blocks(model, name="", by_class=by_class)
     return max(by_class.values(), key=len, default={})
 
 

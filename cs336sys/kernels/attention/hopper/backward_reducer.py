@@ -121,7 +121,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
     key_operand = buffers.key_tiles.index(2 * keys_slot + CONSUMER).load(operand_layout)
     value_operand = buffers.value_tiles.index(2 * keys_slot + CONSUMER).load(operand_layout)
-    thread_barrier()
+    thread_barrier()  # All threads have loaded theirs.
     mbarrier.arrive(barriers.keys_free.index(keys_slot), count=1)
     query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
     query_ready = barriers.query_ready

@@ -262,9 +262,9 @@ class HopperBackwardPlan(BackwardPlan):
         bytes_of_head = problem.num_queries * self._row_bytes()
         if problem.num_sequences * bytes_of_head <= BACKWARD_L2_BYTES:
             return 1  # The queries of all heads fit.
-        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles  # Of all groups that run at a time.
-        # On average the programs of a piece are spread over half of its heads.
-        return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
+        bytes_of_heads = bytes_of_head * problem.num_multiprocessors // num_tiles  # One of each group that runs.
+        # On average the programs of a piece are spread over half its heads: it may have twice as many as fit into L2.
+        return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_heads))
 
     def _only_pass_descriptors(self) -> list[Descriptors]:
         """Return the kernel's first arguments: query, key, value, dO, statistics, reducer's sum of dQ, dK and dV."""

@@ -1,6 +1,7 @@
 """Tile sizes, warps and pipeline depth of the Triton attention kernels: a pure function of shape, dtype and GPU.
 
-Nothing is tuned at run time, so the first call of a kernel compiles one variant, in seconds.
+Nothing is tuned at run time, so the first call of a kernel compiles one variant, in seconds. Backward is *fused*, or it
+is deterministic: *separate* (see backward.py), or *joint*, the separate passes in one launch.
 
 Comments give measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms, first of what is chosen
 for a shape, batch x heads x S x D, then of other tiles, queries x keys: "1x16x1024x64: 0.073, 64x64 0.092". "ptr" loads
@@ -303,18 +304,18 @@ def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
 
 
 def _backward_with_register_operands(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
-    """Choose where products read operands from registers: 8.x, 12.x, AMD's GPUs, and for float32 10.x and 11.0, too."""
+    """Choose for GPUs that read operands of products from registers: 8.x, 12.x, AMD's; float32 also 10.x and 11.0."""
     _, tile = _tiles_by_registers(problem)
     if problem.head_dim > 128:
-        return joint(tile)
+        return joint(tile)  # Here and at the end compiled, but not measured.
     if problem.dtype == torch.float32:
         # On an H200, with the A100's tiles: 1x16x4096x64 2.309, joint 3.165; x128 8.560, 12.784; by ieee 22.41, 42.55.
-        # With masks of columns up to 128 the fused form spills 332 bytes on 8.9. AMD's were compiled in the joint form.
+        # Fused, head dimensions padded to 128, whose columns are masked, spill 332 bytes on 8.9. AMD's: compiled joint.
         spills_if_fused = 64 < problem.head_dim < 128
         is_joint = deterministic or spills_if_fused or problem.capability == AMD
         return joint(tile) if is_joint else _fused_with_splits(problem, tile, per_sm=4)
     if _is_launch_bound(problem):
-        # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
+        # A single launch, as on the H200; rowsum(dO * O) computed in the passes would spill with windows or groups.
         return joint(tile, precomputes_delta=problem.window is not None or problem.group_size > 1)
     if problem.head_dim <= 32 and not deterministic:  # As on an H200 by pointers, see backward_settings().
         return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), per_sm=4)
