@@ -118,7 +118,7 @@ def _update(
     denominator = tl.fma(tl.sqrt(exp_avg_sq), inverse_root, eps)
     weight = tl.fma(weight_share, weight, -(step_size * exp_avg) / denominator)
 
-    _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)
+    _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)  # 16 bits count.
     _store_moment(exp_avg_sq_address, offset, mask, exp_avg_sq, moment_bits >> 16, BFLOAT16_MOMENTS, VECTORS)
     if CONFIG.weights == SPLIT:
         bits = weight.to(tl.int32, bitcast=True)

@@ -305,5 +305,5 @@ def reducer_backward_kernel(
             (_producer, (shared, turns, CONFIG)),
         ],
         [4, 4, 1],
-        [CONFIG.consumer_registers, CONFIG.reducer_registers, 24],
+        [CONFIG.consumer_registers, CONFIG.reducer_registers, 24],  # The fewest that a thread can have.
     )

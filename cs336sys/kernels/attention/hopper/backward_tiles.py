@@ -134,7 +134,7 @@ def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
 @gluon.jit
 def piece_number(schedule, work):
     """Return which of all pieces of items a row of the schedule is."""
-    return gl.load(schedule + work * 2) // 256
+    return gl.load(schedule + work * 2) // 256  # See read_item().
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
     """Return whether other pieces have other queries of the same keys: dK and dV are the sum of all of theirs."""
     piece = False
     if CONFIG.cut:
-        piece = gl.load(schedule + work * 2) % 256 > 1
+        piece = gl.load(schedule + work * 2) % 256 > 1  # The pieces of its item: see read_item().
     return piece
 
 

@@ -198,5 +198,5 @@ def wide_backward_kernel(
             (_producer, (shared, turns, CONFIG)),
         ],
         [4, 1],
-        [CONFIG.consumer_registers, 24],
+        [CONFIG.consumer_registers, 24],  # The fewest that a thread can have.
     )
