@@ -1,6 +1,7 @@
 """Compile native_call.cpp once for a machine and a torch, while calls go on, and translate plans for it.
 
-With a plan known to the C++ a call runs no Python between its arguments and its launches, forward or backward.
+With a plan known to the C++ a call runs no Python between its arguments and its launches, forward or backward. Launches
+name tensors by their slots in the plan: first those of the call, then the plan's own.
 """
 
 import ctypes
@@ -301,8 +302,7 @@ def _launch_parameters(module: ModuleType, compiled, arguments: Sequence, descri
             dtype, swizzle = TMA_DTYPE_DEVICE_TO_HOST[tile["elem_type"]], tile["swizzle"]
             element_bytes, box = tile["elem_size"], tile["block_size"]
             parameters.append(module.Descriptor(argument, dtype, swizzle, element_bytes, box, shape, strides))
-            # The kernel is given shape and strides as well.
-            parameters.extend(struct.pack("<i", size) for size in shape)
+            parameters.extend(struct.pack("<i", size) for size in shape)  # The kernel is given these as well.
             parameters.extend(struct.pack("<q", stride) for stride in strides)
         elif kind in _NUMBER_FORMATS:
             parameters.append(struct.pack(_NUMBER_FORMATS[kind], argument))
