@@ -100,8 +100,8 @@ def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedB
     def schedule(block: int, saved: int, name: str = "") -> SavedBlocks:
         earlier = block - saved  # Of them a layer with a checkpoint is kept as its input, the other one whole.
         attentions, feed_forwards = (0 if layer in layers else earlier for layer in ("attn", "ffn"))
-        inputs, attention_later = len(layers) * earlier, "attn" in layers
-        return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later)
+        inputs, attention_later = len(layers) * earlier, "attn" in layers  # See SavedBlocks.
+        return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later=attention_later)
 
     at_blocks = [schedule(blocks.block, saved=1, name=blocks.name) for blocks in everything_saved(num_layers)]
     return schedule(num_layers, saved=0), at_blocks

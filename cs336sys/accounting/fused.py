@@ -150,7 +150,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     """Return what a forward pass without gradients holds where it is widest.
 
     - Softmax of reference attention: the block's input, the norm's output, q, k, v (with copies as projected, too), the
-      mask and what it is made of, and 12 bytes a score as in ``accounting.memory``.
+      mask and the int64 positions that it compares, and 12 bytes a score as in ``accounting.memory``.
     - Feed-forward: the block's input and the sum, attention's and the norm's outputs, gate, up and product; with copies
       the result exists before gate and up are gone.
     - Loss: its input, a chunk of logits, and the cast of the weight.
@@ -162,7 +162,7 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context
         softmax = (4 + (7 if has_copies else 4) * e) * step.size.stream + mask + 12 * step.scores
-        moments.append(("softmax", 0, softmax + (0 if has_copies else 4 * step.size.queries)))  # Sums inverted.
+        moments.append(("softmax", 0, softmax + (0 if has_copies else 4 * step.size.queries)))  # 1 / sums.
     return moments
 
 
@@ -202,7 +202,7 @@ def _fused_backward_moments(
                 moments.append((f"update, {blocks.name}", done + step.block_gradients, saved - step.block))
         else:
             gates = saved + 2 * e * step.size.inner - cast * w2
-            moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))
+            moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))  # Without copies, fp32.
         if step.scores:
             # Gone: what the feed-forward layer and its norm saved, attention's output, casts of the weights behind it.
             freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner

@@ -168,7 +168,9 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str,
         "feed-forward backward": max(0, size.d_ff * size.d_model - (0 if copy else size.inner // passes)),
         "softmax backward": size.d_model**2,
     }
-    logits = tokens * size.vocab_size  # Their loss also saved 8 bytes a token; the input's gradient is new.
+    # Gone: of a logit in fp32 itself (4), in half precision itself (e), its gradient (4) and the cast of that; and the
+    # loss's two numbers a token. New: the input's gradient.
+    logits = tokens * size.vocab_size
     freed = (4 + copy) * logits + 8 * tokens + (e * logits if copy else 0) - e * tokens * size.d_model
     loss = next(moment for moment in moments if moment.moment == "loss")
     head = replace(loss, moment="LM head backward", activations=loss.activations - freed)
@@ -241,6 +243,7 @@ def _backward_moments(
     tokens, stream, inner = size.tokens, size.stream, size.inner
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
+    # Outside of blocks, with the batch.
     without_blocks = saved_activations(replace(size, num_layers=0), precision, attention, autocast=autocast).total
     attention_bytes = attention_activations(size, precision, attention, autocast=autocast).total
     feed_forward_bytes = feed_forward_activations(size, precision, autocast=autocast).total

@@ -162,8 +162,8 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     """Return ``(N_FSDP, N_TP)`` of so many devices that communicates for the shortest time, not whole numbers.
 
     The times are ``g (N_FSDP - 1) / N`` and ``r (N_TP - 1) / N``, ``g`` and ``r`` being what gathering all weights and
-    reducing all activations would take without end. Their sum is least at ``N_FSDP = sqrt(N r / g)``; their maximum
-    where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
+    reducing all activations would take on ever more devices. Their sum is least at ``N_FSDP = sqrt(N r / g)``; their
+    maximum where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
     """
     # At N = 2 both factors (N - 1) / N are 1 / 2.
     g = number_of(2 * _fsdp_comm_s(layer, which, 2))
@@ -257,7 +257,10 @@ def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str)
 
 
 def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    """Return the communication times of a pass; K_fwd or K_bwd is the pass's, with axes overlapped."""
+    """Return the communication times of a pass; K_fwd or K_bwd is the pass's, with axes overlapped.
+
+    ``axes`` are the devices of each axis, ``fsdp`` and ``tp`` as :func:`communication_s` takes them, as symbols.
+    """
     if (strategy, which) == ("dp", "forward"):
         return []  # It does not communicate.
     row = partial(_pass_row, strategy, which, "s", part=_COMMUNICATION)

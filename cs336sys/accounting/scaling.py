@@ -232,13 +232,16 @@ def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, che
 
 @cache
 def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing: str) -> float:
-    """Return a rank's bytes at the peak: a share of the state, and of the batch, which tp ranks have in common."""
+    """Return a rank's bytes at the peak: a share of the state, and of the batch, which tp ranks have in common.
+
+    They are a tp-th of those of a rank without tp, as if the ranks shared the norms and the batch, too.
+    """
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"
     step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)
     if mesh.fsdp > 1:
         return rank_peak(step).total / mesh.tp
-    # Only fsdp knows other dtypes than fp32: take from each moment what gradients and state in half precision save.
+    # Only fsdp knows other dtypes than fp32: take from each moment what gradients and moments in half precision save.
     gradient_share, moment_share = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
     of_moments = (
         moment.total - (1 - gradient_share) * moment.gradients - (1 - moment_share) * moment.optimizer_state

@@ -5,6 +5,9 @@ al., "How to Scale Your Model" (2025), part 5 (https://jax-ml.github.io/scaling-
 
 The model is a stack of blocks of two linear layers, (D, F) and (F, D), without attention, embeddings or activation
 function. Weights, accumulated gradients and optimizer state are fp32; activations and communicated gradients bf16.
+
+Letters are the book's: X devices for FSDP and Y for tensor parallelism (TP), which use M_X and M_Y axes of links of
+W_ici bytes/s; a device's C FLOP/s, ``alpha = C / W_ici``, and the batch B, ``b`` tokens a device.
 """
 
 import math
@@ -91,21 +94,24 @@ def memory_answers(
 
 
 def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_bytes: float) -> list[Derived]:
-    """Answer (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` a device."""
+    """Answer (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` a device.
+
+    ``copies_bytes`` are those of the weights' bf16 copies, which ``A`` contains.
+    """
     free_bytes = symbol("M_max", device_bytes) - a / 2
     degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
     row = partial(_answer, unit="devices")
     exact = row("sharding at which a device is exactly full", degree, name="N_exact", reason=why("exact_sharding"))
     label = "smallest N_FSDP with less than that"
-    if exact.value == math.inf:
+    if exact.value == math.inf:  # A / 2 by itself fills the device.
         copies_gb = f"{copies_bytes / 1e9:.1f}" if copies_bytes else ""  # Without copies nothing is said of them.
         never = why("no_sharding", f"{number_of(a) / 2e9:.1f}", f"{device_bytes / 1e9:g}", copies_gb)
         return [row(label, math.inf, part="(b)", name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1
     smallest = row(label, whole, part="(b)", name="N_FSDP", reason=why("next_sharding"))
-    then = (s + a / 2) / smallest.as_symbol() + a / 2
+    held = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = why("memory_of_device")
-    return [exact, smallest, _answer("memory of a device then", then, "decimal_bytes", part="(b)", reason=reason)]
+    return [exact, smallest, _answer("memory of a device then", held, "decimal_bytes", part="(b)", reason=reason)]
 
 
 def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:

@@ -28,7 +28,7 @@ _FORWARD_ROLES = (infer.FORWARD, infer.USER)
 # Iterations take about equally many events, and at least some: the longest gap in medians, the shortest in events.
 _LONGEST_GAP, _LEAST_GAP = 1.5, 3
 # Least parts: of the iterations in which a line of the loop runs (some are skipped), of these lines that layers repeat.
-_LEAST_ITERATIONS, _LEAST_REPEATED = 0.8, 0.4
+_LEAST_ITERATION_SHARE, _LEAST_REPEATED_SHARE = 0.8, 0.4
 
 _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
 # Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
@@ -123,19 +123,19 @@ def _state_twice(moment: Moment) -> Finding | None:
     parameter_blocks = inference.blocks_of("parameters")
     parameters = Counter(block.requested for block in parameter_blocks)
     gradient_blocks = inference.blocks_of("gradients")
-    # Of each line, its blocks by the step and the stack that made them.
-    by_line: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
+    # By the optimizer's line, and by its calls: the step, and the stack, which names the caller.
+    blocks_of_lines: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
     for index in moment.live:
         block = record.blocks[index]
         if inference.categories[index] == "optimizer state" and moment.role(block) == infer.OPTIMIZER:
             line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
-            by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
+            blocks_of_lines[line][bisect_right(inference.steps, block.start), block.stack].append(block)
     doubled_bytes, calls = 0, set()
-    for blocks_by_call in (blocks_by_call for blocks_by_call in by_line.values() if len(blocks_by_call) > 1):
+    for blocks_by_call in (blocks_by_call for blocks_by_call in blocks_of_lines.values() if len(blocks_by_call) > 1):
         counts = [Counter(block.requested for block in blocks) for blocks in blocks_by_call.values()]
         starts = [blocks[0].start for blocks in blocks_by_call.values()]
         gradients = [Counter(b.requested for b in gradient_blocks if b.start <= start < b.end) for start in starts]
-        # State has the parameters' dtype, or fp32 for half precision.
+        # State has the parameters' dtype, as large as they (1), or fp32 for half precision, twice as large (2).
         in_dtype, in_fp32 = (_copied_state_bytes(counts, gradients, parameters, ratio) for ratio in (1, 2))
         if copied_bytes := in_dtype or in_fp32:
             doubled_bytes += copied_bytes
@@ -160,10 +160,10 @@ def _copied_state_bytes(states: Sequence[_Sizes], gradients: Sequence[_Sizes], p
     copied_bytes = 0
     for size, count in sum(states, _Sizes()).items():
         parameter_size = size // ratio
-        # States for each gradient, two if the line makes both of Adam's moments; one if no gradient is known.
+        # States for each gradient that a call saw, two if the line makes both of Adam's moments; 1 if it saw none.
         moments = max(
-            math.ceil(state_counts[size] / (with_gradient[parameter_size] or state_counts[size] or 1))
-            for state_counts, with_gradient in zip(states, gradients, strict=True)
+            math.ceil(state_counts[size] / (gradient_counts[parameter_size] or state_counts[size] or 1))
+            for state_counts, gradient_counts in zip(states, gradients, strict=True)
         )
         # If nearly all parameters (1.9 of 2) have a second state, the smaller one of the two largest sets is the copy.
         if parameters[parameter_size] and count >= 1.9 * moments * parameters[parameter_size]:
@@ -199,9 +199,9 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         return []
     blocks_of_lines: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in moment.record.blocks:
-        # From here on a block starts and ends at the number of a step's end, no longer at a position.
+        # From here on start and end are numbers of steps: the first at whose end the block is there, or no longer.
         first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
-        if block.start and first < after:  # Made within the record, and there at a step's end.
+        if block.start and first < after:  # Made within the record (0: before it), and there at a step's end.
             blocks_of_lines[_line_key(block)].append(block._replace(start=first, end=after))
     lines = []
     for (stack, _), blocks in blocks_of_lines.items():
@@ -209,13 +209,14 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
             continue
         sizes = held_bytes(blocks, len(ends) - 1)
         rises = [later - earlier for earlier, later in pairwise([0, *sizes])]
-        start = next((step for step, rise in enumerate(rises) if rise > 0), last)
+        first_rise = next((step for step, rise in enumerate(rises) if rise > 0), last)
         # If there are as many blocks at the end as after the first rise, larger ones replace them, as by torch.cat.
-        live_counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
+        live_counts = {sum(block.start <= step < block.end for block in blocks) for step in (first_rise, len(ends) - 1)}
         is_single = len(live_counts) == 1
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
-        if start < last and _is_growing(rises[start:], is_single=is_single, is_state=is_state):
-            lines.append(_GrowingLine(stack, sum(rises[start : last + 1]), last - start + 1, is_single))
+        if first_rise < last and _is_growing(rises[first_rise:], is_single=is_single, is_state=is_state):
+            size, step_count = sum(rises[first_rise : last + 1]), last - first_rise + 1  # As at the moment.
+            lines.append(_GrowingLine(stack, size, step_count, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
 
@@ -230,7 +231,8 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
     if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:  # One of the last two steps must rise.
         return False
     if is_single or is_state:
-        # A batch's size can rise by chance, and states of few parameters can follow each other.
+        # Every step must rise, for a tensor's size may follow the batch's by chance; and states by equally much, for
+        # parameters that get their first gradients one after another make states of different sizes.
         return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
     # A buffer that is emptied gives back all; growth is in half of the steps or more, and keeps half of it or more.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
@@ -240,16 +242,16 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
 def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Finding:
     """Return the cause of growing lines: a graph that is kept, if half of what a forward pass saves is among them."""
     inference = moment.inference
-    forward = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
-    activations = inference.blocks_of("activations")
-    saved = {block.stack for block in activations if block.start and moment.role(block) == infer.FORWARD}
-    kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
+    growing = [line.stack for line in lines if inference.roles[line.stack] == infer.FORWARD]
+    activations = [block for block in inference.blocks_of("activations") if block.start]  # 0: older than the record.
+    saved = {block.stack for block in activations if moment.role(block) == infer.FORWARD}
+    kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (growing, saved))
     code = infer.code_of(moment.record.stacks[lines[0].stack])  # The line that holds most.
     name = "growing cache" if lines[0].is_single else "leak"
     # A kept graph keeps what a forward pass saves: half of its lines or more, and not one or two by chance.
     if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
         name = "graph kept"  # The line to name is the innermost that all stacks share: it calls the model.
-        shared = _common_frames(moment.record.stacks[stack] for stack in forward)
+        shared = _common_frames(moment.record.stacks[stack] for stack in growing)
         code = infer.code_of([frame for frame in shared if infer.is_own(frame)]) or code
     size, steps = sum(line.size for line in lines), max(line.steps for line in lines)
     step_bytes = round(sum(line.size / line.steps for line in lines))
@@ -304,7 +306,7 @@ def _is_around_model(
         key: Counter(bisect_right(iteration_starts, start) for start in positions if first <= start < last)
         for key, positions in runs_of_line.items()
     }
-    least = _LEAST_ITERATIONS * (len(iteration_starts) - 1)  # Fewer iterations say nothing of a line.
+    least = _LEAST_ITERATION_SHARE * (len(iteration_starts) - 1)  # A line that fewer run is none of the loop's.
     typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= least}
     stacks = [moment.record.stacks[stack] for stack, _ in typical_runs if stack]
     # A loss ends a model, so lines that run twice are those of two layers; without it they may be a layer's two norms.
@@ -312,7 +314,7 @@ def _is_around_model(
     repeated_lines = [key for key, runs in typical_runs.items() if runs >= (2 if has_loss else 3)]
     shared = next((frame for frame in _common_frames(stacks) if infer.is_own(frame)), None)
     is_in_model = shared is not None and shared.name in ("forward", "__call__")  # Then the loop is over layers.
-    return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED * len(typical_runs), 1)
+    return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED_SHARE * len(typical_runs), 1)
 
 
 def _longer_than_before(moment: Moment) -> Finding | None:
@@ -322,7 +324,8 @@ def _longer_than_before(moment: Moment) -> Finding | None:
     if moment.failure is None or current < 2:  # One step before says little: the record may begin within it.
         return None
     start = steps[current - 1]
-    ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, end=start)])
+    present, before = _largest_of_lines(moment, start), _largest_of_lines(moment, end=start)
+    ratio = _common_ratio(present, [before])  # 1 if they are not larger, of which 0 bytes follow.
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
     size = int(activations * (1 - 1 / ratio))  # By so much a batch like those before would have been smaller.
@@ -344,7 +347,8 @@ def _common_ratio(sizes: Mapping[tuple[str, str], int], others: Sequence[Mapping
         if other_sizes := [sizes_elsewhere[line] for sizes_elsewhere in others if line in sizes_elsewhere]:
             ratios.append(size / median(other_sizes))
     middle = median(ratios) if len(ratios) >= 3 else 1.0  # Fewer lines could agree by chance.
-    # A longer batch scales activations alike, so at least half of the ratios must be equal; weights stay as they are.
+    # A longer batch scales activations alike, so at least half of the ratios must be equal, within 2 %; weights stay as
+    # they are. What is up to 5 % longer fills no device.
     equal = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
     return middle if middle > 1.05 and 2 * equal >= len(ratios) else 1.0
 
@@ -406,7 +410,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
         results = [block for block in results if block.start < failed_at]
         failed = Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, requested=failure.size)
         results.append(failed)  # As if it had been made: it may be the copy.
-    # Masks and scalars lie between logits and their copies.
+    # Without masks and scalars, which lie between logits and their copies.
     results = [block for block in results if block.size >= _LEAST_LEAK * moment.size]
     results.sort(key=lambda block: block.start)
     # By the stack of a copy: whether nothing but its being fp32 logits explains it.
@@ -415,8 +419,9 @@ def _fp32_logits(moment: Moment) -> Finding | None:
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
         if is_loss and copy.size == half.size and half.stack in is_proved:  # It copies an fp32 copy.
             is_proved[copy.stack] = is_proved[half.stack]
+        # The source of a copy lives until it is made (to the position before its start), and is half as large.
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
-            continue  # The source of a copy lives until it is made, and is half as large.
+            continue
         # Proved: a library's loss made the copy; or it copies a product, and a loss or a conversion made it, or a loss
         # makes as much right after it. Only possible: a line of the user's made it, and nothing comes after.
         if is_loss and line is not None and not infer.is_own(line):
@@ -427,7 +432,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
-                is_proved.setdefault(copy.stack, False)
+                is_proved.setdefault(copy.stack, False)  # Unless another copy of this stack proves it.
     copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
     size = sum(block.size for block in copies if block.start <= failed_at)
     if not copies or size < _LEAST_SHARE * moment.size:

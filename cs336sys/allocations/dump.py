@@ -234,7 +234,8 @@ class _Parser:
                     requested = _integer_field(block, "requested_size", "a block", default=block_size)
                     stack = self._stack(block.get("frames"))
                     # Start 0 is before the record, where only blocks begin that no entry names; parse() sets the end.
-                    yield Block(block_address, block_size, 0, 0, stack, stream, pool, requested)
+                    start = end = 0
+                    yield Block(block_address, block_size, start, end, stack, stream, pool, requested)
 
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
@@ -245,7 +246,7 @@ class _Parser:
         for number, entry in enumerate(self._trace):
             try:
                 action, size = entry["action"], entry["size"]
-                # A failed allocation has no address, but says what the device had left.
+                # A failed allocation has no address, but says what the device had left, which is checked like one.
                 address = entry["addr"] if action != "oom" else entry.get("device_free", 0)
                 if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS_OF_ENTRIES:
                     raise TypeError
@@ -256,11 +257,12 @@ class _Parser:
                 record.entry_of_position.append(number)
             if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
-                live[address] = Block(address, size, record.last_position, 0, stack, _stream(entry), pool, size)
+                start, end = record.last_position, 0  # The end is set when it is freed, or by parse().
+                live[address] = Block(address, size, start, end, stack, _stream(entry), pool, requested=size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
-                if block is None:
+                if block is None:  # It is older than the record, as start 0 says.
                     record.unknown_frees += 1
                     block = Block(address, size, start=0, end=0, stack=0, stream=0, pool=DEFAULT_POOL, requested=size)
                 record.blocks.append(block._replace(end=record.last_position))
@@ -286,7 +288,8 @@ class _Parser:
                 ):
                     ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)  # Entry 0 leads to position 1.
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
-        for position, (label, next_label) in enumerate(pairwise(labels), start=2):  # Labels begin at position 1.
+        # A step ended where "step 1" becomes "step 2". Labels begin at position 1, so the second of the first two at 2.
+        for position, (label, next_label) in enumerate(pairwise(labels), start=2):
             name = _NUMBER.sub("#", next_label)
             if label != next_label and name == _NUMBER.sub("#", label):
                 ends[name].append(position)

@@ -199,7 +199,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, is_new=True)
                 if unfolded_size:
-                    # The input is unfolded for the result and for the weight's gradient, and so is its own gradient.
+                    # Once for each result: the input for the output and the weight's gradient, and its own gradient.
                     self.events += [Event(-1, unfolded_size), Event(-1, -unfolded_size)]  # No storage is at -1.
         return result
 

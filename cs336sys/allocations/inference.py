@@ -109,8 +109,9 @@ class Inference:
             if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
-        allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
-        # (Blocks that start at 0 are older.) Recomputations belong to the backward pass that waits for them.
+        made = [block for block in record.blocks if block.start]  # Those that start at 0 are older than the record.
+        allocated = sorted((block.start, self.roles[block.stack]) for block in made)
+        # Recomputations belong to the backward pass that waits for them.
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
         self._backward_allocations = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]
@@ -119,7 +120,7 @@ class Inference:
         ends = [starts[0] for _, starts in runs[1:]] + [record.last_position + 1]  # Where the next run begins.
         # For each of ``_starts``, where its run ends.
         self._run_ends = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
-        # The last run may go on after the record.
+        # Without the last run, which may go on after the record.
         self.steps: Sequence[int] = record.step_marks or self._find_steps(
             [(part, starts[0], end) for (part, starts), end in zip(runs[:-1], ends, strict=False)]
         )
@@ -152,12 +153,12 @@ class Inference:
                 of_forward = computed[bisect_left(starts, last_backward_end) : bisect_left(starts, start)]
                 before_bytes, after_bytes = (
                     sum(block.size for block in of_forward if block.end > position) for position in (start, end - 1)
-                )
+                )  # When the run begins, and before the next one does.
                 last_backward_end = end
                 # Memory without a stack can come from anywhere; a backward pass frees what autograd saved.
                 if after_bytes <= (1 - _FREED_BY_BACKWARD) * before_bytes:
                     backward_ends.append(end)
-            # One step for each backward pass, however many runs its optimizers have.
+            # One step for each backward pass, however many runs its optimizers have: only the first after it ends one.
             elif part == OPTIMIZER and backward_end_of_step < last_backward_end:
                 optimizer_ends.append(end)
                 backward_end_of_step = last_backward_end
@@ -181,7 +182,7 @@ class Inference:
             return lasting[part] if block.end > run_end else "temporary"
         next_backward = self._backward_allocations[bisect_right(self._backward_allocations, block.start)]
         if part in (FORWARD, RECOMPUTATION):
-            # A failure can come before the backward pass goes on.
+            # What the next backward pass still finds was saved for it; a failure can come before that pass goes on.
             index = bisect_left(self._failure_positions, block.start)
             needed_until = min(next_backward, last_position, *self._failure_positions[index : index + 1])
             return "activations" if block.end > needed_until else "temporary"
@@ -189,7 +190,8 @@ class Inference:
             # The last allocation of the run; what the event right after it frees was needed for it alone.
             last_backward = self._backward_allocations[bisect_left(self._backward_allocations, run_end) - 1]
             return "gradients" if block.end > last_backward + 1 else "temporary"
-        # The user's own code: what it computes the loss with, or keeps from step to step.
+        # The user's own code: what it keeps from step to step is unknown; what lives on into the backward pass is saved
+        # for it, as by the loss.
         next_step = bisect_right(self.steps, block.start)
         if next_step < len(self.steps) and block.end > self.steps[next_step]:
             return "unknown"
@@ -205,7 +207,8 @@ class Inference:
         for index, block in enumerate(self._record.blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.last_position:
                 by_size[block.requested].append(index)
-        # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter.
+        # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter, itself
+        # and its states: three with AdamW.
         counts = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
         blocks_per_gradient = max((ratio for ratio in counts if ratio), key=lambda ratio: counts[ratio], default=1)
         for size, count in gradients.items():
@@ -216,7 +219,7 @@ class Inference:
                 count = len(of_size) // blocks_per_gradient  # Parameters without a gradient are among them.
             # Gradients in half precision have moments and master weights in fp32.
             of_double_size = by_size.get(2 * size, []) if 2 * size not in gradients else []
-            states = of_size[count : len(of_size) // count * count]  # The rest is no state of all parameters.
+            states = of_size[count : len(of_size) // count * count]  # Whole sets: the rest is no state.
             states += of_double_size[: len(of_double_size) // count * count]
             for category, indices in (("parameters", of_size[:count]), ("optimizer state", states)):
                 for index in indices:

@@ -61,7 +61,7 @@ def innermost(optimizer: Any) -> Any:
     # A wrapper has the optimizer as its only attribute of that kind.
     while not is_ours(optimizer):
         inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
-        if len(inner) != 1 or id(optimizer) in inner:
+        if len(inner) != 1 or id(optimizer) in inner:  # One that refers to itself would be unwrapped for ever.
             break
         (optimizer,) = inner.values()
     if isinstance(optimizer, torch.optim.Optimizer):

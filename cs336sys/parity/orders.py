@@ -52,6 +52,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
             random numbers of :func:`draw_alike`.
         model: what the step trains, without wrappers.
     """
+    # For Trained.start: its parameters are overwritten in training.
     start = str([tensor.sum(dtype=torch.float64).item() for tensor in (*model.parameters(), *model.buffers())])
     passes = _Passes(step, order)
     step.phases = {"passes": passes.run, "optimizer": step.optimizer_step}
@@ -61,7 +62,8 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
         present = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
         gradients.update({name: clone(gradient) for name, gradient in present.items()})
 
-    losses = run_steps(step, warmup, begin=partial(setattr, passes, "step_number"), before_update=keep_gradients)
+    note_step = partial(setattr, passes, "step_number")  # Called with the number: each step draws its own numbers.
+    losses = run_steps(step, warmup, begin=note_step, before_update=keep_gradients)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return Trained(weights, losses, gradients, passes.draws, start)
 

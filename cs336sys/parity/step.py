@@ -105,10 +105,10 @@ class _StepCheck:
         workload, launched, has_graphs = self.workload, self.launched, self.workload.cuda_graph == "on"
         if has_graphs:
             import_module(CUDA_GRAPHS_MODULE).require_graphs(self.device)
-        kernels_off = weights = None  # Weights are those of launched steps, with which replays are compared.
+        kernels_off = weights = None  # How far kernels are off, and what launched steps trained, for _check_replays().
         plain = plainly_trained(launched)
         if plain != launched:
-            # Plain attention is not compiled, either: where these two alone differ, one block shows as much as all.
+            # In place of our attention comes SDPA, not compiled. If only that differs, one block shows as much as all.
             is_attention_alone = replace(plain, attention=launched.attention, compile=launched.compile) == launched
             pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention_alone else (launched, plain)
             kernels_off, weights = self._check_launched(*pair)
@@ -145,9 +145,9 @@ class _StepCheck:
         train_plainly = functools.partial(_trained_for_check, plain, self.device, build)
         expected = self._free_for_training(train_plainly(), launched)
         self.progress("checking: our kernels" if plain != launched else "checking: the optimizer")
-        # If the workload has graphs, launched steps have its optimizer, too, which may count on the device for them.
+        # With the optimizer of the steps in graphs, if there are any: it may count its steps on the device for them.
         trained = _trained_for_check(launched, self.device, optimizer_workload=self.workload)
-        return self._compare(launched, expected, trained, train_plainly), trained
+        return self._compare(launched, expected, trained, train_again=train_plainly), trained
 
     def _check_replays(self, weights: dict[str, Tensor] | None) -> tuple[WeightDifference, WeightDifference | None]:
         """Return how far replayed steps are off launched ones, which trained ``weights``, and these off themselves."""
@@ -159,7 +159,7 @@ class _StepCheck:
             weights = train_counting(launched)
         expected = self._free_for_training(weights, workload)
         self.progress("checking: replayed steps")
-        # Launched again without the scale: kernels are the same, so only sums in no fixed order explain a difference.
+        # Again whatever the scale: kernels are the same, so only sums in no fixed order explain a difference.
         replayed = self._compare(
             workload, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
         )
@@ -171,7 +171,7 @@ class _StepCheck:
             repetition = self._compare(workload, expected, train_counting(launched))
             if repetition.relative > (0 if repeated is None else repeated.relative):
                 repeated = repetition
-            repeats_exactly = repeated is None and count == _SAME_REPEATS
+            repeats_exactly = repeated is None and count == _SAME_REPEATS  # So often without a difference.
             if repeats_exactly or replayed.relative <= self._allowed_of_replays(repeated):
                 break
         return replayed, repeated
@@ -206,7 +206,7 @@ class _StepCheck:
         if train_again is not None and comparison.far and not comparison.far.keys() & losses.keys():
             for scale in SCALES:
                 other = train_again(loss_scale=scale)
-                # Training that runs away repeats nothing.
+                # Only if it has the same losses: where training diverges, its distance explains nothing.
                 if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
                     others.append({name: other[name].cpu() for name in comparison.far if name in other})
                 del other
@@ -220,11 +220,11 @@ class _StepCheck:
         """Return tensors where they wait while a workload trains: in host memory if a GPU may lack room for both."""
         _free_memory(self.device)
         free_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
+        # Of our model the peak can be predicted: to that, 0.8 leave room for the weights that wait.
         if free_bytes and workload.is_ours and workload.predicted_peak().total < 0.8 * free_bytes:
             return trained
         waiting = {name: value.cpu() for name, value in trained.items()}
-        trained.clear()
+        trained.clear()  # The caller's dictionary, which would keep them on the GPU.
         _free_memory(self.device)
         return waiting
 
@@ -287,14 +287,14 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
         what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
         what was found.
     """
-    workload = replace(workload, warmup=0, steps=1)  # A check has steps of its own: results are shared.
+    workload = replace(workload, warmup=0, steps=1)  # A check has steps of its own: with other steps it is the same.
     if workload.is_ours:
-        # With two, a norm also computes the addition that ends a block.
+        # Two: the fused norm that begins the second block also computes the addition that ends the first.
         workload = workload.with_layers(2)
     if workload not in _checked_few_blocks:
         _checked_few_blocks[workload] = check_training(workload, device, progress)
     checked, failure = _checked_few_blocks[workload]
-    if checked is None:
+    if checked is None:  # The workload is plain itself.
         return [], failure
     off = checked.off
     blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"

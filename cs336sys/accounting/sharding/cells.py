@@ -30,14 +30,14 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
 
 
 def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
-    """Return the bytes that a rank sends in a step; None where torch decides."""
+    """Return the bytes that a rank sends in a step; None where torch decides, and no function ``sends`` counts them."""
     record = workload.strategy_record
     if not record.sends:
         return None
     if record.shares_layers:
         return _tensor_step(workload).sent_bytes
     if record.splits_sequences and record.outer:
-        # Groups of ranks split sequences, and all ranks share the weights.
+        # As in fsdp+context-ring: groups of ranks split sequences, and all ranks share the weights.
         training, ranks = workload.training, workload.world_size
         group = replace(training.size, batch_size=workload.sequences_per_rank)
         settings = training.precision, workload.checkpointing
@@ -64,7 +64,7 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
 
 
 def _memory_where_layers_are_shared(workload: ParallelWorkload) -> list[sharded.RankMemory]:
-    """Predict the moments; no peak where torch decides it, or where FSDP gathers weights, without autocast."""
+    """Predict the moments; no peak with torch's classes, nor where FSDP gathers weights: it has no autocast."""
     step, size = _tensor_step(workload), workload.training.size
     moments = sharded.memory_of_state(step.state, always_held_bytes(size))
     if not workload.strategy_record.is_torchs and workload.uses_autocast:

@@ -38,7 +38,7 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
     moments = 8 * share  # AdamW's two moments, fp32.
     if record.shards_weights:
         return TrainingState(4 * share, 4 * share, moments)
-    gradients = 4 * share if record.reduces_slices else whole
+    gradients = 4 * share if record.reduces_slices else whole  # Slices are fp32, as the optimizer steps them.
     return TrainingState(whole, gradients, moments, 0 if element_bytes == 4 else 4 * share)
 
 
@@ -89,6 +89,7 @@ def state_answers(
         row("directly before the first step", before, why("before_first_step")),
         row("directly after the first step", after, why("after_first_step")),
     ]
+    # All are compared with data parallelism, and fsdp also with sharing the optimizer's state alone.
     for other in {"none": (), "fsdp": ("none", "optimizer")}.get(strategy, ("none",)):
         other_bytes = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
         rows.append(row(f"less than {other}", other_bytes - after, why("less_than", other)))

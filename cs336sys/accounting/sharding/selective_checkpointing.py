@@ -78,11 +78,11 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
     gradients = 0.0
     for block in reversed(range(layers)):
-        averaged = units[block + 2]  # The gradients of the unit before it are being averaged.
+        averaged = units[block + 2]  # Of the unit after the block's: the backward pass comes from there.
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if slice_share * step.world_size != 1 else 0
         recomputed_bytes = 2 * inner if block < first_keeping else 0
-        # From the first unit fetched ahead, or the first that stays, to the block's own.
+        # From the first unit fetched ahead, or the first that stays, to the block's own, which is unit block + 1.
         gathered = units_before[block + 2] - units_before[max(0, min(block + 1 - step.prefetch, first_staying))]
         live_bytes = kept[block + 1] + 2 * stream + 4 * inner + recomputed_bytes + gathered + averaged + arriving
         gradients += slice_share * averaged
@@ -122,8 +122,8 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
     """Return the step in which most blocks keep gate and up, and whose predicted peak is within the limit.
 
     Args:
-        keeps_gathered: if all do and there is room for more, let the weights of as many blocks as fit stay gathered: an
-            all-gather less saves less time for its memory than two products. Else as many stay as the step says.
+        keeps_gathered: once all blocks keep gate and up, let the weights of as many as fit stay gathered, too: the same
+            memory saves less time so, an all-gather instead of two products. False: as many stay as the step says.
     """
     layers = step.size.num_layers
     blocks = _most_within(lambda count: kept_peak(replace(step, blocks=count)).total, layers, limit_bytes)

@@ -291,7 +291,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
 
 def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
     """Return the bytes of gradients that this rank keeps, and of whole gradients and gathered weights under way."""
-    # The moment is that of a rank that shares nothing, and tells how many elements have their gradients by then.
+    # By the moment, that of a rank that shares nothing: how many of all elements have their gradients by then.
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
     if step.strategy_record.uses_torch_ddp:
         return state.gradients, 0  # Views of its buckets, which exist from the start.
@@ -299,7 +299,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         # One bucket fills while two are being reduced; slices get memory when their bucket is full.
         bucket = int(step.bucket_mb * 1e6) // step.parameter_bytes
         full, filling = divmod(done, bucket)
-        if done < count:  # The last bucket need not be full.
+        if done < count:  # The bucket that fills has no slices yet; at the end the last is reduced, full or not.
             done = full * bucket
         under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
         return state.gradients * done // count, under_way

@@ -7,6 +7,11 @@
 
 Source: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3, and its sequence parallelism
 (https://arxiv.org/abs/2205.05198), section 4.2.
+
+Letters of memory, which is of eager execution, in fp32 or under autocast: ``n`` tokens of a group of ranks, ``m`` those
+of the residual stream on this rank (``n``, or its slice of the sequence), ``d`` d_model, and of its part of a layer
+``f`` inner features; ``e`` bytes of a matrix product's result. Formulas differ from those of
+:mod:`~cs336sys.accounting.activations` in what ranks send each other.
 """
 
 import math
@@ -87,27 +92,19 @@ class TensorStep(HasStrategy):
         size, e = self.size, ELEMENT_BYTES[self.precision]
         tokens = size.batch_size // self.data_ranks * size.context
         embedded_bytes = e if self.strategy_record.gathers_ahead else 4
-        # Bytes of sums a number of the residual stream, and those of other sums.
+        # Bytes that are summed over ranks: for each number of the residual stream, and all others.
         sums: float = (4 * size.num_layers + 1) * e + embedded_bytes
         other_bytes = 12 * tokens
         # A block that is computed again sends its first sum, and where it is compiled its last.
         recomputed_sums = 2.0 if self.compiles else 1.0
         if self.strategy_record.is_sequence_parallel:
             other_bytes += 4 * (2 * size.num_layers + 1) * size.d_model
-            # Halves of all-reduces: inputs are gathered, outputs scattered.
+            # Halves of all-reduces: the inputs of both layers are gathered, and as many outputs as above scattered.
             recomputed_sums = (2 + recomputed_sums) / 2
         if self.checkpointing == "block":
             sums += size.num_layers * e * recomputed_sums
         ring = (self.tensor_ranks - 1) / self.tensor_ranks
         return 2 * ring * (tokens * size.d_model * sums + other_bytes)
-
-
-# The peak of a rank's memory where ranks share layers, on paper: eager execution, in fp32 or under autocast.
-#
-# Letters: ``n`` tokens of a group of ranks, ``m`` those of the residual stream on this rank (``n``, or its slice of the
-# sequence), ``d`` d_model, and of its part of a layer ``a`` width of attention, ``f`` inner features and ``V`` words;
-# ``e`` bytes of a matrix product's result. Formulas differ from those of :mod:`~cs336sys.accounting.activations` in
-# what ranks send each other: what enters a layer is cast once, and is whole where the stream is in slices.
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     projection, w2 = d * widths["attn.q_proj"], d * features
     copy = 2 if e == 2 else 0  # Bytes of an element of autocast's copy of a weight.
     scores = sequences * size.num_heads // step.tensor_ranks * size.context**2
-    logit_bytes = e if step.compiles else 12  # Three fp32 tensors.
+    logit_bytes = e if step.compiles else 12  # Of the gradient: compiled it alone, else three fp32 tensors.
     always = 16 * tokens + 4 * size.context * size.head_dim  # The batch, int64, and the rotary table.
     block_elements, head_elements = 4 * projection + 3 * w2 + 2 * d, vocabulary * d + d
     state = step.state
@@ -171,12 +168,12 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     for blocks in at_blocks:
         gradients = head_elements + (size.num_layers - blocks.block) * block_elements
         saved_bytes = saved.held(blocks) + 9 * tokens  # And the embedding's rows and mask.
-        inner = saved_bytes + saved.stream + 2 * e * tokens * features - copy * w2
-        moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
+        feed_forward = saved_bytes + saved.stream + 2 * e * tokens * features - copy * w2
+        moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if ATTENTION[attention].keeps_scores:
-            statistics, query_bytes = 4 * scores // size.context, e * tokens * widths["attn.q_proj"]
+            row_sums, heads = 4 * scores // size.context, e * tokens * widths["attn.q_proj"]  # Bytes.
             freed = saved.feed_forward + copy * projection  # And the output projection's copy.
-            softmax = saved_bytes - freed + saved.stream - query_bytes + (12 - e) * scores + statistics
+            softmax = saved_bytes - freed + saved.stream - heads + (12 - e) * scores + row_sums  # 4 * 4 for 4 + e.
             done = gradients + 3 * w2 + projection + d  # Of w1, w2, w3, their norm and the output projection.
             moments.append(moment(f"softmax backward, {blocks.name}", done, softmax))
     return moments
@@ -195,22 +192,22 @@ def _saved(step: TensorStep, attention: str) -> _Part:
     tokens = sequences * size.context
     rank_tokens = math.ceil(tokens / step.tensor_ranks) if step.strategy_record.is_sequence_parallel else tokens
     widths, d = _widths(step), size.d_model
-    copies = 2 if e == 2 else 0  # Bytes of an element of autocast's copies of weights.
-    stream, entered = 4 * rank_tokens * d, e * tokens * d  # The latter enters the layer: whole, and cast.
-    # Its input, and what its gain is multiplied by with one number a token.
+    copy = 2 if e == 2 else 0  # Bytes of an element of autocast's copy of a weight.
+    stream, layer_input = 4 * rank_tokens * d, e * tokens * d  # A layer's input is whole, and cast once.
+    # Its input, the normalized stream that its gain is multiplied by, and one number a token.
     norm = stream + stream + 4 * rank_tokens
     query_bytes = e * tokens * widths["attn.q_proj"]
-    statistics = sequences * size.num_heads // step.tensor_ranks * size.context  # One number a query and head.
+    queries = sequences * size.num_heads // step.tensor_ranks * size.context  # Softmax saves an fp32 number of each.
     if ATTENTION[attention].keeps_scores:
         # Scores as exponentials and probabilities, and the mask.
-        kept = size.context**2 + (4 + e) * statistics * size.context
+        kept = size.context**2 + (4 + e) * queries * size.context
     else:
         kept = query_bytes
     return _Part(
         # Four: query, key, value, heads side by side. Five: w1(x), its sigmoid, SiLU, w3(x) and the product.
-        attention=norm + entered + 4 * query_bytes + kept + 4 * statistics + copies * 4 * d * widths["attn.q_proj"],
-        feed_forward=norm + entered + 5 * e * tokens * widths["ffn.w1"] + copies * 3 * d * widths["ffn.w1"],
+        attention=norm + layer_input + 4 * query_bytes + kept + 4 * queries + copy * 4 * d * widths["attn.q_proj"],
+        feed_forward=norm + layer_input + 5 * e * tokens * widths["ffn.w1"] + copy * 3 * d * widths["ffn.w1"],
         # Rows and mask of the embedding take 9 bytes a token; targets, maximum, sum and target's logit 20.
-        outside=9 * tokens + norm + entered + tokens * (e * widths["lm_head"] + 20) + copies * d * widths["lm_head"],
+        outside=9 * tokens + norm + layer_input + tokens * (e * widths["lm_head"] + 20) + copy * d * widths["lm_head"],
         stream=stream,
     )

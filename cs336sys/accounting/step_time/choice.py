@@ -112,7 +112,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     is_tuned = configuration.accumulation > 1 or (ranks == 1 and configuration.checkpointing != "none")
     record = configuration.strategy_record
     sharing = ["--world-size", ranks] if ranks > 1 else []
-    # ``ddp`` has buckets unless it is told otherwise, but tune has to be told.
+    # Buckets are the strategy of ``ddp`` if it gets no option; tune needs the option.
     sharing += ["--strategy", configuration.strategy] if ranks > 1 and (is_tuned or not record.has_buckets) else []
     arguments: list[Any] = ["bench" if ranks == 1 else record.command, *sharing]
     if is_tuned:

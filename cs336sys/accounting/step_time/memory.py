@@ -21,24 +21,27 @@ from cs336sys.settings.training import Workload
 _MIB = 2**20
 # cuBLAS's workspaces on Hopper: two streams of 32 MiB.
 _WORKSPACES = 64 * _MIB
-# The CUDA allocator: tensors under 10 MiB share blocks of 20 MiB, larger ones have blocks of their own of whole 2 MiB.
-# What is left of a block is given to others if it is more than 1 MiB; else it counts as the tensor's.
-_OWN_BLOCK, _SHARED_BLOCK, _WHOLE, _LEAST_REST = 10 * _MIB, 20 * _MIB, 2 * _MIB, _MIB
+# kMinLargeAlloc, large_segment_size, kRoundLarge and kSmallSize of c10/core/AllocatorConfig.h.
+_MIN_LARGE_ALLOC, _LARGE_SEGMENT, _ROUND_LARGE, _SMALL_SIZE = 10 * _MIB, 20 * _MIB, 2 * _MIB, _MIB
 
 
 def allocated_bytes(size: int) -> float:
-    """Return the bytes that the allocator counts for a tensor: with what is left of its block and given to no other."""
-    if size < _LEAST_REST:
+    """Return the bytes that the CUDA allocator counts for a tensor: with what is left of its block if nobody gets it.
+
+    Tensors under 10 MiB share blocks of 20 MiB, larger ones have their own, of whole 2 MiB. The rest of a block goes to
+    other tensors if it is more than 1 MiB.
+    """
+    if size < _SMALL_SIZE:
         return size
-    if size < _OWN_BLOCK:
-        tensors_per_block = _SHARED_BLOCK // size
-        unused_bytes = _SHARED_BLOCK - tensors_per_block * size
-        return _SHARED_BLOCK / tensors_per_block if unused_bytes <= _LEAST_REST else size
-    whole = -(-size // _WHOLE) * _WHOLE
-    return whole if whole - size <= _LEAST_REST else size
+    if size < _MIN_LARGE_ALLOC:
+        tensors_per_block = _LARGE_SEGMENT // size
+        unused_bytes = _LARGE_SEGMENT - tensors_per_block * size
+        return _LARGE_SEGMENT / tensors_per_block if unused_bytes <= _SMALL_SIZE else size
+    block_bytes = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+    return block_bytes if block_bytes - size <= _SMALL_SIZE else size
 
 
-def _rounding(size: ModelSize) -> float:
+def _rounding_of_parameters(size: ModelSize) -> float:
     """Return the bytes by which the allocator counts more than fp32 parameters have."""
     in_block = outside = 0.0
     for name, shape in parameter_shapes(replace(size, num_layers=1)).items():
@@ -62,16 +65,16 @@ def step_peak_bytes(configuration: StepConfiguration) -> float:
         all_gradients = max(moment.gradients for moment in moments)
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
-    if training.splits_weights:  # ``rounded_copies`` counts sets of tensors as large as fp32 parameters, rounded up.
-        rounded_copies = 1.0  # An estimate: no saved peak is of such a step alone.
+    if training.splits_weights:  # ``rounded_copies``: of how many sets as large as fp32 parameters rounding counts.
+        rounded_copies = 1.0  # An estimate: docs/results has no peak of such a step alone.
     elif configuration.strategy_record.gathers_ahead:
-        # The peak of fsdp is an upper bound already; without rounding it meets saved steps within 1.3 %.
+        # The peak of fsdp is an upper bound already; without rounding it meets those of docs/results within 1.3 %.
         rounded_copies = 0.0
     else:
         # Parameters, and as much of both moments (8 bytes in fp32) as there is.
         moment_share = peak.optimizer_state / max(1, 8 * count_parameters(size))
         rounded_copies = 1.0 + 2 * min(1.0, moment_share)
-    overhead_bytes = _WORKSPACES + rounded_copies * _rounding(size)
+    overhead_bytes = _WORKSPACES + rounded_copies * _rounding_of_parameters(size)
     if training.cuda_graph == "on":
         # Captures have a stream, with workspaces, and a pool of their own: logits and their gradient are in both.
         logits = training.tokens * size.vocab_size
@@ -88,7 +91,7 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
     blocks = kept_blocks(checkpointing)
     if blocks is not None:
         step = KeptStep("fsdp", whole, ranks, training.precision, training.attention, state_dtype=training.state_dtype)
-        return kept_moments(replace(step, blocks=blocks))
+        return kept_moments(replace(step, blocks=blocks))  # These hold the other ranks' parts of the batch already.
     record, is_eager = configuration.strategy_record, not (training.is_compiled or training.is_fused)
     gathered = record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
@@ -105,7 +108,7 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
         moments = _averaged(moments, configuration)
     elif not is_eager:
         moments = _shared(moments, configuration, whole)  # Those of an eager step are of a rank already.
-    # Every rank holds the other ranks' parts of the batch, too.
+    # Every rank holds the other ranks' parts of the batch, too: two int64 a token.
     other_bytes = 16 * training.size.tokens * (ranks - 1)
     return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
 
@@ -114,7 +117,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     """Add what averaging whole gradients over ranks holds besides them (:mod:`cs336sys.parallel.buckets`).
 
     - In place (``naive``, ``overlap``, ``bucketed``, with or without a CUDA graph): nothing, if sent in their own
-      dtype. Gradients of bf16 that fused kernels leave, but sent in another: twice their bytes.
+      dtype. Gradients of bf16 that fused kernels leave become fp32, twice their bytes, to be sent in another.
     - ``flat``: one tensor of all gradients, ``4 N``, from the first gradient on, when everything is still saved.
     - Sent in half precision: a copy of each bucket, ``2 N``, from its launch until all are waited for.
     """
@@ -127,7 +130,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):  # In their own dtype they are sent without a copy.
         return moments
-    # When all gradients are sent, only the batch and the rotary table are left of activations; state is as ever.
+    # When all are sent, only the batch, the rotary table and the copies (fp32 / 2) are left; state is as ever.
     activations = always_held_bytes(training.size) + all_gradients // 2
     sent = replace(moments[-1], moment="gradients sent", gradients=all_gradients, activations=activations)
     if record.overlaps:
@@ -168,7 +171,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     casts to save, and the residual stream is in half precision, too.
 
     - Loss: everything saved; the last norm's input and output; logits, their gradient in fp32 and its cast.
-    - First and last block of the backward pass: gradients of those after it, and twice its gate's.
+    - First and last block of the backward pass: gradients of those after it, of the stream (fp32), twice its gate's.
     - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
     """
     size, count = training.size, count_parameters(training.size)
@@ -179,7 +182,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     if training.keeps_scores:
         block += 2 * e * size.scores - e * stream
     if gathers_weights and e == 2:
-        block -= 2 * step.block_matrices + 4 * stream
+        block -= 2 * step.block_matrices + 4 * stream  # No casts; the inputs of both norms take 2 bytes, not 4.
 
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * block + blocks.inputs * 4 * stream
@@ -194,7 +197,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     for blocks in at_blocks:
         gradients = 4 * (step.head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
-    # Else as at the end of the backward pass: the gradient of the embedded tokens is still there.
+    # The course's AdamW's, or what the end of the backward pass leaves: the gradient of the embedded tokens.
     temporary = largest_parameter(size) if training.optimizer_record.is_plain else stream
     moments.append(("optimizer", 4 * count, 4 * temporary))
     always, optimizer_state = always_held_bytes(size), training.moment_bytes * count

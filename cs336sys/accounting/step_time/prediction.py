@@ -213,7 +213,7 @@ def _communication_s(
 
 
 def ranged_quantities(configuration: StepConfiguration) -> dict[str, float]:
-    """Return what the rates were measured over ranges of, by the name of the range."""
+    """Return the quantities of a step that must lie within :attr:`.Rates.ranges`, by the names of these."""
     size = configuration.training.size
     return {
         "d_model": size.d_model,
@@ -231,6 +231,7 @@ def _unmeasured_reasons(configuration: StepConfiguration, rates: Rates, *, is_ou
         return ()
     kind = kind_of(configuration)
     reasons = [] if kind in rates.kinds else [f"steps in {kind}"]
+    # tools/fit_rates.py adds this kind if any step that was measured had keep=N.
     if kept_blocks(configuration.checkpointing) is not None and "keep" not in rates.kinds:
         reasons.append("--checkpoint keep=N")
     for name, value in ranged_quantities(configuration).items():

@@ -151,7 +151,8 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     block_forward, block_backward, block_launches = _block_work(workload)
     work.forward.add(block_forward, layers)
     work.backward.add(block_backward, layers)
-    # The LM head and the loss; the bytes a logit are what their operations, one by one, read and write.
+    # The LM head and the loss; the bytes a logit are what their operations, one by one, read and write. Tests hold the
+    # numbers of kernels to those that profiles of eager and fused steps count.
     head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)], workload.device)
     product, e = ("half_products", 2) if workload.is_half else ("full_products", 4)
     logits = tokens * size.vocab_size
@@ -165,7 +166,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     else:
         work.forward.add({product: head_forward, "eager_bytes": logits * (e + 24), "kernels": 20})
         work.backward.add({product: head_backward, "eager_bytes": logits * (e + 12), "kernels": 30})
-    # Looking embeddings up, and the gradient of the whole table.
+    # Embeddings that are looked up, and the gradients of the whole table and of the tokens: fp32 read and written.
     work.forward["fused_bytes"] += 8 * tokens * size.d_model
     work.backward["fused_bytes"] += 8 * size.vocab_size * size.d_model + 8 * tokens * size.d_model
     if not workload.has_backward:
@@ -202,13 +203,14 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         backward[f"{workload.attention_record.work}_backward"] += 5 * square
     entries = (0.0, 0.0)
     if workload.is_compiled or workload.is_fused:
-        # Two norms with the additions before them (6 + 12 T d in half precision), rotation of q and k (8), the gate's
-        # product; backward: two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12).
+        # Bytes for T d in half precision, with an fp32 stream: a norm (6), sum and norm (12), rotation of q and k (8);
+        # backward two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12). For T f the
+        # gate's product is of three tensors, backward of five. In fp32 each number has 4 bytes, and nothing is cast.
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
         backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
         without_scores = (7, 12) if workload.is_compiled else (3, 3)
         other_forward, other_backward = (8, 15) if has_scores else without_scores
-        # Those of seven products, each of which has two in the backward pass, and all others.
+        # Those of seven products, each of which has two in the backward pass, and all others as profiles count them.
         kernels = [7 + other_forward, 14 + other_backward]
         if half and not (workload.is_fused and workload.optimizer_record.is_ours):  # Else AdamW wrote copies.
             for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
@@ -235,7 +237,7 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
     product = "half_products" if workload.is_half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
-        # Gate and up of the other blocks, and their product, which reads two tensors and writes one.
+        # Gate and up of the other blocks, and their product, which reads two tensors and writes one, 2 bytes each.
         gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         blocks = size.num_layers - kept
         return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * size.inner, "kernels": blocks * 5})
@@ -259,8 +261,8 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
 def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
     """Count an optimizer step over ``share`` of the parameters.
 
-    Bytes of a parameter: it, its gradient and both moments read, all but the gradient written (28 in fp32); ours also
-    writes copies in half precision, of gradients in half precision.
+    Bytes of a parameter: it, its gradient and both moments read, all but the gradient written (28 in fp32: the
+    parameter 8, moments 16, gradient 4); ours also writes copies in half precision, of gradients in half precision.
     """
     count = share * count_parameters(workload.size)
     if workload.optimizer_record.is_plain:
@@ -358,7 +360,7 @@ class CountedModel:
         for heads, queries, dimension in self.attention:
             square = attention_square(batch * heads, queries, dimension, workload.device)
             work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})  # Two products, and five backward.
-            work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})
+            work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})  # Row sums, gradients, dQ's cast.
         if checkpointing != "none":
             work.recomputed = Amounts(work.forward)  # As if checkpoints covered the whole model.
             work.backward.add(work.recomputed)
