@@ -111,7 +111,7 @@ def _starts_and_waits(timeline: Timeline, waiting_ns: Times | None) -> tuple[Tim
 
 
 def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
-    """Add each step's idle time to the parts that say what the GPU waited for."""
+    """Add each step's idle time to the parts that say what the GPU waited for; loading is the program's, of a batch."""
     waiting_calls = Cover(timeline.waits.start, timeline.waits.stop)
     loading = Cover(timeline.loading.start, timeline.loading.stop)
     by_stop = np.argsort(timeline.stop, kind="stable")
@@ -125,7 +125,7 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
         begin, end = begin[is_gap], end[is_gap]
         next_work = np.searchsorted(timeline.start, end)
         launched = launched_of_work[next_work]
-        last_ended = np.searchsorted(timeline.stop[by_stop], begin, side="right") - 1
+        last_ended = np.searchsorted(timeline.stop[by_stop], begin, side="right") - 1  # By stop; -1 before all.
         next_stream = timeline.stream[np.minimum(next_work, len(timeline) - 1)]  # Any after the last work.
         changes_stream = (last_ended >= 0) & (timeline.stream[by_stop[last_ended]] != next_stream)
         gap_ns = end - begin
@@ -133,7 +133,7 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
         loading_ns = loading.within(begin, np.clip(launched, begin, end))
         is_queued = (launched >= 0) & (launched <= begin)
         is_launched_late = launched > begin
-        # The call had not returned when the GPU became idle.
+        # The call had not returned when the GPU became idle: the gap's first ns lies in it.
         is_synchronizing = is_launched_late & (waiting_calls.within(begin, begin + 1) > 0)
         parts[StepPart.LOADING][step] = loading_ns.sum()
         parts[StepPart.UNKNOWN][step] = gap_ns[launched < 0].sum()

@@ -207,8 +207,8 @@ class _Loader:
         work, calls, ranges = DeviceWork.of(self.work), Calls.of(self.calls), Ranges.of(self.ranges)
         operations = Operations.of(self.operations)
         is_gpu = len(work) > 0
-        if is_gpu:
-            _give_work_its_process(work, calls)  # What Gloo's threads do is no work of the GPU.
+        if is_gpu:  # Without what Gloo's threads do, which is no work of the GPU.
+            _give_work_its_process(work, calls)
         else:
             self._refuse_without_operations(calls, unreadable)
             work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
@@ -299,6 +299,7 @@ class _Loader:
         # A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream.
         stream, collective = self.texts[f"gloo {thread}"], len(self.collectives)
         launch, gpu, size, operation = -1, 0, -1, -1
+        # As operations, next to which Gloo's work is analysed on a CPU, it has _PROCESS.
         row = (self._name(event), start, stop, _PROCESS, launch, gpu, stream, size, operation, collective)
         self.gloo.extend(row)
         kind = collective_kind(event["name"].removeprefix(_GLOO))
@@ -330,7 +331,7 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
         raise UsageError(say_capture("merged processes", processes=process_count, launch=launch_number))
     # Work whose launch is missing is given to the process with most launches.
     processes, counts = np.unique(launches.process, return_counts=True)
-    busiest = processes[counts.argmax()] if len(processes) else _PROCESS
+    busiest = processes[counts.argmax()] if len(processes) else _PROCESS  # -1, the row of no launch, points at it.
     work.process[:] = np.append(launches.process, busiest)[first_rows(launches.correlation, work.correlation)]
 
 
@@ -346,7 +347,8 @@ def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[Devic
     chosen, is_outermost = operations.select(nested.order), ~is_inner[nested.order]
     # Below 0 where inner ones, by rounding, take longer than the one around them.
     exclusive_ns = np.maximum(exclusive_ns, 0)[nested.order]
-    # End to end, in order of start; then each outermost one, with those inside it, is moved to where it began.
+    # End to end, in order of start: without the time of those it calls, an operation would else overlap them. Then each
+    # outermost one, with those inside it (which follow it: cumsum numbers the outermost), is moved to where it began.
     ends = np.cumsum(exclusive_ns)
     begins = ends - exclusive_ns
     shift = (chosen.start - begins)[is_outermost][np.cumsum(is_outermost) - 1]
@@ -382,7 +384,7 @@ class _Events:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the events; on an error of JSON read more text if the event is incomplete, else mend or skip it."""
         text, position = self._find_list()
-        self._outside_events = text[:position]
+        self._outside_events = text[:position]  # Which value() searches.
         count = 0
         while True:
             position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]  # it also matches ""
@@ -391,7 +393,7 @@ class _Events:
             except json.JSONDecodeError as error:
                 if text[position : position + 1] == "]":
                     break
-                # The end of the text may cut a literal, a number or an escape of up to 16 characters in two.
+                # The text may end within a literal, a number or an escape: none has more than 16 characters.
                 is_incomplete = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated string")
                 # Behind a wrong escape the text may end in mid-event, too.
                 is_incomplete |= _EVENT_END.search(text, position) is None

@@ -142,7 +142,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     Kernels are paired by ``_KEYS``; the unpaired are new or gone. A change is more than noise if the rank test of
     :mod:`cs336sys.results.statistics` says so, and if it is so large that in equal captures hardly any row reaches it.
     """
-    of_kernels = before.profiler != after.profiler  # Idle parts do not compare: profilers delay launches differently.
+    of_kernels = before.profiler != after.profiler  # Not of idle parts: profilers delay launches differently.
     pairs = _pair_by_keys(before.kernels, after.kernels, _KEYS_BY_NAME if of_kernels else _KEYS)
     if not of_kernels:
         # Waiting for ranks is part of the collectives' time.

@@ -66,7 +66,7 @@ def check_capture(capture: Capture) -> Capture:
             times = np.where(capture.launch >= 0, np.append(capture.calls.start, 0)[capture.launch], capture.work.start)
             lost_launches.append(np.column_stack((capture.work.process, times))[is_impossible])
             capture = replace(capture, work=capture.work.select(~is_impossible), launch=capture.launch[~is_impossible])
-    lost_launches.append(_lost_launches(capture, sum(map(len, lost_launches)), sentences))
+    lost_launches.append(_lost_launches(capture, left_out=sum(map(len, lost_launches)), sentences=sentences))
     unlaunched = _lost_work(capture, sentences)
     return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost_launches), unlaunched, hides_idle_time))
 
@@ -142,7 +142,7 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     # All work of a single launch, as that of a graph, has the key's first.
     place_in_key = np.where(is_paired, np.arange(len(work_keys)) - first_work, 0)
     call = np.append(launches, -1)[np.where(launch_count > 0, first_launch + place_in_key, -1)]
-    is_early = work.start[works] < np.append(calls.start, 0)[call]  # Never without a launch.
+    is_early = work.start[works] < np.append(calls.start, 0)[call]  # A launch that is missing is at 0.
     # Of several launches that are not as many as the work, or do not all precede theirs, nobody knows which is whose.
     is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
@@ -202,11 +202,12 @@ def _overlaps(capture: Capture) -> Flags:
     # work that contains much other work may lose one neighbour a round.
     for _ in range(50):
         before, after = order[:-1], order[1:]
-        # Work of one launch is that of a graph.
+        # Work of one launch is that of a graph, which may run side by side.
         is_pair = (work.correlation[before] != work.correlation[after]) | (work.correlation[after] < 0)
         for column in (work.stream, work.gpu, work.process):
             is_pair &= column[before] == column[after]
         overlap_ns = np.minimum(work.stop[before], work.stop[after]) - work.start[after]
+        # What ends within other work; not without length, as by rounding.
         contains = (work.stop[after] < work.stop[before]) & (work.stop[after] > work.start[after])
         pairs = np.flatnonzero(is_pair & (overlap_ns > _ROUNDING_NS) & (contains | is_plain[after]))
         if not len(pairs):

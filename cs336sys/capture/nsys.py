@@ -105,7 +105,7 @@ _COPY_NAMES = {number: f"Memcpy {kind}" for number, kind in enumerate(_COPY_KIND
 
 _RANGE_EVENTS = (59, 60)  # NVTX_EVENTS.eventType of ranges: push/pop, start/end.
 
-_PROCESS = ">> 24"  # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
+_SHIFT_TO_PROCESS = ">> 24"  # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
 
 _STATEMENTS_BETWEEN_CHECKS = 100_000  # Instructions of SQLite's virtual machine: some milliseconds.
 
@@ -187,10 +187,10 @@ class _Export:
         """
         if kind not in self._columns:
             return DeviceWork.of(array("q"))
-        name_columns = [name] if name != "0" else []
+        name_columns = [name] if name != "0" else []  # "0" is no column.
         table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *name_columns)
         device = [self._column(kind, *column) for column in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))]
-        launch = (f"globalPid {_PROCESS}", "coalesce(correlationId, -1)")
+        launch = (f"globalPid {_SHIFT_TO_PROCESS}", "coalesce(correlationId, -1)")
         operation, collective = "-1", "-1"  # None: reports record neither.
         columns = (name, "start", '"end"', *launch, *device, operation, collective)
         work = DeviceWork.of(self._read_integers(table, columns))
@@ -206,7 +206,7 @@ class _Export:
         """Return the calls of CUDA's API; -1, as SQL, stands for a number that the export lacks."""
         table = self._require_columns(_CALLS, "start", "end", "globalTid", "correlationId")
         name = self._column(_CALLS, "nameId", "-1")
-        launch = (f"globalTid {_PROCESS}", "coalesce(correlationId, -1)")
+        launch = (f"globalTid {_SHIFT_TO_PROCESS}", "coalesce(correlationId, -1)")
         calls = Calls.of(self._read_integers(table, (name, "start", '"end"', *launch, "globalTid")))
         return replace(calls, name=self._text_numbers(calls.name, self._strings(f"SELECT {name} FROM {table}")))
 
@@ -220,7 +220,7 @@ class _Export:
             self._require_columns(_RANGES, "text")  # Raises: it is missing.
         text, text_id = (self._column(_RANGES, column, "NULL") for column in ("text", "textId"))
         rows = self._report.execute(
-            f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_PROCESS}, globalTid
+            f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_SHIFT_TO_PROCESS}, globalTid
                 FROM {table} LEFT JOIN {_STRINGS} AS strings ON strings.id = {text_id}
                 WHERE eventType IN {_RANGE_EVENTS} AND {_IS_POSSIBLE_TIME} AND typeof(start) = 'integer'
                     AND typeof("end") = 'integer' AND typeof(globalTid) = 'integer'"""

@@ -74,7 +74,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     numbers, notes = _step_numbers(timelines)
     collectives, match_notes = _match_collectives(timelines, numbers)
     records = [timeline.collective_records for timeline in timelines]
-    synchronizing: dict[tuple[Place, ...], None] = {}
+    synchronizing: dict[tuple[Place, ...], None] = {}  # A set in the order of the collectives.
     for members in collectives:
         rank, place = members[0]  # All are of one kind, but for a send and its receive, which do not synchronize.
         if records[rank][place].kind in SYNCHRONIZING:
@@ -84,6 +84,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     clocks = _align(tuple(synchronizing), [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
     waiting_ns = tuple(np.full(len(times), -1) for times in aligned)  # -1: not known.
+    # By step: how late a rank comes to all synchronizing collectives together, and to the first.
     late_ms, first_late_ms = ([np.zeros(len(timeline.steps.bounds)) for timeline in timelines] for _ in range(2))
     steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
     lengths = [timeline.collectives.length for timeline in timelines]
@@ -144,7 +145,8 @@ def _waiting_and_slowed_ns(
     rank_of, step_number, name, collectives_before, kernel, length_ns, waited_ns = map(
         np.concatenate, zip(*columns, strict=True)
     )
-    # Equal kernels between two collectives, those of each rank, and the place of each kernel among these.
+    # Equal kernels between two collectives, those of each rank, and the place of each kernel among these: its place in
+    # the order of all, less where its group begins. The same kernel has the same place among equally many.
     equals = group_numbers(step_number, name, collectives_before)
     _, equals_of_rank, counts = np.unique(group_numbers(rank_of, equals), return_inverse=True, return_counts=True)
     place = np.argsort(np.argsort(equals_of_rank, kind="stable")) - (np.cumsum(counts) - counts)[equals_of_rank]
@@ -209,7 +211,7 @@ def _match_collectives(
             step = numbers[rank][steps[place]] if steps[place] >= 0 else -1
             kind: Any = record.peers if is_sent else record.kind  # A send and its receive have the same peers.
             key: tuple = (record.group, kind, step)
-            if record.communication:
+            if record.communication:  # An identifier, whatever group and kind are called.
                 key = ("", "", "number", record.communication)
             elif record.sequence >= 0 and not is_sent:  # Each rank counts its own sends and receives.
                 key = (record.group, kind, "number", record.sequence)
@@ -225,7 +227,7 @@ def _match_collectives(
     for key, places in places_of.items():
         # Numbers that a rank has twice identify nothing.
         is_once_a_rank = len({rank for rank, _ in places}) == len(places)
-        if len(places) > 1 and is_once_a_rank and key[:3] not in uneven:
+        if len(places) > 1 and is_once_a_rank and key[:3] not in uneven:  # Without its number, the key of its series.
             matched.append(tuple(places))
     notes = []
     if unnumbered:
@@ -407,7 +409,10 @@ def _t_quantile(degrees: int, tail: float) -> float:
 def _longer_parts(
     analyses: Sequence[Analysis], rank: int, excess_ms: float
 ) -> list[tuple[str, float, list[tuple[str, float]]]]:
-    """Return which parts of a step are longer on a rank, by how many ms, and of computing which kinds of kernel."""
+    """Return which parts of a step are longer on a rank, by how many ms, and of computing which kinds of kernel.
+
+    Each has at least :data:`_NAMED_SHARE` of the excess, of a kind that of computing.
+    """
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
     kinds = list(map(_kind_ms, analyses))
     return [

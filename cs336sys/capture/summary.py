@@ -88,6 +88,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     gpus = gpus or timelines(capture)
     work = gpus[0] if len(gpus) == 1 else LaunchedWork.joined(*gpus)
     names = tuple(dict.fromkeys(chosen)) or [name for name in STEP_PHASES if name in capture.range_names()]
+    # The ranges, and a sentence on them where neither the user nor we named them.
     phases, phases_are = (_named_phases(capture, names), "") if names else _choose_phases(capture, work)
     if _WHOLE_CAPTURE in phases.name:
         # It holds work without a launch, too: as if this were launched when it begins.
@@ -103,7 +104,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     parts = parts.select(is_in_step | ~np.isin(parts.process, steps.process))
     phase_of_work, part_of_work = work.launched_in(phases), work.launched_in(parts, same_thread=True)
     covered = Ranges.joined(phases, steps) if phases_are_ours else None  # Other ranges may leave work out.
-    texts = [*capture.texts, *_UNNAMED]
+    texts = [*capture.texts, *_UNNAMED]  # With the names that ranges of no text have.
     step = _range_times(texts, work, steps, work.launched_in(steps))
     gpu_numbers = np.unique(work.gpu).tolist()
     of_gpus = []
@@ -165,9 +166,10 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
     # All get one name, without the number of the step.
     steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
-    is_in_step = work.launched_in(steps) >= 0  # What is launched between the steps may have no phase.
+    is_in_step = work.launched_in(steps) >= 0
     least_ns = _LEAST_PERCENT / 100 * work.length.sum()
-    # Work without a launch is in no range: where most is such, the whole capture is summed up.
+    # Steps need not cover the work: what is launched between them may have no phase. But work without a launch is in no
+    # range: where there is more than a little, the whole capture is summed up.
     if is_in_step.any() and work.length[work.launched >= 0].sum() >= least_ns:
         return steps, f"phases: the steps of torch.profiler, {len(steps)} of them; others are chosen with --range"
     outermost = _outermost(others, others.process)
@@ -195,7 +197,9 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
     has_launch = work.launched >= 0
     if not is_in_phase.any():
         raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
-    is_expected, is_attributed = np.ones(len(work), bool), has_launch  # Work without a launch can be of no phase.
+    # Expected in a phase is all work, or what was launched while the ``covered`` ranges went on. Without these, phases
+    # may leave work out: all counts as attributed but what has no launch, which can be of no phase.
+    is_expected, is_attributed = np.ones(len(work), bool), has_launch
     if covered is not None:
         is_expected, is_attributed = np.zeros(len(work), bool), is_in_phase
         # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.

@@ -181,6 +181,7 @@ def short_name(kernel: str) -> str:
     if not matches:
         scattered = _SCATTERED.search(arguments)
         return f"{function} {scattered[0]}" if scattered else function
+    # The outermost that is no wrapper says what is computed; its name stands before or after a word such as Functor.
     match = next((match for match in matches if match["before"] not in _WRAPPERS), matches[0])
     operation = match["after"] or match["launched"] or match["before"]
     if match["scalar"] or matches[0]["before"] in _SCALAR_WRAPPERS:

@@ -234,7 +234,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     counted: list[int] = []
     for begin, end, name in np.column_stack((chosen.start, chosen.stop, chosen.name)).tolist():
         # Ranges within others are left out. Rounding makes neighbours overlap a little: so one that begins in the first
-        # half of the range before it is taken to be within that, although it ends later.
+        # half of the range before it (before the mean of its begin and end) is taken to be within that, too.
         if not spans or (end > spans[-1][1] and 2 * begin > sum(spans[-1])):
             spans.append((begin, end))
             if match := PROFILER_STEP.match(capture.texts[name]):
@@ -255,7 +255,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     counts = np.searchsorted(launched[order], ranges)
     if counts[-1, 1] <= counts[0, 0]:
         return None
-    # A step begins and ends with its range, but not before all work that was launched until then has run.
+    # A step begins and ends with its range, but not before all work that was launched until then, ``counts``, has run.
     finished = np.maximum.accumulate(timeline.stop[order])[counts - 1]
     begins, ends = np.maximum(ranges, np.where(counts > 0, finished, ranges)).T  # Without earlier work its range.
     previous_ends = np.append(begins[0], ends[:-1])
@@ -280,12 +280,12 @@ def _whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     lost, unlaunched = (marks[marks[:, 0] == timeline.process[0]][:, 1] for marks in (damage.lost, damage.unlaunched))
     # The idle time before work without a launch has an unknown cause, which matters where there is much such work.
     has_few_unlaunched = len(unlaunched) <= _LEAST_UNLAUNCHED * len(timeline.start)
-    if not steps.are_found:
+    if not steps.are_found:  # The capture as a whole is one step: lost launches hide its idle time, too.
         return replace(steps, hides_idle_time=damage.hides_times or not has_few_unlaunched)
     places = np.arange(count)
     is_lossy = np.isin(places, containing(_launch_windows(steps, timeline), lost))
     is_unlaunched = np.isin(places, containing(steps.bounds, unlaunched))
-    # A little such work is overlooked where it would leave no step.
+    # Steps with such work are left out; but a little of it is overlooked where that would leave no step.
     if not has_few_unlaunched or not np.all(_or_previous(is_unlaunched)):
         is_lossy |= is_unlaunched
     first, end = np.searchsorted(timeline.start, steps.bounds).T

@@ -186,7 +186,7 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
         if round_number is None:
             by_run.append([cell])
             continue
-        if cell_counts[round_number] == len(runs_of_rounds):
+        if cell_counts[round_number] == len(runs_of_rounds):  # Each of these has one of this number already.
             runs_of_rounds.append([])
             by_run.append(runs_of_rounds[-1])
         runs_of_rounds[cell_counts[round_number]].append(cell)
@@ -293,8 +293,9 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
     not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
     if not_finite:  # Then it has neither a difference nor autocorrelations.
+        reason = f"samples are not finite: {' and '.join(not_finite)}"
         return Comparison(
-            a, b, None, None, None, verdict="undecided", reason=f"samples are not finite: {' and '.join(not_finite)}"
+            a, b, difference=None, autocorrelation_a=None, autocorrelation_b=None, verdict="undecided", reason=reason
         )
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:

@@ -346,7 +346,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
         chunks = foreign.read_chunks(path, foreign.FILE_BYTES)
         first = next(chunks, b"")
         if not first.startswith(GZIP_MAGIC):  # A pipe's name does not say that what comes is compressed.
-            if first and is_compressed(path):
+            if first and is_compressed(path):  # An empty file holds no gzip yet.
                 raise UsageError(f"cannot read results from {path}: its name says that it is compressed, and it is not")
             yield first
             yield from chunks
@@ -361,7 +361,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
                 passed_over.append(f"the compressed data from byte {member.start} on is damaged ({member.fault})")
                 continue
             yield member.content
-            # Else its last line is cut, which read_results says.
+            # A cut member with content has a cut last line, which read_results reports.
             if member.is_cut and not member.content:
                 passed_over.append(f"the compressed data from byte {member.start} on is truncated")
     except TooLargeError as error:

@@ -137,7 +137,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
             at += 9
         elif op == 0x2E:  # STOP
             return
-        elif match.end() == match.start():  # Else the match may have ended at its 10,000th.
+        elif match.end() == match.start():  # Else the match may have ended at its limit of 10,000, and goes on here.
             raise UsageError(_refusal(data, at, path))
 
 
@@ -147,12 +147,12 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
     name = next((code.name for code in pickletools.opcodes if ord(code.code) == op), None)
     if name is None:
         return f"{path} is damaged, or no pickle: byte {at:,} is no opcode"
-    # These opcodes are allowed, and did not match because the file ends within the bytes after them, 9 at most.
+    # Those of _FIXED_LENGTH with bytes after them, 9 at most: they did not match because the file ends within these.
     if at + 10 > len(data) and op in b"hjKMJ\x8aqG\x80":
         return f"{path} is damaged, or no pickle: it ends within a value"
     if op not in _ASKS_FOR_CODE:
         return f"{path} holds what no snapshot of torch does ({name} at byte {at:,})"
-    request = f"an object ({name})"
+    request = f"an object ({name})"  # Or the name of it, of which 400 bytes are enough.
     if op in b"ci":  # GLOBAL and INST, which two lines follow: the module and the name.
         request = ".".join(_decoded_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
     elif op == 0x93 and (texts := _TWO_TEXTS.search(data, max(0, at - 400), at)):

@@ -154,7 +154,7 @@ def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     """Return the median ratio a / b of samples taken in turn, by the signed-rank test; the longer series is cut."""
     logarithms_a, logarithms_b = _logarithms(a.measured), _logarithms(b.measured)
     differences = [of_a - of_b for of_a, of_b in zip(logarithms_a, logarithms_b, strict=False)]
-    # With drift, and without.
+    # For as many independent samples as these are worth with their drift (:func:`_worth`), and as if there were none.
     nulls = [_signed_rank_null(_independent(len(differences), worth)) for worth in (_worth([[differences]]), 1.0)]
     values = _thinned(differences)
     # Of all pairs of values, each also with itself: the test counts how many of these means are below 0.
@@ -174,7 +174,7 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     elif max(len(a[0]), len(b[0])) > 1:  # The rounds of each side's only run.
         level = "rounds"
     of_a, of_b = _level_values(a, level), _level_values(b, level)
-    worth = _worth(a, b) if level == "samples" else 1.0  # Rounds and runs are independent.
+    worth = _worth(a, b) if level == "samples" else 1.0  # Samples may drift; rounds and runs are independent.
     significance = (100 - confidence_percent) / 100
     is_positive = min(of_a) > 0 and min(of_b) > 0
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
@@ -202,8 +202,8 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
 def autocorrelation(side: SideSamples) -> float | None:
     """Correlate the ranks of samples that follow one another in a round, -1 to 1; None for fewer than 5 a round.
 
-    The estimate from a short series of n is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954). It is
-    corrected to first order of 1 / n: whole, the correction would double the noise of an estimate from 8.
+    The estimate from a short series of n is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954), so that rho
+    is ``(estimate + 1 / n) / (1 - 4 / n)``. ``1 + 4 / n`` replaces that quotient, which doubles the noise at n = 8.
     """
     rounds = [samples for run in side for samples in run]
     length = min(map(len, rounds))
@@ -221,13 +221,14 @@ def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -
     """Return the interval of a ratio, and where it is undecided, how many samples a side would decide it.
 
     Args:
-        limits: of the ratio's logarithm; ``count``: samples a side; ``fewest``: those that any difference needs.
+        limits: of the ratio's logarithm.
+        count, fewest: how many samples there are a side, and how many any difference needs.
     """
     shift = math.log(estimate)
     low, high, p_value = limits
     low, high = min(low, shift), max(high, shift)  # The ratio of medians may lie outside of the ranks' interval.
     ends = min(math.exp(low), estimate), max(math.exp(high), estimate)  # exp(log(estimate)) may be off by rounding.
-    if not math.isfinite(high):
+    if not math.isfinite(high):  # There are fewer samples than any difference needs.
         return Interval(estimate, *ends, neutral=1.0, to_decide=fewest)
     interval = Interval(estimate, *ends, neutral=1.0, is_bound=p_value is None)  # Drift leaves bounds, but no p.
     if not interval.is_undecided:
@@ -280,14 +281,17 @@ def _thinned(values: Sequence[float]) -> Sequence[float]:
 
 
 def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> _Limits:
-    """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples."""
+    """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples.
+
+    ``worth``: how many independent samples one is worth, fewer than 1 where samples drift (:func:`_worth`).
+    """
     import numpy as np  # Imported late: many who import this module compare nothing.
 
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))  # Quantiles, for there are many pairs.
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0  # Equal but for rounding.
     nulls = []
-    for worth_of_sample in (worth, 1.0):  # With drift, and without.
+    for worth_of_sample in (worth, 1.0):  # With drift, and as if there were none.
         smaller_count, larger_count = sorted(_independent(len(side), worth_of_sample) for side in (a, b))
         nulls.append(_rank_sum_null(smaller_count, larger_count))
     return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
@@ -329,7 +333,7 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
     # Where samples are worth less than one, the test counts fewer distances, each of which stands for several of these.
     weight = len(ordered) / null.most
     num_rejected = null.rejected(significance / 2)
-    if num_rejected:
+    if num_rejected:  # In floor and ceil, ROUNDING keeps products that should be whole from the next number.
         # Distances on the side that has fewer; zeros count for both.
         fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
         p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))

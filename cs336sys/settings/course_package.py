@@ -123,7 +123,7 @@ def course_package() -> CoursePackage:
         if spec is None or spec.origin is None:
             raise UsageError(f"there is no package {PACKAGE}: install cs336sys from its wheel or its whole repository")
         folder = Path(spec.origin).parent
-    is_ours = False
+    is_ours = False  # Where its __init__.py cannot be read, or lacks the mark.
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         is_ours = _MARK in (_defined_names((folder / "__init__.py").read_bytes()) or ())
     return CoursePackage(folder, is_ours)
@@ -132,8 +132,8 @@ def course_package() -> CoursePackage:
 def set_aside_others() -> None:
     """Take folders off ``sys.path`` whose package this program cannot train, until ours comes first.
 
-    A user's model may lie next to such a package, and started by ``python -m`` there, Python would import that. What is
-    loaded for the model finds it again.
+    A user's model may lie next to such a package, and started by ``python -m`` there, Python would import that. The
+    model's loading puts its folder on the path again.
     """
     while (folder := first_folder()) is not None:
         if not CoursePackage(folder, is_ours=False).lacking():

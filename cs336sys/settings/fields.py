@@ -110,7 +110,8 @@ class Setting:
 
         ``lists`` has the values of all cells.
         """
-        # An option's own default gives way wherever it must, a chosen value only where another cell can have it.
+        # Where the other setting is not as the value needs it, an option's own default gives way; a value that the user
+        # chose only if another cell can have it: where none can, it stays, and its cells refuse it.
         return any(
             cell[need.other] not in need.allowed
             and (value == self.option_default or not set(need.allowed).isdisjoint(lists[need.other]))

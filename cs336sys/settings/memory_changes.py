@@ -175,9 +175,9 @@ def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep
 def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
     """Predict the peak of one of several ranks, None where formulas do not know."""
     training = workload.training
-    if workload.micro_batches > 1 or not _can_predict_shards(training):
+    if workload.micro_batches > 1 or not _can_predict_shards(training):  # A ShardedStep has no micro-batches.
         return None
-    strategy = str(ranks.value).partition(" x ")[0]
+    strategy = str(ranks.value).partition(" x ")[0]  # "fsdp" of "fsdp x 4".
     try:
         return rank_peak(_sharded(workload, strategy, number_of_ranks(ranks))).total
     except UsageError:

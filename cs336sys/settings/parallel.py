@@ -201,7 +201,7 @@ class ParallelWorkload(Configured, HasStrategy):
         dimensions = [name for name in (self.strategy_record.outer, inner) if name is not None]
         if (num_ranks := math.prod(sizes.values())) != self.world_size:
             raise UsageError(f"--mesh {self.mesh}: that is {num_ranks} ranks, and there are {self.world_size}")
-        # A strategy without communication names no outer dimension, but its ranks have that of the compared one.
+        # A strategy without communication names no outer dimension, but may have any: see :attr:`unsynchronized`.
         if sizes.keys() != set(dimensions) and (self.strategy_record.communicates or inner not in sizes):
             raise UsageError(
                 f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(dimensions)}"

@@ -219,7 +219,7 @@ class Workload(Configured, StepChoices):
         return model_flops(self.size, backward=self.has_backward) if self.is_ours else None
 
     def rates(self, step: Samples, peak_tflops: float | None, flops: int | None = None) -> dict[str, float | None]:
-        """Return :meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step; ``flops``: else by formula."""
+        """Return :meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step; without ``flops`` by formula."""
         seconds = step.mean / 1e3
         flops = self.flops if flops is None else flops
         utilization = None if flops is None else model_flops_utilization(flops, seconds, peak_tflops)

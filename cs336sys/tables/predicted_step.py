@@ -51,7 +51,7 @@ def step_row(
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
     row["peak_gib"] = (step_peak_bytes(configuration) if memory_bytes is None else memory_bytes) / GIB
-    # Where nothing is unlike what was measured, or communication alone, the GPU's and the CPU's part are known.
+    # The GPU's and the CPU's part are known unless more than communication is unlike what was measured.
     if time.only_ranks_unknown:
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:

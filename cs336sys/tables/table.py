@@ -58,7 +58,7 @@ def named_columns(*keys: str, spread: str = "", **headers: str) -> tuple[Column,
     columns = []
     for key, header in (dict.fromkeys(keys, "") | headers).items():
         name, _, ending = key.rpartition("_")
-        # A key without a name before its unit, as "bytes", is its own header, which needs no unit.
+        # A rate is a unit as a whole. A key without a name before its unit, as "bytes", is its own header without one.
         unit = key if key in _RATES else _KEY_UNITS.get(ending) if name or header else None
         columns.append(Column(key, header or (name if unit else key).replace("_", " "), unit, spread=spread))
     return tuple(columns)
@@ -213,7 +213,8 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
     selected = []
     for table in tables:
         columns = list(dict.fromkeys(column for name in names for column in _columns_named(table, name)))
-        # A note's parts begin with the header of the column that they explain, or say why there are "no speed-ups".
+        # A note's parts begin with the header of the column that they explain, or with "no speed-ups", which
+        # titles.find_baselines() writes for want of a baseline.
         hidden = {column.header.split(",")[0] for column in table.columns if column not in columns}
         if not any(column.key.endswith("speedup") for column in columns):
             hidden.add("no speed-ups")
