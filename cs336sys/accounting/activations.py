@@ -1,8 +1,7 @@
 """Memory that autograd holds between forward and backward pass, on paper: of the model, and of attention alone.
 
 All of it is for eager execution; compilation saves less. Half precision is torch autocast's, or that of the model
-itself. The formulas were read off what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``), and the
-tests hold them to that.
+itself. Tests hold the formulas to what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``).
 
 Letters in the derivations: ``T`` tokens (batch * context), ``S`` context, ``H`` heads, ``d`` d_model, ``f`` d_ff, ``V``
 vocabulary, ``L`` layers, ``BHSS`` attention scores of a layer (batch * heads * S^2), and ``e`` bytes of a matrix
@@ -36,12 +35,10 @@ class SavedActivations(Components):
             LM head's input. The input of w2 counts under ``swiglu``.
         queries_keys_values: rotated q and k (reference attention: q scaled) and v, ``3 e T d``; rotation saves nothing.
         mask: reference attention: one byte a position of the square, made anew in each layer: ``S^2``.
-        exponentials: reference attention: ``exp(scores - max)``, always fp32: ``4 BHSS``. The scores themselves are
-            not saved.
+        exponentials: reference attention: ``exp(scores - max)``, always fp32: ``4 BHSS``. Scores are not saved.
         probabilities: reference attention: ``e BHSS``, what multiplies v.
         attention_statistics: one fp32 a query: the softmax's denominator, or the logsumexp of sdpa and flash.
-        attention_output: sdpa and flash: their output, ``e T d``. It lies in memory head by head, so the heads side
-            by side are a copy of it.
+        attention_output: sdpa and flash: their output, ``e T d``, head by head: heads side by side are a copy.
         swiglu: ``w1(x)``, its sigmoid and its SiLU, ``w3(x)``, and the product that w2 takes: ``5 e T f``.
         logits: the LM head's output, ``e T V``, and an fp32 maximum and sum a token, ``8 T``: the loss saves no more.
         weight_copies: autocast: each projection's weight in half precision, ``2`` bytes a parameter. The model
@@ -170,8 +167,7 @@ def attention_memory(
       softmax: probabilities, their gradient, on a GPU the product of the two as a tensor of its own, and the scores'
       gradient, next to the gradients of output and value.
     - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): the backward pass adds four
-      gradients and one fp32 a query (the row sums of dO * O). Kernels that accumulate a gradient in fp32 need room for
-      it besides that.
+      gradients and one fp32 a query (the row sums of dO * O), and where a gradient is accumulated in fp32, that.
 
     Args:
         batch: sequences times heads.

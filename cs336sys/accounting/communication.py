@@ -159,8 +159,7 @@ def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | N
     """Return how much longer a step is than without communication, and how much of its communication it hides.
 
     Args:
-        medians_ms: of ``step``, and where they were measured of ``unsynchronized``, the step without communication,
-            and of ``communication``, alone.
+        medians_ms: of ``step``, and where measured of ``unsynchronized`` steps and of ``communication`` alone.
         running_ms: how long communication ran in a profiled step. Alone, launches may hold it up: 436 all-reduces of xl
             took 61 ms launched one after another, and 35 in a CUDA graph. The shorter of both could be hidden.
 

@@ -68,8 +68,7 @@ class Expression:
     """A number, its ``value``, and the arithmetic that it came from.
 
     Supports ``+ - * / **`` with numbers and expressions, ``math.ceil`` and ``math.floor``, and comparison by value;
-    :func:`maximum` and :func:`minimum` keep all their operands in the text. Multiplying by 1 and adding 0 leave no
-    trace.
+    :func:`maximum` and :func:`minimum` keep all operands in the text. Multiplying by 1 and adding 0 leave no trace.
     """
 
     def __init__(self, value: float, parts: tuple["str | _Symbol", ...], binding: int):

@@ -24,9 +24,7 @@ class Datasheet:
         tflops: dense products of matrices in fp32 (without tensor cores), tf32, bf16 and fp16.
         memory_bytes: what ``doctor`` found on such a GPU, else the datasheet's.
         memory_bytes_per_s: of reads and writes together.
-        link_bytes_per_s: to the other GPUs of its host, both directions: NVLink where it is a part of the board, else
-            PCIe.
-        clock_mhz: the clock of the multiprocessors at which ``tflops`` hold.
+        link_bytes_per_s: to other GPUs of its host, both directions: NVLink where the board has it, else PCIe.
     """
 
     tflops: tuple[float, float, float, float]

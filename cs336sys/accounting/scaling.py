@@ -174,8 +174,7 @@ class Simulation:
     def fastest(self, devices: int, dimension: str | None = None) -> tuple[SimulatedStep, SimulatedStep] | None:
         """Return the fastest step that fits, or the smallest if none does, and the fastest without accumulation.
 
-        None if no mesh of so many devices divides the batch and the heads. A ``dimension``, ``ddp``, ``fsdp`` or
-        ``tp``, has all devices.
+        None if no mesh of so many devices divides batch and heads. ``dimension``: ``ddp``, ``fsdp`` or ``tp`` has all.
         """
         steps = [self.with_least_accumulation(mesh) for mesh in self.meshes(devices, dimension)]
         if not steps:

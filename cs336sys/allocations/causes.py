@@ -154,8 +154,7 @@ _Sizes = Counter[int]
 def _copied_state_bytes(states: Sequence[_Sizes], gradients: Sequence[_Sizes], parameters: _Sizes, ratio: int) -> int:
     """Return the bytes of the second copy of the state that a line of an optimizer made, 0 if it made one copy.
 
-    ``states`` has what it made for each step and caller, ``gradients`` what there was then; a state is ``ratio`` times
-    as large as its parameter.
+    ``states`` has what each call made, ``gradients`` what it saw; a state is ``ratio`` times as large as its parameter.
     """
     copied_bytes = 0
     for size, count in sum(states, _Sizes()).items():

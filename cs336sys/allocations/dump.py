@@ -46,8 +46,7 @@ class Block(NamedTuple):
 
     Attributes:
         size: as asked for; of memory older than the record, as handed out.
-        start, end: positions: how many allocations and frees came before. Start 0 is before the record, and one more
-            than its length is never.
+        start, end: positions: how many allocations and frees came before; 0: before the record, beyond its end: never.
         stack: index into :attr:`DeviceRecord.stacks`.
         requested: bytes that were asked for, whatever ``size`` is.
     """

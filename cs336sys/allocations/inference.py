@@ -190,8 +190,7 @@ class Inference:
             # The last allocation of the run; what the event right after it frees was needed for it alone.
             last_backward = self._backward_allocations[bisect_left(self._backward_allocations, run_end) - 1]
             return "gradients" if block.end > last_backward + 1 else "temporary"
-        # The user's own code: what it keeps from step to step is unknown; what lives on into the backward pass is saved
-        # for it, as by the loss.
+        # The user's own code: it may keep state from step to step; what lives into the backward pass is saved for it.
         next_step = bisect_right(self.steps, block.start)
         if next_step < len(self.steps) and block.end > self.steps[next_step]:
             return "unknown"
@@ -207,8 +206,7 @@ class Inference:
         for index, block in enumerate(self._record.blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.last_position:
                 by_size[block.requested].append(index)
-        # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter, itself
-        # and its states: three with AdamW.
+        # A temporary can be as large as a gradient: most sizes say how many blocks a parameter has: three with AdamW.
         counts = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
         blocks_per_gradient = max((ratio for ratio in counts if ratio), key=lambda ratio: counts[ratio], default=1)
         for size, count in gradients.items():

@@ -28,8 +28,7 @@ from cs336sys.machine.lazy_dynamo import importing_no_compiler
 class ModuleStack:
     """While it is entered, :attr:`current` is the name of the innermost module that runs, empty outside of all.
 
-    Frames would tell it too, but reading a frame's variables keeps them alive. A module that ``names`` lack counts as a
-    part of the module that calls it.
+    Frames would tell it, but reading their variables keeps these alive. A module not in ``names`` counts as its caller.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]):
@@ -213,8 +212,7 @@ class SavedTensor:
     Attributes:
         shape, dtype: of the first tensor in it that was saved.
         size: of the whole storage, in bytes.
-        operation: the operation that computed the tensor, ``Exp``; ``input`` for a leaf; empty where no gradient flows
-            (a mask) and in compiled code.
+        operation: what computed the tensor, ``Exp``; ``input`` for a leaf; empty for a mask and in compiled code.
         module, code: where it was saved first.
     """
 

@@ -43,8 +43,7 @@ def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationT
     Each of the three has the same blocks more than the one before.
 
     Returns:
-        the timeline, with ``*`` in place of numbers of blocks, without recomputations; None where the third step does
-        not follow from the first two.
+        the timeline, with ``*`` for numbers of blocks, without recomputations; None unless the third step follows.
     """
     first, second, third = map(_step_events, timelines)
     insertions = _insertions(first.events, second.events)

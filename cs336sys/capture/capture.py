@@ -33,8 +33,7 @@ _NAMES = 1_000_000
 
 # Kinds that all ranks leave together, for each needs what every other has sent.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-# A name may contain several, of which the first counts. Torch 2's kernel is named after both send and receive; its
-# record says which of the two it is.
+# A name may contain several: the first counts. Torch 2 names a kernel after send and receive: its record says which.
 _KINDS = (*SYNCHRONIZING, "broadcast", SEND_RECEIVE, SEND, RECEIVE, "gather", "scatter", "reduce")
 
 # By the names of torch's profiler, of its collectives and of Triton, in lower case.
@@ -61,8 +60,7 @@ def collective_kind(name: str) -> str:
 def collective_bytes(arguments: Mapping[str, Any]) -> int:
     """Return the size of a collective as nccl-tests count it: the larger of what a rank gives and gets; 0 if unknown.
 
-    Args:
-        arguments: torch's record of its parameters, or those of an annotation: the shapes of its inputs.
+    ``arguments`` are torch's record of its parameters, or those of an annotation: the shapes of its inputs.
     """
     if (dtype := arguments.get("dtype")) is not None:
         recorded = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
@@ -251,8 +249,7 @@ class Capture:
     # For each work, the row of its launch in calls; -1 for none.
     launch: Times = field(default_factory=lambda: np.zeros(0, np.int64))
     collectives: Sequence[CollectiveRecord] = ()  # Torch's records, which work.collective points at.
-    # False where no GPU took part, and the CPU's operations replace work, each launched by itself and as long as it ran
-    # without those that it calls.
+    # False where no GPU took part: the CPU's operations replace work, each as long as it ran without those it calls.
     is_gpu: bool = True
     rank: int | None = None  # The process's; None where the file does not say so.
     ranks: int = 0  # The world size; 0 where the file does not say so.

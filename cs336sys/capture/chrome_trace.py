@@ -60,8 +60,7 @@ _LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
 def load_trace(path: Path) -> Capture:
     """Load kernels, copies, API calls, operators and ranges of a trace.
 
-    The file is read event by event, so it may be larger than memory. An event without a time, or that is no JSON, is
-    left out and counted.
+    The file is read event by event, so it may be larger than memory. Events without a time, or no JSON, are counted.
 
     Raises:
         UsageError: it is no trace, was merged of several processes so that kernels cannot be told apart, or holds API

@@ -38,8 +38,7 @@ class Roofline:
 def operator_work(operator: str, shape: str) -> OperatorWork | None:
     """Return the work of an operator; None where its name or its shapes do not say what it is.
 
-    Args:
-        shape: JSON of two lists, sizes and types of its inputs, as torch.profiler records them.
+    ``shape`` is JSON of two lists, sizes and types of its inputs, as torch.profiler records them.
     """
     try:
         shapes, dtypes = json.loads(shape)
@@ -86,11 +85,7 @@ def _flops_and_outputs(name: str, shapes: Sequence[Any]) -> tuple[int, int]:
 
 
 def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilings | None = None) -> Roofline:
-    """Compare a call with the longer of the times that its FLOPs and its bytes take at the peaks.
-
-    Args:
-        ceilings: measured on this GPU; None: the peaks of its datasheet.
-    """
+    """Compare a call with the longer of its FLOPs' and bytes' times, at measured ``ceilings`` or a datasheet's."""
     if ceilings is not None:
         source = f"ceilings measured on {ceilings.gpu} by `cs336sys doctor --ceilings`"
         tflops = ceilings.tflops.get(work.precision) if work.precision else None

@@ -16,8 +16,7 @@ from cs336sys.errors import UsageError
 # Names that no capture holds, and their numbers: they follow all texts, so that they count from the end.
 _UNNAMED = ("the whole capture", "ProfilerStep")
 _WHOLE_CAPTURE, _PROFILER_STEP = -2, -1
-# Annotations that cover less of the work's time than this do not speak for the capture; and if phases have less of it,
-# answers are wrong, not imprecise.
+# Annotations that cover less of the work's time do not speak for the capture; phases that have less give wrong answers.
 _LEAST_PERCENT = 95.0
 
 
@@ -191,8 +190,7 @@ def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
 def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], covered: Ranges | None) -> float:
     """Return how many percent of the work's time belong to a phase, and refuse a capture where most does not.
 
-    Args:
-        covered: ranges from the first to the last of which phases should cover everything; None where they need not.
+    ``covered`` are ranges from the first to the last of which phases should cover everything; None: they need not.
     """
     has_launch = work.launched >= 0
     if not is_in_phase.any():
@@ -217,11 +215,7 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
 
 
 def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, range_of: Times) -> tuple[RangeTime, ...]:
-    """Return the sums over ranges by name, in the order in which names first begin.
-
-    Args:
-        range_of: of each work, the row of its range; -1 for none.
-    """
+    """Return sums by name, in the order in which these begin; ``range_of`` has the row of each work's range, or -1."""
     chosen = np.flatnonzero(range_of >= 0)
     chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], range_of[chosen]))]
     sums = np.zeros((len(ranges), 4), np.int64)

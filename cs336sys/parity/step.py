@@ -66,8 +66,7 @@ def check_training(
     compared with itself counting on the CPU. In mode ``forward`` losses of users' models are compared.
 
     Returns:
-        how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
-        that is plain itself.
+        how far they are apart, and an outcome ``wrong`` if rounding is no reason; twice None for a plain workload.
 
     Raises:
         CapabilityError: the step cannot be captured, or the kernels cannot run.
@@ -284,8 +283,7 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     """Run :func:`check_training` on a model of few blocks, for commands that look into a step and compare nothing.
 
     Returns:
-        what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
-        what was found.
+        sentences on what was compared, if anything is ours; and a ``wrong`` outcome if rounding does not explain it.
     """
     workload = replace(workload, warmup=0, steps=1)  # A check has steps of its own: with other steps it is the same.
     if workload.is_ours:

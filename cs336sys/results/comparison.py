@@ -293,9 +293,9 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
     not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
     if not_finite:  # Then it has neither a difference nor autocorrelations.
-        reason = f"samples are not finite: {' and '.join(not_finite)}"
+        fault = f"samples are not finite: {' and '.join(not_finite)}"
         return Comparison(
-            a, b, difference=None, autocorrelation_a=None, autocorrelation_b=None, verdict="undecided", reason=reason
+            a, b, difference=None, autocorrelation_a=None, autocorrelation_b=None, verdict="undecided", reason=fault
         )
     difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:

@@ -29,8 +29,7 @@ def printable(text: str) -> str:
 
 
 # What a saved line may hold, so that code which shows it needs no guards of its own. The largest file in docs/results
-# holds 2.3 MB in lines of at most 55 KB, nested 5 deep, with text of 982 characters. 300,000 cells of bench reach
-# both limits of a file.
+# holds 2.3 MB in lines of at most 55 KB, nested 5 deep, texts of 982. 300,000 cells of bench reach a file's limits.
 FILE_BYTES = 512 * 2**20
 FILE_MEMORY_BYTES = 2 * 2**30
 LINE_BYTES = 32 * 2**20

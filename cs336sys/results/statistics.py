@@ -90,8 +90,7 @@ class Difference:
         ratio_low, ratio_high: the ratio's confidence interval. It contains 1 exactly where ``p_value`` is not
             significant. None where there are too few samples for any to be significant.
         p_value: of the hypothesis that both sides are drawn from the same distribution, two-sided. None where the
-            interval is, or where samples drift too much for a test: the interval is then from the smallest to the
-            largest ratio of two samples.
+            interval is, or where samples drift too much: the interval then has the ratios of all pairs of samples.
         is_significant: the interval does not contain 1, or without a ratio that of the shift does not contain 0.
         to_decide: about how many samples, rounds or runs a side would decide, where these do not.
     """

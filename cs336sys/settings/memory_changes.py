@@ -1,8 +1,7 @@
 """Changes that make a training step hold less memory: their settings, costs, options and lines of PyTorch. No torch.
 
-A plan is some of them, at most one for each setting. Prices order plans: percent of a step's FLOPs that are computed
-again, and conventions for what has no FLOPs. Changes that keep all numbers come first, then recomputation, then other
-rounding, then more GPUs.
+A plan is some of them, at most one for each setting. Prices order plans: percent of FLOPs that are computed again, and
+conventions: changes that keep all numbers come first, then recomputation, then other rounding, then more GPUs.
 """
 
 import shlex

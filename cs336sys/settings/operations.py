@@ -24,8 +24,7 @@ COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}  # Bytes an element,
 class CollectiveWorkload(Configured):
     """One collective on one size of message, timed in two ways.
 
-    ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors; ``message_bytes`` is the requested size of
-    the whole array.
+    ``nccl`` sends GPU tensors, one GPU a rank, ``gloo`` CPU tensors; ``message_bytes`` are the array's, as requested.
     """
 
     backend: str = setting(

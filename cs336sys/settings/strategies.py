@@ -17,8 +17,7 @@ class Strategy:
     """A way in which ranks train one model together.
 
     Attributes:
-        wraps: dotted name of the function that wraps a model and an optimizer on a rank, ``training.ranks``'s
-            ``Prepare``.
+        wraps: dotted name of the function that wraps model and optimizer on a rank, a ``training.ranks.Prepare``.
         wrapper: dotted name of the class of :mod:`cs336sys.parallel.ddp` that averages gradients, for ``wraps`` to use.
         command: the command that measures it; empty for the steps without communication that others are compared with.
         inner_dimension: what a group of ranks shares: ``tp`` layers, ``cp`` sequences; empty without groups.

@@ -89,8 +89,7 @@ CONDITIONS = {
     "fewer sequences on one rank": Program(steps=2, uneven=True),
 }
 
-# The model that is trained unless one is asked for, small enough that all cases take seconds on a CPU, and how many
-# sequences each rank has.
+# The default model, so small that all cases take seconds on a CPU, and how many sequences each rank has.
 SMALL = {"context": 16, "vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 SEQUENCES = 4
 

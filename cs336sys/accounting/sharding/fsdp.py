@@ -4,8 +4,7 @@
 ZeRO stage 3 (https://arxiv.org/abs/1910.02054, sections 5.3 and 7.2.2).
 
 Units of a ``BasicsTransformerLM`` are its token embedding, each block, and its LM head; norms are replicated. ``N`` is
-the number of parameters, ``W`` that of ranks, ``e`` the bytes of an element as it is gathered: 4 in fp32, 2 in half
-precision.
+the number of parameters, ``W`` that of ranks, ``e`` the bytes of a gathered element: 4 in fp32, 2 in half precision.
 """
 
 import functools

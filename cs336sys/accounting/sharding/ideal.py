@@ -1,8 +1,7 @@
 """Memory and communication of a rank for each way of sharing training state, as formulas of P and N.
 
-Source: ZeRO (https://arxiv.org/abs/1910.02054), sections 5 and 7, for the ideal share ``P / N``. What is held exactly,
-in whole parameters and with padding, is in :mod:`~cs336sys.accounting.sharding.step`. Arguments may be numbers or
-symbols.
+Source: ZeRO (https://arxiv.org/abs/1910.02054), sections 5 and 7, for the ideal share ``P / N``; the exact one, of
+whole parameters and padding, is in :mod:`~cs336sys.accounting.sharding.step`. Arguments are numbers or symbols.
 
 - ``none``: data parallel; all state on every rank, gradients all-reduced.
 - ``optimizer``: each rank has the optimizer state of some whole parameters (ZeRO stage 1 but for the communication:

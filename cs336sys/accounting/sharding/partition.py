@@ -11,8 +11,7 @@ from functools import cached_property
 
 from cs336sys.errors import UsageError, choose_from
 
-# Slices and packed tensors start at multiples of 64 elements, as in Megatron-LM: kernels that read 16 bytes at a time
-# need aligned addresses.
+# Slices and packed tensors start at multiples of 64 elements, as in Megatron-LM: kernels read 16 aligned bytes at once.
 ALIGNMENT = 64
 
 # Every gathered parameter starts at a multiple of so many bytes, as if it had been allocated alone: cudaMalloc aligns
@@ -29,8 +28,7 @@ WHOLE_BLOCKS = "block"
 
 Shape = Sequence[int]
 
-# By the ends of names in the state dict, the dimension along which a weight (d_out, d_in) is cut: 0 makes columns of
-# x W^T, 1 its rows; None is held whole.
+# By ends of names, the dimension along which a weight (d_out, d_in) is cut: 0 makes columns of x W^T, None leaves it.
 CUT_DIMENSIONS: dict[str, int | None] = {
     "token_embeddings.weight": 0,
     "attn.q_proj.weight": 0,
@@ -117,11 +115,7 @@ def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
 
 
 def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
-    """Return the byte at which each gathered parameter of a unit starts in the unit's memory, and the bytes of it all.
-
-    Args:
-        parameters: shape and bytes an element of each.
-    """
+    """Return at which byte of a unit's memory each gathered parameter (shape, element's bytes) starts, and its size."""
     starts, end = [], 0
     for shape, element_bytes in parameters:
         starts.append(end)

@@ -167,8 +167,7 @@ class RankMemory(Components):
 
     Attributes:
         moment: one of :data:`MOMENTS`: the model is built; directly before and after the first optimizer step, when
-            gradients are there; of a later step before the optimizer, after it, when gradients are dropped, and the
-            most.
+            gradients are there; in a later step before the optimizer, after it, without gradients, and the most.
         gradients: what the optimizer updates parameters by, and torch's buckets, of which they are views.
         rest: activations and buffers: also gathered weights, gradients under way, temporaries, batch and rotary table.
     """
@@ -264,8 +263,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
     """Return the moments of a step that can be its peak, on the fullest rank; an upper bound for ``fsdp``.
 
     They are those of :func:`~cs336sys.accounting.memory.widest_moments`, with what this rank has of the state, and of a
-    step after the first: the optimizer's state exists. Buffers count among the activations, master parameters among the
-    parameters.
+    step after the first: the optimizer's state exists. Buffers count as activations, master parameters as parameters.
     """
     state, layers = fullest_state(step), step.size.num_layers
     parameters = state.parameters + state.master_parameters

@@ -37,8 +37,7 @@ class TensorStep(HasStrategy):
         tensor_ranks: how many ranks share a layer.
         data_ranks: how many such groups share the batch.
         checkpointing: ``none`` or ``block``.
-        compiles: whether blocks are compiled: one that is computed again for its checkpoint then ends with the sum over
-            ranks that nobody needs.
+        compiles: whether blocks are: one computed again for its checkpoint then ends with a sum that nobody needs.
     """
 
     strategy: str

@@ -77,8 +77,7 @@ class Exposure:
     Attributes:
         bytes_per_s: sent bytes of a rank over the time that communication takes alone.
         exposed: the part of that time by which a step is longer than without communication, in half precision.
-        exposed_fp32: the same in fp32, whose products take no memory bandwidth from communication; None if not
-            measured.
+        exposed_fp32: the same in fp32, whose products take no bandwidth from communication; None: not measured.
     """
 
     bytes_per_s: float
@@ -96,8 +95,7 @@ class Rates:
         launch_s: of the CPU for a launch on the fastest host that was measured.
         usual_launch_s: the median of the hosts.
         exposures: by strategy.
-        ranges: least and most of ``d_model``, ``tokens`` of a rank, ``context``, ``head_dim`` and ``vocab_size`` that
-            were measured.
+        ranges: least and most that was measured of each of :func:`.prediction.ranged_quantities`.
         kinds: that were measured: :func:`kind_of`.
         errors: of predictions, by group.
         scaled_from: the GPU that was measured, where the rates are another one's, scaled.
