@@ -118,8 +118,7 @@ def _pending_halves(num_layers: int) -> list[int]:
 def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True) -> int:
     """Count the FLOPs that a training step spends on computing activations again, as in ``accounting.flops``.
 
-    torch ends a recomputation at the last tensor that it must save: before its last block's product with w2, and that
-    of attention alone before the output projection.
+    torch ends a recomputation at the last tensor to save: before the product with w2 or, of attention, the projection.
 
     Args:
         causal: count the half of the attention square that the mathematics needs; False counts all of it.

@@ -74,8 +74,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Al
     """Fit the line of the least sum of relative deviations: small messages count as large ones do, outliers hardly.
 
     It minimizes ``sum(|a + b S - t| / t)``. Such a line goes through two of the points (Bloomfield and Steiger 1983),
-    so all pairs are tried. Latency and slope are not negative: lines through one point that are level, or go through
-    the origin, are tried, too.
+    so all pairs are tried; and as no latency or slope is negative, level lines and those through the origin, too.
 
     Raises:
         UsageError: fewer than two different sizes, or a time or size that is not positive.
@@ -122,8 +121,7 @@ def bucketing_overhead_s(gradient_bytes: Number, buckets: Number, bytes_per_s: N
     """Return the seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``; arguments may be symbols.
 
     The handout (2025, problem ``ddp_bucketed_benchmarking`` (b)) assumes that a bucket's gradients take as long to
-    compute as to communicate. Then bucket ``i`` travels while ``i + 1`` is computed, and only the last bucket's
-    transfer and the cost of the calls remain.
+    compute as to communicate: ``i`` travels while ``i + 1`` is computed. The last transfer and the calls' cost remain.
 
     Args:
         gradient_bytes: all gradients of one rank, ``s``.

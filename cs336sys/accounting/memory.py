@@ -47,8 +47,7 @@ class PeakMemory(Components):
     Attributes:
         moment: which moment that is.
         gradients: those that exist already at that moment: none before the backward pass, all at its end.
-        activations: saved for the backward pass and not yet freed, and everything temporary; also the batch and the
-            rotary table, which are always there.
+        activations: saved for the backward pass and not yet freed, temporaries, the batch and the rotary table.
     """
 
     moment: str
@@ -114,8 +113,7 @@ def widest_moments(
 
     Counts tensors alone: the CUDA context, cuBLAS workspaces (tens of MiB) and the allocator's rounding come on top.
     Gradients are dropped after each step (``zero_grad(set_to_none=True)``), and the optimizer's state exists already,
-    so this is a second or later step. Each moment is exact; where a block's activations and gradients are about equally
-    large, one between them can hold up to 2 % more.
+    so this is a second or later step. Each moment is exact; one between two of them can hold up to 2 % more.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.

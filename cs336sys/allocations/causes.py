@@ -266,8 +266,7 @@ def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
 def _loop_iterations(moment: Moment) -> list[int]:
     """Return the positions where iterations of a loop around a model begin, if there is one around the moment.
 
-    A forward pass repeats its layers in a loop, too. A loop around a model repeats lines of which many run several
-    times in an iteration, once for each layer.
+    Unlike a loop over layers, it repeats lines of which many run several times in an iteration, once for each layer.
     """
     runs_of_line = _runs_by_line(moment)
     # The line that runs the fewest times runs once in an iteration; of several such lines the first begins it.
@@ -346,8 +345,7 @@ def _common_ratio(sizes: Mapping[tuple[str, str], int], others: Sequence[Mapping
         if other_sizes := [sizes_elsewhere[line] for sizes_elsewhere in others if line in sizes_elsewhere]:
             ratios.append(size / median(other_sizes))
     middle = median(ratios) if len(ratios) >= 3 else 1.0  # Fewer lines could agree by chance.
-    # A longer batch scales activations alike, so at least half of the ratios must be equal, within 2 %; weights stay as
-    # they are. What is up to 5 % longer fills no device.
+    # A longer batch scales activations alike: half of the ratios at least are equal, to 2 %. 5 % more fill no device.
     equal = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
     return middle if middle > 1.05 and 2 * equal >= len(ratios) else 1.0
 
@@ -412,7 +410,20 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     # Without masks and scalars, which lie between logits and their copies.
     results = [block for block in results if block.size >= _LEAST_LEAK * moment.size]
     results.sort(key=lambda block: block.start)
-    # By the stack of a copy: whether nothing but its being fp32 logits explains it.
+    is_proved = _copies_of_halves(moment, results)
+    copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
+    size = sum(block.size for block in copies if block.start <= failed_at)
+    if not copies or size < _LEAST_SHARE * moment.size:
+        return None
+    is_certain = all(is_proved[block.stack] for block in copies)
+    return memory_cause("fp32 logits", size, infer.code_of(moment.record.stacks[copies[0].stack]), is_proved=is_certain)
+
+
+def _copies_of_halves(moment: Moment, results: Sequence[Block]) -> dict[int, bool]:
+    """Return stacks that copied the result before theirs in fp32: whether only a copy of logits explains them.
+
+    ``results`` of forward passes are in the order in which they were made.
+    """
     is_proved: dict[int, bool] = {}
     for index, (half, copy) in enumerate(pairwise(results)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
@@ -432,12 +443,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
                 is_proved[copy.stack] = True
             elif not following and line is not None and infer.is_own(line):
                 is_proved.setdefault(copy.stack, False)  # Unless another copy of this stack proves it.
-    copies = [b for b in results if b.stack in is_proved and (b.start == failed_at or b.end > moment.position)]
-    size = sum(block.size for block in copies if block.start <= failed_at)
-    if not copies or size < _LEAST_SHARE * moment.size:
-        return None
-    is_certain = all(is_proved[block.stack] for block in copies)
-    return memory_cause("fp32 logits", size, infer.code_of(moment.record.stacks[copies[0].stack]), is_proved=is_certain)
+    return is_proved
 
 
 # What to mend first comes first.

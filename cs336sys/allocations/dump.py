@@ -101,8 +101,7 @@ class DeviceRecord:
         entry_of_position: for each position, the number of the trace's entry that led to it.
         segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
         unknown_frees: of memory older than the record.
-        step_marks: positions after which a step had ended, by ``record_function`` or ``user_metadata`` whose names
-            hold ``step``; empty where neither was recorded.
+        step_marks: positions after which a step had ended, by names with ``step`` that the program recorded, if any.
     """
 
     device: int

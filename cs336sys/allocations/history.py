@@ -23,8 +23,7 @@ from cs336sys.allocations.without_values import code_line
 from cs336sys.errors import CapabilityError
 from cs336sys.timing.phases import TorchProfiler
 
-# A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
-# and completed. An entry takes a few KB of host memory.
+# A train step of 48 layers makes about 30,000 allocations, each with three entries of a few KB of host memory.
 MAX_ENTRIES = 400_000
 
 _MARK = "cs336sys moment "

@@ -145,12 +145,7 @@ def _waiting_and_slowed_ns(
     rank_of, step_number, name, collectives_before, kernel, length_ns, waited_ns = map(
         np.concatenate, zip(*columns, strict=True)
     )
-    # Equal kernels between two collectives, those of each rank, and the place of each kernel among these: its place in
-    # the order of all, less where its group begins. The same kernel has the same place among equally many.
-    equals = group_numbers(step_number, name, collectives_before)
-    _, equals_of_rank, counts = np.unique(group_numbers(rank_of, equals), return_inverse=True, return_counts=True)
-    place = np.argsort(np.argsort(equals_of_rank, kind="stable")) - (np.cumsum(counts) - counts)[equals_of_rank]
-    _, same_kernel = np.unique(group_numbers(equals, counts[equals_of_rank], place), return_inverse=True)
+    same_kernel = _same_kernels(rank_of, group_numbers(step_number, name, collectives_before))
     is_clear = waited_ns == 0
     clear_ranks = np.bincount(same_kernel, is_clear)[same_kernel]
     # A rank is as slow as it takes time for what is clear on all; if there is nothing, all are equally slow.
@@ -165,6 +160,18 @@ def _waiting_and_slowed_ns(
         ns[kernel[rank_of == rank]] = longer_ns[rank_of == rank]
         ns[timelines[rank].collective_places] = waiting_ns[rank]
     return of_work_ns
+
+
+def _same_kernels(rank_of: Times, namesakes: Times) -> Times:
+    """Number kernels so that the same ones of several ranks have one number.
+
+    Of equal number in ``namesakes`` are those of one name between two collectives; the same have one place in their
+    order on a rank, and as many others there.
+    """
+    _, group, counts = np.unique(group_numbers(rank_of, namesakes), return_inverse=True, return_counts=True)
+    place_among_all = np.argsort(np.argsort(group, kind="stable"))  # In the order of groups, one after another.
+    place = place_among_all - (np.cumsum(counts) - counts)[group]
+    return np.unique(group_numbers(namesakes, counts[group], place), return_inverse=True)[1]
 
 
 def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:

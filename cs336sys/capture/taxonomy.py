@@ -128,8 +128,7 @@ _COMPILED = tuple((category, re.compile("|".join(patterns), re.IGNORECASE)) for 
 def category_of(kernel: str) -> Category:
     """Return the kind of a kernel, or of a CPU operation, by its full name.
 
-    A name says nothing about purpose: the kernels of a softmax written as several operations are elementwise and
-    reductions, and so are those of an eager RMSNorm.
+    A name says nothing about purpose: an eager softmax or RMSNorm consists of elementwise kernels and reductions.
     """
     return next((category for category, pattern in _COMPILED if pattern.search(kernel)), Category.UNCLASSIFIED)
 
@@ -159,8 +158,7 @@ _WRAPPERS = ("Binary", "Unary", "Compare", *_SCALAR_WRAPPERS)
 def short_name(kernel: str) -> str:
     """Return a kernel's name without namespaces and arguments: ``vectorized_elementwise Mul<fp32>``.
 
-    The same for the names of nsys and of torch.profiler, which spell templates and lambdas differently. Different
-    kernels can have the same short name.
+    Names of nsys and of torch.profiler, which spell templates differently, become the same; so may different kernels'.
     """
     cute_class = _CUTE_CLASS.search(kernel)
     if cute_class:

@@ -48,8 +48,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
     """Train a model in one process, and sum each batch in an order.
 
     Args:
-        step: a :class:`~cs336sys.training.step.TrainStep`; of models that are not ours, each part draws the
-            random numbers of :func:`draw_alike`.
+        step: a :class:`~cs336sys.training.step.TrainStep`; parts of users' models draw as :func:`draw_alike` says.
         model: what the step trains, without wrappers.
     """
     # For Trained.start: its parameters are overwritten in training.

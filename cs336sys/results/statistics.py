@@ -133,10 +133,11 @@ def same_within(low: float, high: float) -> str:
 
 def difference(a: Samples, b: Samples) -> Interval:
     """Return the median of ``a`` minus that of ``b``, in their unit."""
+    # Each side is one round of one run.
     low, high, _ = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
     estimate = a.median - b.median
     # The pairs that limit the shift need not lie around the shift of the medians.
-    return Interval(estimate, min(low, estimate), max(high, estimate), 0.0)
+    return Interval(estimate, min(low, estimate), max(high, estimate), neutral=0.0)
 
 
 def ratio(a: Samples, b: Samples) -> Interval:

@@ -23,8 +23,7 @@ MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output
 class Needs:
     """The values that are ``allowed`` for the setting ``other`` where the setting with this need has one of ``values``.
 
-    Without ``values``, each value but the default has the need. ``reason`` follows option and value in the refusal,
-    with ``{}`` for the other setting's value.
+    Without ``values``, each but the default has the need. ``reason``, with ``{}`` for the other value, ends a refusal.
     """
 
     other: str

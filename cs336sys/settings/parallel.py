@@ -328,8 +328,8 @@ class ParallelWorkload(Configured, HasStrategy):
     def has_unsynchronized(self) -> bool:
         """Return whether the same step can be computed without communication.
 
-        It cannot where a strategy that splits sequences has a single rank, or is torch's, or where blocks have a
-        backward pass of their own.
+        Of strategies that split sequences a single rank splits none, and sends nothing anyway, and torch's always sends.
+        Blocks have a backward pass of their own in FSDP alone, so that without it the step would be another.
         """
         splits_sequences = self.strategy_record.splits_sequences
         if splits_sequences and (self.world_size == 1 or self.strategy_record.is_torchs):

@@ -95,8 +95,7 @@ class Workload(Configured, StepChoices):
     """One model, its batch, and how its steps run; docs/bench.md explains the values.
 
     ``state_dtype`` and ``update`` are of optimizer ``adamw``: ``split`` keeps the blocks' weights as bf16 and what fp32
-    has beyond it, and an update in ``backward`` drops a block's gradients at once. With ``adamw``, ``fused`` kernels
-    read the copies of the weights that it writes.
+    has beyond it; an update in ``backward`` drops a block's gradients at once. ``fused`` kernels read adamw's copies.
     """
 
     size: ModelSize

@@ -44,8 +44,7 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
     Without a format a file gets that of its name's ending or Markdown, a folder a csv file for each name of tables, a
     terminal ``table`` drawn by rich, other stdout Markdown. With ``wide`` stdout gets ``table`` as files have it.
 
-    Raise a UsageError for an unknown format, and an OutputError where ``output`` cannot be written, whose tables stdout
-    got instead, or where stdout cannot be written.
+    Raise a UsageError for an unknown format, an OutputError where ``output`` (stdout gets its tables) or stdout fails.
     """
     recording = current_recording()
     if recording is not None:

@@ -46,7 +46,7 @@ def tidy(
         cells: as :func:`with_origin` returns them; settings that only they have come after those of today.
         are_planned: rows are cells that nothing has measured.
     """
-    workload, *added = _CELLS.get(command, ("",))  # A class with most of the settings, and further ones.
+    workload, *added = _CELLS.get(command, ("",))  # The name of a class with most of the settings, and further ones.
     names = dict.fromkeys((*(import_named(workload).settings() if workload else ()), *added))
     names |= dict.fromkeys(name for cell in cells for name in cell.configuration if name not in ORIGIN)
     if command == "nsys":

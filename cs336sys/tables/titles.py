@@ -213,8 +213,7 @@ def failure_notes(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ..
 
 ROUNDS_COLUMN = Column("rounds", "rounds")
 
-# Computes the derived columns of pooled rounds from their cells, and from the pooled cell, which has its configuration
-# and the joined samples (none unless all rounds are ok).
+# Derives columns of pooled rounds from their cells, and from the pooled cell with the joined samples (if all are ok).
 CombineDerived = Callable[[Sequence[Cell], Cell], dict[str, Any]]
 
 

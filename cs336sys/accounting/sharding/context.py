@@ -4,8 +4,7 @@
   ``2 W`` that a sequence is cut into, the ``r``-th from either end (*zigzag*), so that causal attention costs every
   rank the same. Keys and values travel around the ring, and in the backward pass the gradients of both, in fp32.
 - ``context-all-to-all``: DeepSpeed-Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A rank holds the
-  ``r``-th of ``W`` chunks, and trades its tokens of all heads for all tokens of its heads before attention, and back
-  after it.
+  ``r``-th of ``W`` chunks, and trades its tokens of all heads for all tokens of its heads and, after attention, back.
 """
 
 from cs336sys.accounting.sharding.partition import SequenceSplit

@@ -49,8 +49,7 @@ def greedy_partition(sizes: Sequence[int], held_sizes: Sequence[int]) -> list[in
     """Give each tensor to one rank so that ranks hold about equally much, and return the rank of each.
 
     The largest first, each to the rank that holds least by then: the fullest rank gets at most 4/3 of what it would in
-    the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies"). Sizes are in any unit; of each rank
-    ``held_sizes`` are what it holds already.
+    the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies"); ``held_sizes``: what ranks hold.
     """
     totals = list(held_sizes)
     owners = [0] * len(sizes)
@@ -83,8 +82,7 @@ class Piece:
 def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
     """Cut tensors of so many elements, which are communicated together, into one slice a rank.
 
-    A tensor that divides into aligned slices is cut where it lies, which saves the copies that packing costs. All
-    others are packed together, padded at the end.
+    A tensor of aligned slices is cut where it lies, without the copies of packing; others are packed, with padding.
     """
     pieces, packed, end = [], {}, 0
     for index, size in enumerate(sizes):

@@ -29,8 +29,7 @@ def sharded_optimizer_state(
     """Return the bytes that each rank holds between backward pass and step if a parameter's state lies on one rank.
 
     Parameters and gradients are whole on every rank; moments are of the dtype that is stepped (ZeRO stage 1,
-    https://arxiv.org/abs/1910.02054, section 5.1). torch's AdamW keeps a counter of 4 bytes for each parameter that a
-    rank updates besides them, which is not counted.
+    https://arxiv.org/abs/1910.02054, section 5.1). The 4 bytes in which torch's AdamW counts steps are left out.
 
     Args:
         sizes: elements of each parameter.

@@ -1,8 +1,7 @@
 """Hold the rates that turn work into time: of one GPU, from saved measurements, with their error and their reach.
 
 The rates of this project's own measurements stand in ``h200.json``, which ``tools/fit_rates.py docs/results``
-derives; a file of the user's takes its place with ``--rates``. Other GPUs have those of the H200, scaled by datasheets
-or by what ``doctor --ceilings`` measured.
+derives; a user's file replaces it with ``--rates``. Others are scaled by datasheets or by ``doctor --ceilings``.
 """
 
 import functools
