@@ -166,8 +166,8 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     maximum where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
     """
     # At N = 2 both factors (N - 1) / N are 1 / 2.
-    g = number_of(2 * _fsdp_comm_s(layer, which, 2))
-    r = number_of(2 * _tensor_parallel_comm_s(layer, 2))
+    g = number_of(2 * _fsdp_comm_s(layer, which, fsdp=2))
+    r = number_of(2 * _tensor_parallel_comm_s(layer, tp=2))
     if overlapped:
         fsdp = (g - r + math.sqrt((g - r) ** 2 + 4 * g * r * devices)) / (2 * g)
     else:

@@ -179,6 +179,7 @@ class Simulation:
         steps = [self.with_least_accumulation(mesh) for mesh in self.meshes(devices, dimension)]
         if not steps:
             return None
+        # Without accumulation, whether it fits or not.
         fastest_at_once = min((self.step(step.mesh) for step in steps), key=lambda step: step.step_s)
         fitting = [step for step in steps if step.memory <= self.cluster.memory_bytes]
         if not fitting:

@@ -214,7 +214,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         is_single = len(live_counts) == 1
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
         if first_rise < last and _is_growing(rises[first_rise:], is_single=is_single, is_state=is_state):
-            size, step_count = sum(rises[first_rise : last + 1]), last - first_rise + 1  # As at the moment.
+            size, step_count = sum(rises[first_rise : last + 1]), last - first_rise + 1  # Up to the moment.
             lines.append(_GrowingLine(stack, size, step_count, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
@@ -323,7 +323,7 @@ def _longer_than_before(moment: Moment) -> Finding | None:
         return None
     start = steps[current - 1]
     present, before = _largest_of_lines(moment, start), _largest_of_lines(moment, end=start)
-    ratio = _common_ratio(present, [before])  # 1 if they are not larger, of which 0 bytes follow.
+    ratio = _common_ratio(present, [before])  # 1 if they are not larger: then ``size`` is 0.
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _FORWARD_ROLES)
     size = int(activations * (1 - 1 / ratio))  # By so much a batch like those before would have been smaller.
@@ -406,7 +406,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
     if failure is not None and moment.role(failure) in _FORWARD_ROLES:
         results = [block for block in results if block.start < failed_at]
         failed = Block(0, failure.size, failed_at, failed_at, failure.stack, 0, DEFAULT_POOL, requested=failure.size)
-        results.append(failed)  # As if it had been made: it may be the copy.
+        results.append(failed)  # As if it had been made, at address 0 on stream 0: it may be the copy.
     # Without masks and scalars, which lie between logits and their copies.
     results = [block for block in results if block.size >= _LEAST_LEAK * moment.size]
     results.sort(key=lambda block: block.start)

@@ -181,7 +181,7 @@ def build_timeline(
         else:
             # It was allocated before the first event.
             freed.append(Allocation(address, -size, start=0, end=position, phase="", category="other"))
-            known_size -= size  # Which is negative.
+            known_size -= size  # Of what was there before; a free's size is negative.
     allocations = [*freed, *live.values()]
     if held_size is not None and held_size > known_size:
         allocations.append(Allocation(0, held_size - known_size, start=0, end=length + 1, phase="", category="other"))

@@ -207,7 +207,7 @@ def _overlaps(capture: Capture) -> Flags:
         for column in (work.stream, work.gpu, work.process):
             is_pair &= column[before] == column[after]
         overlap_ns = np.minimum(work.stop[before], work.stop[after]) - work.start[after]
-        # What ends within other work; not without length, as by rounding.
+        # Work that ends within other work; work without length may lie there by rounding.
         contains = (work.stop[after] < work.stop[before]) & (work.stop[after] > work.start[after])
         pairs = np.flatnonzero(is_pair & (overlap_ns > _ROUNDING_NS) & (contains | is_plain[after]))
         if not len(pairs):

@@ -418,7 +418,7 @@ def _longer_parts(
 ) -> list[tuple[str, float, list[tuple[str, float]]]]:
     """Return which parts of a step are longer on a rank, by how many ms, and of computing which kinds of kernel.
 
-    Each has at least :data:`_NAMED_SHARE` of the excess, of a kind that of computing.
+    A part is named from :data:`_NAMED_SHARE` of the excess on, a kind of kernel from that share of computing's.
     """
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
     kinds = list(map(_kind_ms, analyses))

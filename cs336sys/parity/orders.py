@@ -51,7 +51,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
         step: a :class:`~cs336sys.training.step.TrainStep`; parts of users' models draw as :func:`draw_alike` says.
         model: what the step trains, without wrappers.
     """
-    # For Trained.start: its parameters are overwritten in training.
+    # For Trained.start, before training overwrites them.
     start = str([tensor.sum(dtype=torch.float64).item() for tensor in (*model.parameters(), *model.buffers())])
     passes = _Passes(step, order)
     step.phases = {"passes": passes.run, "optimizer": step.optimizer_step}

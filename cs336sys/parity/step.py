@@ -219,7 +219,7 @@ class _StepCheck:
         """Return tensors where they wait while a workload trains: in host memory if a GPU may lack room for both."""
         _free_memory(self.device)
         free_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        # Of our model the peak can be predicted: to that, 0.8 leave room for the weights that wait.
+        # Only our model's peak is predicted. 0.8: what it may take of the free memory next to weights that wait there.
         if free_bytes and workload.is_ours and workload.predicted_peak().total < 0.8 * free_bytes:
             return trained
         waiting = {name: value.cpu() for name, value in trained.items()}

@@ -152,7 +152,7 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
         return f"{path} is damaged, or no pickle: it ends within a value"
     if op not in _ASKS_FOR_CODE:
         return f"{path} holds what no snapshot of torch does ({name} at byte {at:,})"
-    request = f"an object ({name})"  # Or the name of it, of which 400 bytes are enough.
+    request = f"an object ({name})"  # Or its module and name, for which 400 bytes are enough.
     if op in b"ci":  # GLOBAL and INST, which two lines follow: the module and the name.
         request = ".".join(_decoded_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
     elif op == 0x93 and (texts := _TWO_TEXTS.search(data, max(0, at - 400), at)):

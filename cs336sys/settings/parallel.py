@@ -328,7 +328,7 @@ class ParallelWorkload(Configured, HasStrategy):
     def has_unsynchronized(self) -> bool:
         """Return whether the same step can be computed without communication.
 
-        Of strategies that split sequences a single rank splits none, and sends nothing anyway, and torch's always sends.
+        Of strategies that split sequences a single rank splits none, so sends nothing anyway, and torch's always sends.
         Blocks have a backward pass of their own in FSDP alone, so that without it the step would be another.
         """
         splits_sequences = self.strategy_record.splits_sequences

@@ -122,8 +122,8 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
     """Return the step in which most blocks keep gate and up, and whose predicted peak is within the limit.
 
     Args:
-        keeps_gathered: once all blocks keep gate and up, let the weights of as many as fit stay gathered, too: the same
-            memory saves less time so, an all-gather instead of two products. False: as many stay as the step says.
+        keeps_gathered: once all blocks keep gate and up, let the weights of as many as fit stay gathered (second: the
+            same memory then saves an all-gather, less than two products). False: as many stay as the step says.
     """
     layers = step.size.num_layers
     blocks = _most_within(lambda count: kept_peak(replace(step, blocks=count)).total, layers, limit_bytes)

@@ -91,7 +91,7 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
     blocks = kept_blocks(checkpointing)
     if blocks is not None:
         step = KeptStep("fsdp", whole, ranks, training.precision, training.attention, state_dtype=training.state_dtype)
-        return kept_moments(replace(step, blocks=blocks))  # These hold the other ranks' parts of the batch already.
+        return kept_moments(replace(step, blocks=blocks))  # They count the other ranks' parts of the batch already.
     record, is_eager = configuration.strategy_record, not (training.is_compiled or training.is_fused)
     gathered = record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
@@ -130,7 +130,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):  # In their own dtype they are sent without a copy.
         return moments
-    # When all are sent, only the batch, the rotary table and the copies (fp32 / 2) are left; state is as ever.
+    # When all are sent, only the batch, the rotary table and copies (fp32 / 2) are left; state as in the last moment.
     activations = always_held_bytes(training.size) + all_gradients // 2
     sent = replace(moments[-1], moment="gradients sent", gradients=all_gradients, activations=activations)
     if record.overlaps:

@@ -146,7 +146,7 @@ def read_rates(path: Path) -> Rates:
     """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote, and refuse any other."""
     try:
         text = path.read_text()
-        is_of_ceilings = '"tflops"' in text
+        is_of_ceilings = '"tflops"' in text  # Rates have no such key.
         return _by_ceilings(Ceilings.from_json(json.loads(text))) if is_of_ceilings else Rates.from_json(text)
     except OSError as error:
         raise UsageError(f"--rates {path}: {error.strerror or error}") from error

@@ -114,6 +114,7 @@ class Space:
         runnable: list[StepConfiguration] = []
         refused = Counter[str]()
         trainings = list(self._trainings(refused))
+        # Pairs of a strategy and the dtype of its gradients.
         strategies = self.fixed.get("strategy") or (STRATEGIES if self.world_size > 1 else [(None, "fp32")])
         # A workload that cannot run at all stands for each of its variants.
         variants = len(self.micro_batches) * len(strategies) * len(self.checkpointings)
