@@ -141,8 +141,8 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
     """Return how often a step computes blocks again, and how many of these runs torch ends before w2's product."""
     if checkpointing == "nested":
-        # Counted are also runs of the left half for the right one's input, which the forward pass has kept here. The
-        # last run of each block is in a checkpoint of its own, so torch ends it before w2.
+        # The outermost left half need not run for the right one's input, which the forward pass kept. The last run of
+        # each block is in a checkpoint of its own, so torch ends it before w2.
         left = (num_layers + 1) // 2
         return _nested_recomputations(num_layers) - (left if num_layers > 1 else 0), num_layers
     return num_layers, len(group_sizes(checkpointing, num_layers))

@@ -122,6 +122,7 @@ class FusedStep(StepChoices):
         e = self.e
         chunk = min(e * self.size.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
+        # Of T d: the norm's input in fp32, the loss's and its gradient. Of T: two fp32 numbers in all.
         return (4 + 2 * e) * self.size.stream + 8 * self.size.tokens + self.head_gradient + chunk + cast
 
 

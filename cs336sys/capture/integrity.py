@@ -221,7 +221,7 @@ def _overlaps(capture: Capture) -> Flags:
 def _unusualness(work: DeviceWork) -> NDArray[np.float64]:
     """Return for each work the absolute logarithm of its duration over the median duration of its name."""
     length = np.maximum(work.length, 1).astype(float)
-    order = np.lexsort((length, work.name))
+    order = np.lexsort((length, work.name))  # By name, and of a name by length: the median is in the middle.
     _, first, group, counts = np.unique(work.name[order], return_index=True, return_inverse=True, return_counts=True)
     medians = length[order][first + counts // 2]
     unusualness = np.empty(len(length))

@@ -181,6 +181,7 @@ def _kernels_in_steps(timeline: Timeline) -> tuple[Times, Times, Times]:
     kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
     kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
     collectives_before = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
+    # Without those before the first kernel of the step.
     _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
     return kernels, step[kernels], collectives_before - collectives_before[firsts][of_step]
 

@@ -30,11 +30,11 @@ _CELLS: dict[str, tuple[str, ...]] = {
 def with_origin(cells: Sequence[Cell], runs: Mapping[str, Run]) -> list[Cell]:
     """Return the cells with the machine and the run that measured them among their settings, for rows of tables."""
     origins = {run_id: run.origin for run_id, run in runs.items()}
-    with_origin = []
+    completed = []
     for cell in cells:
         origin = origins.get(cell.run_id, {}) | {"run_id": cell.run_id, "reason": cell.reason}
-        with_origin.append(replace(cell, configuration=cell.configuration | origin))
-    return with_origin
+        completed.append(replace(cell, configuration=cell.configuration | origin))
+    return completed
 
 
 def tidy(

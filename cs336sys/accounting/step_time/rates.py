@@ -193,7 +193,8 @@ def _measured_peaks(ceilings: Ceilings) -> _Peaks:
 
 def _by_ceilings(ceilings: Ceilings) -> Rates:
     """Return the H200's rates, scaled by what ``doctor --ceilings`` measured on another GPU."""
-    scaled = _scaled(h200_rates(), ceilings.gpu, _measured_peaks(_H200_CEILINGS), _measured_peaks(ceilings), "ceilings")
+    h200_peaks, gpu_peaks = _measured_peaks(_H200_CEILINGS), _measured_peaks(ceilings)
+    scaled = _scaled(h200_rates(), ceilings.gpu, h200_peaks, gpu_peaks, by="ceilings")
     # Launches are the host's, which datasheets of GPUs do not know.
     slowdown = ceilings.launch_us / _H200_CEILINGS.launch_us
     return replace(scaled, launch_s=slowdown * scaled.launch_s, usual_launch_s=slowdown * scaled.usual_launch_s)
