@@ -113,7 +113,7 @@ def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
 
 
 def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
-    """Return the byte of a unit's memory at which each gathered parameter (shape, element bytes) starts, and their total."""
+    """Return at which byte of a unit's memory each gathered parameter (shape, element bytes) starts, and the total."""
     starts, end = [], 0
     for shape, element_bytes in parameters:
         starts.append(end)

@@ -130,7 +130,7 @@ def attention_square(heads: int, context: int, head_dim: int, device: str = "cud
 
 
 def _products(shapes: Iterable[tuple[int, int, int, int]], device: str) -> tuple[float, float]:
-    """Count FLOPs of products with weights (rows, columns, inner, how many), forward, and of both gradients backward."""
+    """Count FLOPs of products with weights (rows, columns, inner, count), forward, and of both gradients backward."""
     forward = backward = 0.0
     for rows, columns, inner, count in shapes:
         forward += count * product_work(rows, columns, inner, device)
