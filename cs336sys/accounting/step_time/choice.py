@@ -39,7 +39,7 @@ def evaluate(
     launch_s: float | None,
     counted_model: CountedModel | None = None,
 ) -> list[Candidate]:
-    """Predict the time and memory of each configuration, of our model or of the user's ``counted_model``."""
+    """Predict time (as :func:`predict_step`) and memory of each, of our model or of the user's ``counted_model``."""
     candidates = []
     for configuration in configurations:
         if counted_model is None:

@@ -93,7 +93,7 @@ _shared_bytes = functools.lru_cache(maxsize=64)(predicted_sent_bytes)
 def kind_of(configuration: StepConfiguration) -> str:
     """Name what decides which rates a step needs: precision, and how its blocks and attention run."""
     training = configuration.training
-    if training.fused_kernels and not training.is_fused:
+    if training.fused_kernels and not training.is_fused:  # Some of the kernels, not all.
         blocks = "some fused"
     elif training.is_compiled:
         blocks = "compiled, fused" if training.is_fused else "compiled"

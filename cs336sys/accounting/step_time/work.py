@@ -272,6 +272,7 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
     if workload.optimizer_record.is_ours:
         gradient_bytes, copy_bytes = (2, 2) if workload.is_fused and workload.is_half else (4, 0)
         parameter_bytes = 8 + 2 * workload.moment_bytes + gradient_bytes + copy_bytes
+        # One kernel prepares factors, and parameters of each combination of dtypes have an update of their own.
         return Amounts({"state_bytes": parameter_bytes * count, "kernels": 4})
     # torch's fused AdamW updates lists of tensors, a few million elements at a launch.
     return Amounts({"state_bytes": 28 * count, "kernels": count / 2e6})
