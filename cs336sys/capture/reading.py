@@ -46,7 +46,7 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"{called} {say_capture('pipe')}")
         with path.open("rb") as stream:
-            head = stream.read(4096)
+            head = stream.read(4096)  # White space may precede JSON.
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read {called}: {error.strerror or error}") from error

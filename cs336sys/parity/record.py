@@ -36,7 +36,7 @@ class Record:
 
     def weights_after(self, step: int) -> dict[str, Tensor]:
         """Return the weights after a step, or before the first."""
-        return self.at("weight", step) if step else self.at("start", 0)
+        return self.at("weight", step) if step else self.at("start", step=0)
 
 
 @dataclass

@@ -75,7 +75,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     first_staying = 1 + layers - step.keep_gathered
     staying = units_before[1 + layers] - units_before[first_staying]
     at_loss = kept[-1] + 3 * stream + 2 * units[-1] + chunk + staying
-    moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
+    moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]  # 0: no gradients yet.
     gradients = 0.0
     for block in reversed(range(layers)):
         averaged = units[block + 2]  # Of the unit after the block's: the backward pass comes from there.

@@ -211,7 +211,7 @@ def memory_of_state(state: TrainingState, always_held_bytes: int, *, kept_gradie
     initialized, before_first, after_first, before, after, _peak = MOMENTS
     everything = state.parameters, state.gradients, state.optimizer_state, always_held_bytes
     return [
-        # Memory that is kept for gradients holds none yet.
+        # No gradients and no optimizer's state; memory that is kept for gradients holds none yet.
         RankMemory(initialized, state.parameters, 0, 0, always_held_bytes + kept_gradient_bytes),
         RankMemory(before_first, state.parameters, state.gradients, 0, always_held_bytes),
         RankMemory(after_first, *everything),
