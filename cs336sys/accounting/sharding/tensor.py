@@ -55,11 +55,7 @@ class TensorStep(HasStrategy):
         for name, shape in shapes.items():
             cut = cut_dimension(name)
             if cut is not None:
-                shapes[name] = (
-                    *shape[:cut],
-                    len(own_part(shape[cut], 0, world_size=self.tensor_ranks)),
-                    *shape[cut + 1 :],
-                )
+                shapes[name] = (*shape[:cut], len(own_part(shape[cut], 0, self.tensor_ranks)), *shape[cut + 1 :])
         return shapes
 
     @property
