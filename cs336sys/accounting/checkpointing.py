@@ -71,7 +71,7 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     A checkpoint's own input is also the saved input of its first block, so it is not counted twice.
     """
     if checkpointing == "none":
-        return SavedBlocks(num_layers, num_layers), everything_saved(num_layers)
+        return SavedBlocks(num_layers, saved=num_layers), everything_saved(num_layers)
     if checkpointing in SUBLAYERS:
         return _sublayer_schedule(SUBLAYERS[checkpointing], num_layers)
     if checkpointing == "nested":

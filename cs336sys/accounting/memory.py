@@ -96,7 +96,7 @@ class SavedBlocks:
 
 def everything_saved(num_layers: int) -> list[SavedBlocks]:
     """Return the first and the last block: without checkpoints memory changes evenly, so one of them is the widest."""
-    return [SavedBlocks(num_layers, num_layers, name="last block"), SavedBlocks(1, 1, name="first block")]
+    return [SavedBlocks(num_layers, saved=num_layers, name="last block"), SavedBlocks(1, saved=1, name="first block")]
 
 
 def widest_moments(
@@ -127,7 +127,7 @@ def widest_moments(
     if not MODES[mode].has_backward:
         moments = _forward_moments(size, precision, attention, autocast)
     else:
-        at_loss = at_loss or SavedBlocks(size.num_layers, size.num_layers)
+        at_loss = at_loss or SavedBlocks(size.num_layers, saved=size.num_layers)
         at_blocks = at_blocks or everything_saved(size.num_layers)
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if MODES[mode].updates_parameters:

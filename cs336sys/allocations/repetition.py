@@ -83,7 +83,7 @@ def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationT
 def _insertions(shorter: Sequence, longer: Sequence) -> list[tuple[int, list]] | None:
     """Return positions in ``shorter`` and what ``longer`` has inserted there; None if they differ otherwise, too."""
     insertions = []
-    position = shift = 0
+    position = shift = 0  # The place in ``shorter``, and how many events ``longer`` has had more until there.
     while shift < len(longer) - len(shorter):
         position += _common_length(shorter[position:], longer[position + shift :])
         start = position + shift
