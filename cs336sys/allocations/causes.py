@@ -214,8 +214,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         is_single = len(live_counts) == 1
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
         if first_rise < last and _is_growing(rises[first_rise:], is_single=is_single, is_state=is_state):
-            size, step_count = sum(rises[first_rise : last + 1]), last - first_rise + 1  # Up to the moment.
-            lines.append(_GrowingLine(stack, size, step_count, is_single))
+            lines.append(_GrowingLine(stack, sum(rises[first_rise : last + 1]), last - first_rise + 1, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
 
@@ -230,8 +229,7 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
     if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:  # One of the last two steps must rise.
         return False
     if is_single or is_state:
-        # Every step must rise, for a tensor's size may follow the batch's by chance; and states by equally much, for
-        # parameters that get their first gradients one after another make states of different sizes.
+        # Every step must rise: a batch's size can by chance; and states equally: those of new parameters do not.
         return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
     # A buffer that is emptied gives back all; growth is in half of the steps or more, and keeps half of it or more.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
@@ -420,10 +418,7 @@ def _fp32_logits(moment: Moment) -> Finding | None:
 
 
 def _copies_of_halves(moment: Moment, results: Sequence[Block]) -> dict[int, bool]:
-    """Return stacks that copied the result before theirs in fp32: whether only a copy of logits explains them.
-
-    ``results`` of forward passes are in the order in which they were made.
-    """
+    """Return which stacks copied the result before theirs, in order, in fp32: whether only logits explain that."""
     is_proved: dict[int, bool] = {}
     for index, (half, copy) in enumerate(pairwise(results)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)

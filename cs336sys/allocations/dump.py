@@ -232,8 +232,7 @@ class _Parser:
                     requested = _integer_field(block, "requested_size", "a block", default=block_size)
                     stack = self._stack(block.get("frames"))
                     # Start 0 is before the record, where only blocks begin that no entry names; parse() sets the end.
-                    start = end = 0
-                    yield Block(block_address, block_size, start, end, stack, stream, pool, requested)
+                    yield Block(block_address, block_size, 0, 0, stack, stream, pool, requested)
 
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
@@ -286,10 +285,9 @@ class _Parser:
                 ):
                     ends[_NUMBER.sub("#", name)].append(bisect_right(times, time) + 1)  # Entry 0 leads to position 1.
         labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
-        # A step ended where "step 1" becomes "step 2". Labels begin at position 1, so the second of the first two at 2.
-        for position, (label, next_label) in enumerate(pairwise(labels), start=2):
+        for position, (label, next_label) in enumerate(pairwise(labels), start=2):  # Labels begin at position 1.
             name = _NUMBER.sub("#", next_label)
-            if label != next_label and name == _NUMBER.sub("#", label):
+            if label != next_label and name == _NUMBER.sub("#", label):  # From "step 1" to "step 2".
                 ends[name].append(position)
         recurring = [sorted(set(marks)) for name, marks in ends.items() if "step" in name.lower() and len(marks) > 1]
         return min(recurring, key=len, default=[])  # Names with more marks occur several times in a step.

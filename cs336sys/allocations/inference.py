@@ -109,9 +109,8 @@ class Inference:
             if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         self._failure_positions = [failure.position for failure in record.failures]
-        made = [block for block in record.blocks if block.start]  # Those that start at 0 are older than the record.
-        allocated = sorted((block.start, self.roles[block.stack]) for block in made)
-        # Recomputations belong to the backward pass that waits for them.
+        allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
+        # (A start of 0 is before the record.) Recomputations belong to the backward pass that waits for them.
         parts = [(start, BACKWARD if part == RECOMPUTATION else part) for start, part in allocated]
         self._starts = [start for start, _ in parts]
         self._backward_allocations = [start for start, part in parts if part == BACKWARD] + [record.last_position + 1]

@@ -297,8 +297,7 @@ class _Loader:
             return
         # A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream.
         stream, collective = self.texts[f"gloo {thread}"], len(self.collectives)
-        launch, gpu, size, operation = -1, 0, -1, -1
-        # As operations, next to which Gloo's work is analysed on a CPU, it has _PROCESS.
+        launch, gpu, size, operation = -1, 0, -1, -1  # And _PROCESS, as the operations with which it is analysed.
         row = (self._name(event), start, stop, _PROCESS, launch, gpu, stream, size, operation, collective)
         self.gloo.extend(row)
         kind = collective_kind(event["name"].removeprefix(_GLOO))

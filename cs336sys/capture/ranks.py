@@ -163,11 +163,7 @@ def _waiting_and_slowed_ns(
 
 
 def _same_kernels(rank_of: Times, namesakes: Times) -> Times:
-    """Number kernels so that the same ones of several ranks have one number.
-
-    Of equal number in ``namesakes`` are those of one name between two collectives; the same have one place in their
-    order on a rank, and as many others there.
-    """
+    """Number alike what is the same kernel on several ranks: that at one place among equally many ``namesakes``."""
     _, group, counts = np.unique(group_numbers(rank_of, namesakes), return_inverse=True, return_counts=True)
     place_among_all = np.argsort(np.argsort(group, kind="stable"))  # In the order of groups, one after another.
     place = place_among_all - (np.cumsum(counts) - counts)[group]

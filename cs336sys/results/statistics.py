@@ -281,10 +281,7 @@ def _thinned(values: Sequence[float]) -> Sequence[float]:
 
 
 def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> _Limits:
-    """Return the limits of the shift from ``a`` to ``b``, from the distances of all pairs of samples.
-
-    ``worth``: how many independent samples one is worth, fewer than 1 where samples drift (:func:`_worth`).
-    """
+    """Return the limits of the shift from ``a`` to ``b``, by distances of all pairs; ``worth``: of :func:`_worth`."""
     import numpy as np  # Imported late: many who import this module compare nothing.
 
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))  # Quantiles, for there are many pairs.
