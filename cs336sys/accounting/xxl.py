@@ -109,10 +109,9 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
         return [row(label, math.inf, part="(b)", name="N_FSDP", reason=never)]
     whole = math.floor(exact.as_symbol()) + 1
     smallest = row(label, whole, part="(b)", name="N_FSDP", reason=why("next_sharding"))
-    device_memory = (s + a / 2) / smallest.as_symbol() + a / 2
+    memory = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = why("memory_of_device")
-    row = partial(_answer, unit="decimal_bytes", part="(b)")
-    return [exact, smallest, row("memory of a device then", device_memory, reason=reason)]
+    return [exact, smallest, _answer("memory of a device then", memory, "decimal_bytes", part="(b)", reason=reason)]
 
 
 def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:

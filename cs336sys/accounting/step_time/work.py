@@ -203,18 +203,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         backward[f"{workload.attention_record.work}_backward"] += 5 * square
     entries = (0.0, 0.0)
     if workload.is_compiled or workload.is_fused:
-        # Bytes for T d in half precision, with an fp32 stream: a norm (6), sum and norm (12), rotation of q and k (8);
-        # backward two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12). For T f the
-        # gate's product is of three tensors, backward of five. In fp32 each number has 4 bytes, and nothing is cast.
-        forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
-        backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
-        without_scores = (7, 12) if workload.is_compiled else (3, 3)
-        other_forward, other_backward = (8, 15) if has_scores else without_scores
-        # Those of seven products, each of which has two in the backward pass, and all others as profiles count them.
-        kernels = [7 + other_forward, 14 + other_backward]
-        if half and not (workload.is_fused and workload.optimizer_record.is_ours):  # Else AdamW wrote copies.
-            for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
-                work.add({"fused_bytes": 6 * weights, "kernels": 7})
+        kernels = _add_fused_work(workload, forward, backward, weights)
         if not workload.is_compiled:
             entries = _FUSED_ENTRIES
         elif workload.compiles_blocks:
@@ -223,12 +212,31 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         kernels = [cost.kernels_with_scores if has_scores else cost.kernels for cost in costs]
         for work, cost in zip((forward, backward), costs, strict=True):
             work["eager_bytes"] += cost.stream_bytes * stream + cost.inner_bytes * inner
-            work["eager_bytes"] += 6 * weights if half else 0  # Autocast's casts, as above.
+            work["eager_bytes"] += 6 * weights if half else 0  # Autocast's casts, as of fused blocks.
     for work, count, cost in zip((forward, backward), kernels, costs, strict=True):
         work["kernels"] += count
         if has_scores:
             work["score_bytes"] += scores * (cost.compiled_score_bytes if workload.is_compiled else cost.score_bytes)
     return forward, backward, entries
+
+
+def _add_fused_work(workload: Workload, forward: Amounts, backward: Amounts, weights: int) -> list[int]:
+    """Add the bytes of a compiled or fused block of so many weights, and return its kernels forward and backward.
+
+    Bytes for T d in half precision, with an fp32 stream: a norm (6), sum and norm (12), rotation of q and k (8);
+    backward two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12). For T f the
+    gate's product is of three tensors, backward of five. In fp32 each number has 4 bytes, and nothing is cast.
+    """
+    stream, inner, half = workload.size.stream, workload.size.inner, workload.is_half
+    forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
+    backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
+    if half and not (workload.is_fused and workload.optimizer_record.is_ours):  # Else AdamW wrote copies.
+        for work in (forward, backward):  # Autocast's casts of the weights: 4 bytes read and 2 written.
+            work.add({"fused_bytes": 6 * weights, "kernels": 7})
+    without_scores = (7, 12) if workload.is_compiled else (3, 3)
+    other_forward, other_backward = (8, 15) if workload.keeps_scores else without_scores
+    # Those of seven products, each of which has two in the backward pass, and all others as profiles count them.
+    return [7 + other_forward, 14 + other_backward]
 
 
 def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
