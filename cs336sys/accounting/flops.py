@@ -114,7 +114,7 @@ def attention_flops(
     Args:
         heads: of queries; how many of keys and values there are changes nothing.
         window: of causal attention, how many keys a query sees at most, its own among them.
-        backward: add the backward pass, 2.5 times the forward: 3.5 times in all.
+        backward: add the backward pass, 2.5 times the forward; by itself it is the difference of both counts.
     """
     forward = _attention_forward_flops(batch, heads, queries, keys, head_dim, causal=causal)
     if window is not None:

@@ -25,6 +25,7 @@ class Datasheet:
         memory_bytes: what ``doctor`` found on such a GPU, else the datasheet's.
         memory_bytes_per_s: of reads and writes together.
         link_bytes_per_s: to other GPUs of its host, both directions: NVLink where the board has it, else PCIe.
+        clock_mhz: the clock of the multiprocessors at which ``tflops`` hold.
     """
 
     tflops: tuple[float, float, float, float]

@@ -62,7 +62,7 @@ class ResultsFile:
     somebody removes, replaces or rewrites the file meanwhile, the records that it lacks are appended again.
 
     Attributes:
-        fault: why the last records are not in the file (its disk is full): they are tried again with the next.
+        fault: why the file, of whole records alone, lacks the last ones (its disk is full); they wait for the next.
         notices: sentences for the user on what others have done to the file.
 
     Raises:

@@ -28,7 +28,7 @@ WHOLE_BLOCKS = "block"
 
 Shape = Sequence[int]
 
-# By ends of names, the dimension along which a weight (d_out, d_in) is cut: 0 makes columns of x W^T, None leaves it.
+# By ends of names, where a weight (d_out, d_in) is cut: 0 makes columns of x W^T, 1 its rows; None is held whole.
 CUT_DIMENSIONS: dict[str, int | None] = {
     "token_embeddings.weight": 0,
     "attn.q_proj.weight": 0,
