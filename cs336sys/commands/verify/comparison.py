@@ -19,8 +19,7 @@ from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.settings.verification import Program
 
-# Phases in which gradients are sent.
-GRADIENT_PHASES = ("backward", "finish", "optimizer")
+GRADIENT_PHASES = ("backward", "finish", "optimizer")  # In which gradients are sent.
 
 # Kinds of what is compared, of which a case may have nothing, and their plurals that are irregular.
 _KINDS = ("gradient", "loss", "weight", "state", "norm", "evaluation", "buffer")
@@ -64,7 +63,7 @@ class ComparedCase:
         records: of each rank, with whole tensors.
         largest: of all that agrees, the largest relative difference, and ``largest_of`` what.
         unknown: parameters of which the ranks' slices do not make a whole.
-        watched: of the case run again, with its collectives recorded; empty where it was not.
+        watched: of the case run again, with its collectives recorded; set before a diagnosis, as the next; else empty.
         is_plain_step_right: whether the case "step" has no fault, so that this one's is of what the case does.
     """
 
@@ -77,9 +76,9 @@ class ComparedCase:
         self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
         self.rounding = rounding_in(training.dtype, reference.lower_dtype)
         self.differences: list[TensorDifference] = []
-        self.largest, self.largest_of = 0.0, ""
+        self.largest, self.largest_of = 0.0, ""  # Until something agrees.
         self.unknown: set[str] = set()
-        self._compared_kinds: set[str] = set()
+        self._compared_kinds: set[str] = set()  # Of moments; the others are ``not_compared``.
         self.records = [Record() for _ in reports]
         for (kind, step), expected in reference.record.moments.items():
             self._compare_moment(kind, step, expected)
@@ -137,7 +136,7 @@ class ComparedCase:
         """Compare what ranks have recorded; those that loaded what others saved have nothing of the first steps."""
         others = [other.at(kind, step) for other in self.reference.rounding_runs]
         ranks = [report.record.at(kind, step) for report in self.reports]
-        # Names that a rank may not lack, and the norm of all tensors together, by which small ones may be off.
+        # Gradients alone have names that no rank may lack, and a norm of all together, by which small ones may be off.
         required: set[str] = set()
         total_norm = 0.0
         if kind == "gradient":
@@ -149,14 +148,14 @@ class ComparedCase:
             # All ranks have one loss together, under the empty name. Without a rank's part it is not compared.
             ranks = [{"": self._batch_loss([part[""] for part in ranks])}] if all(ranks) else []
         elif kind == "buffer":
-            expected = self._comparable_buffers(expected, by_rank=others[0])  # The first trains share by share.
+            expected = self._comparable_buffers(expected, by_rank=others[0])  # See train_reference(): share by share.
             buffer_shapes = {name: value.shape for name, value in expected.items()}
             ranks = [  # Without slices of buffers.
                 {name: value for name, value in rank.items() if value.shape == buffer_shapes.get(name)}
                 for rank in ranks
             ]
         whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.workload.groups)
-        for record, tensors in zip(self.records, whole, strict=False):  # Of a loss, one for all ranks.
+        for record, tensors in zip(self.records, whole, strict=False):  # A loss, of all ranks, stands with the first.
             record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
             self.unknown |= unknown  # Gradients are cut as weights are, and states have names of their own.
@@ -169,7 +168,8 @@ class ComparedCase:
             power = 2 if kind == "state" and bool((value >= 0).all()) else 1
             rounding = self._rounding(value, [other.get(name, value) for other in others], total_norm, power)
             for rank, tensors in enumerate(whole):
-                # Ranks may leave gradients of parameters that others update, and stages lack other stages' weights.
+                # Gradients of what another rank updates may be wrong; a stage lacks the weights of others. A state is
+                # named after its parameter: ``layers.0.weight exp_avg``.
                 is_owned = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
                 if is_owned and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
@@ -201,8 +201,8 @@ class ComparedCase:
         """
         if not value.is_floating_point():
             return 0.0
-        repeated = max((norm(other - value) for other in others), default=0.0)
-        size = max(norm(value), total_norm / math.sqrt(max(len(self.shapes), 1)))
+        repeated = max((norm(other - value) for other in others), default=0.0)  # How far one process is from itself.
+        size = max(norm(value), total_norm / math.sqrt(max(len(self.shapes), 1)))  # sqrt: squares of norms add up.
         return self.rounding.allowed(size, repeated, power)
 
     def _compare(

@@ -25,10 +25,10 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
     """Say what a case's differences mean; ``plain_fault`` is that of the case "step", None where it is right."""
     first = case.differences[0]
     if plain_fault is not None and plain_fault.facts["moment"] == (first.kind, first.step, first.name):
-        return with_facts(plain_fault, is_of_plain_step=True)
-    if (race := _race(case)) is not None:
+        return with_facts(plain_fault, is_of_plain_step=True)  # The same tensor is the first that is off.
+    if (race := _race(case)) is not None:  # Before the others: nothing explains the numbers of a race.
         return race
-    # Other kinds, as gradients, may have other causes: they are diagnosed first, and then attributed to the case.
+    # A loss, weight or state shows what was loaded; a gradient may have other causes, which are attributed to the case.
     is_loaded = case.program.resume is not None and first.step > SAVED_AFTER
     if is_loaded and first.kind in ("loss", "weight", "state"):
         return _diagnose_resume(case)
@@ -36,17 +36,17 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
 
 
 def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
-    """Name what the case does as the cause, where the plain step is right and ``sentences.jinja`` says so of it."""
+    """Name the case as the cause, where the plain step is right and ``sentences.jinja`` has its ``right_where``."""
     if not case.is_plain_step_right:
         return diagnosis
     if case.program.resume is not None and diagnosis.cause != "wrong slices":  # Wrong before anything was saved.
-        kept_facts = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}
+        kept_facts = {fact: diagnosis.facts[fact] for fact in ("ratio", "collective")}  # Columns of the table.
         return replace(with_facts(_diagnose_resume(case), **kept_facts), where=diagnosis.where)
     cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)  # Both accumulate.
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
     names = {difference.name for difference in case.differences_of("gradient")}
-    # Off in the shared weight alone, it is the sharing: a model may tie weights by itself, in every case.
+    # Only the weight that layers share is off, so sharing is the cause: a model may tie weights itself, in any case.
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         return with_facts(diagnosis, "tied", is_tied_alone=True)
     return diagnosis
@@ -55,13 +55,13 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Finding) -> Finding:
 def _race(case: ComparedCase) -> Finding | None:
     """Find gradients that are wrong when a rank is late, or that change from run to run."""
     sent = case.launches(GRADIENT_PHASES)
-    if case.workload.case == "late" and case.is_plain_step_right:
+    if case.workload.case == "late" and case.is_plain_step_right:  # Only being late is new.
         return case.conclude("race", "late", launches=sent, late_rank=case.program.late_rank)
-    allowed = max(case.differences[0].allowed, 1e-12)  # It is 0 where the first tensor that is off should be 0.
+    allowed = max(case.differences[0].allowed, 1e-12)  # Relative. With 0, the last bits of float64 would be a race.
     if not math.isfinite(allowed):
         return None  # Rounding would explain any difference.
     # The watched run repeats the first: what differs by more than rounding was read or written in no fixed order.
-    for report, rerun in zip(case.reports, case.watched, strict=False):  # Empty without such a run.
+    for report, rerun in zip(case.reports, case.watched, strict=False):  # ``watched`` is empty without such a run.
         for (kind, step), tensors in report.record.moments.items():
             for name, value in tensors.items() if kind == "gradient" else ():
                 other = rerun.record.at(kind, step).get(name, value)
@@ -97,6 +97,7 @@ def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("stale weights", launches=gathers)
     if (diagnosis := _diagnose_outputs(case)) is not None:
         return diagnosis
+    # Outputs are right, or were not seen: with shares of unequal size the likeliest fault is to count them alike.
     return case.conclude("uneven" if case.program.uneven else "forward", "loss")
 
 
@@ -104,30 +105,27 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     """Blame the first module, in the order in which calls return, whose output is off in step 1; None without any."""
     all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
     context_ranks = sizes.get("context", 1)
-    has_whole_batch = sizes.get("data", 1) * context_ranks == 1
+    has_whole_batch = sizes.get("data", 1) * context_ranks == 1  # Each rank: their outputs may be parts of a sum.
     # The last layer whose ranks' outputs add up to what is expected: no fault if the module around it adds them up.
     summand = ""
     for name, expected in all_expected.items() if case.watched else ():
         outputs = [report.record.outputs.get(name) for report in case.watched]
-        output = outputs[0]
+        output = outputs[0]  # The first rank's is compared.
         if output is None or output.dim() != expected.dim():
             continue
-        if not has_whole_batch and expected.dim():
-            # The first rank has the first sequences, and the first tokens of each.
-            expected = expected[: output.shape[0]]
-            if expected.dim() > 1 and context_ranks > 1:
-                expected = expected[:, : output.shape[1]]
+        if not has_whole_batch:
+            expected = _part_of_first_rank(expected, output.shape, context_ranks)
         if output.shape != expected.shape or not (has_whole_batch or expected.dim()):
             continue  # A single number of a rank's part of the batch is not that of the whole batch.
-        parent = name.rpartition(".")[0]
+        parent = name.rpartition(".")[0]  # The module around it, which returns later.
         if norm(output - expected) <= 1e-6 * norm(expected):  # Right but for rounding in float32.
-            summand = "" if name == summand.rpartition(".")[0] else summand  # The module around it has added up.
+            summand = "" if name == summand.rpartition(".")[0] else summand  # It has added up the summand's outputs.
             continue
         parts = [part for part in outputs if part is not None and part.shape == expected.shape]
         may_be_sum = has_whole_batch and len(parts) == len(outputs)
         if may_be_sum and norm(torch.stack(parts).sum(0) - expected) < EXPLAINED * norm(expected):
             summand = name
-            # layers.0.ffn.w2 is within a part of a block, which may add outputs up; the block itself does not.
+            # layers.0.ffn.w2 is in a part of a block, which may add outputs up when it returns; a block does not.
             if parent in all_expected and name.count(".") > 2:
                 continue
             break
@@ -137,12 +135,18 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     return case.conclude("partial sum", "output", launches=sent, module=summand) if summand else None
 
 
+def _part_of_first_rank(expected: Tensor, shape: torch.Size, context_ranks: int) -> Tensor:
+    """Return the first sequences of an output of the whole batch and, where ranks split these, their first tokens."""
+    part = expected[: shape[0]] if expected.dim() else expected
+    return part[:, : shape[1]] if part.dim() > 1 and context_ranks > 1 else part
+
+
 def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a wrong norm of right gradients."""
     norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]  # Numbers have no name.
     expected = first.expected.item()
     if len(set(norms)) > 1:
-        add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected  # Then each is of a part of the gradients.
+        add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected  # The squares, as for parts of the gradients.
         listed = ", ".join(f"{value:.3g}" for value in norms)
         return case.conclude("clipping", "locally", norms=listed, add_up=add_up)
     ratio = norms[0] / expected if expected else None
@@ -160,15 +164,15 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("frozen", launches=sent)
     if len(ranks_off_first) == rank_count and _comes_a_step_late(case, first):
         return case.conclude("stale weights", "late", launches=sent)
-    if norm(first.actual - start) <= 1e-12 * norm(start):  # It has not moved at all.
+    if norm(first.actual - start) <= 1e-12 * norm(start):  # It has not moved at all, but for rounding in float64.
         return _diagnose_unchanged(case, name, ranks_off_first)
-    # Gradients are right before the case scales or clips them.
+    # Gradients are compared before they are clipped, or their step is skipped: if right, these are to blame.
     if program.scales:
         return case.conclude("scaling", is_on_all=program.overflows(step) and len(ranks_off) == rank_count)
     if (schedule := _diagnose_schedule(case, step)) is not None:
         return schedule
     before = _weight_before(case, first)
-    ratio = scale_factor(first.actual - before, first.expected - before)
+    ratio = scale_factor(first.actual - before, first.expected - before)  # Of how far the step has moved it.
     if program.clips:
         return case.conclude("clipping", ratio=ratio)
     names = list(dict.fromkeys(difference.name for difference in differences))
@@ -177,7 +181,7 @@ def _diagnose_weight(case: ComparedCase, first: TensorDifference) -> Finding:
         return case.conclude("not sent", launches=sent, ranks=ranks_off, **facts)
     leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):
-        return case.conclude("not synchronized")  # There were no gradients to compare.
+        return case.conclude("not synchronized")  # Nor were there gradients to compare, which would have shown it.
     return case.conclude("optimizer", launches=sent, ratio=ratio, **facts)
 
 
@@ -298,20 +302,20 @@ def diagnose_groups(
         sentence(__package__, "groups of slices", name=name, sees=seen_shapes[name], shape=shapes[name])
         for name in sliced[:1]  # The first stands for all.
     ]
-    for name, (_, settings) in spec.settings.items():
+    for name, (_, settings) in spec.settings.items():  # The class of the parameter's optimizer, and its settings.
         _, expected_settings = (None, {}) if expected is None else expected.settings.get(name, (None, {}))
         for key, value in settings.items():
             if expected_settings.get(key, value) != value:
                 facts: dict[str, Any] = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
                 facts |= {"sees": seen_shapes.get(name), "shape": shapes[name]}
                 return fault("groups", **facts), not_compared
-    # A group for matrices stays empty where the optimizer sees them as flattened slices, of one dimension.
+    # A group for matrices stays empty, on every rank, where the optimizer sees them as flattened slices.
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
     unused = [settings for settings in reports[0].empty_groups if settings not in used]
     if not flattened or not unused or any(report.empty_groups != reports[0].empty_groups for report in reports):
         return None, not_compared
-    name = flattened[0]
+    name = flattened[0]  # Named for all.
     _, its_settings = spec.settings[name]
     group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if its_settings.get(key) != value)
     facts = {"settings": group, "count": len(flattened), "name": name, "sees": seen_shapes[name], "shape": shapes[name]}

@@ -17,7 +17,7 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain the first gradient that is off, and others of its step."""
     step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
-    if early:  # They were launched before the backward pass had completed the gradients that they sent.
+    if early:  # Launched before the backward pass had completed what they sent: the first names one of its gradients.
         return case.conclude("too early", launches=early[:1], parameter=early[0].incomplete[0])
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
@@ -31,8 +31,9 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
         if is_alike and scale_factor(first.actual, gradient) is not None:
             return case.conclude("mixed up", other=name)
     names = list(dict.fromkeys(difference.name for difference in differences))
+    # Then a rank computes parts of gradients, whose sum may be missing. The backward pass begins at the last one, which
+    # may be off by a plain factor: layers on the way mix up the others.
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
-    # The backward pass begins at the last one, which may be off by a plain factor: layers on the way mix up the others.
     last = next(difference for difference in differences if difference.name == names[-1])
     for difference in (first, last) if shares_layers else (first,):
         ratio = scale_factor(difference.actual, difference.expected, case.unexplained_share)
@@ -79,11 +80,13 @@ _STEP_BEFORE = (-1, -1)
 def _diagnose_combination(case: ComparedCase, step: int, differences: Sequence[TensorDifference]) -> Finding | None:
     """Explain a gradient by how often that of each micro-batch is in it; None unless such counts explain all ranks'."""
     weights = case.reference.record.weights_after(step - 1)
+    # With one data rank there are no others' to combine. Clipping multiplies by an unknown factor. A large model's
+    # weights are not recorded in each step.
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clips or not weights:
-        return None  # Clipping multiplies by an unknown factor; weights of a large model are not recorded in each step.
+        return None
     by_part = gradients_of_shares(case.training, case.program, step, weights)
     by_part[_STEP_BEFORE] = case.reference.record.at("gradient", step - 1)
-    name = differences[0].name
+    name = differences[0].name  # The first that is off, on each rank.
     columns = {part: gradients[name].flatten().double() for part, gradients in by_part.items() if name in gradients}
     counts_of_ranks = {
         difference.rank: _solve_counts(columns, difference.actual.flatten().double(), case.unexplained_share)
@@ -129,8 +132,8 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     if len(senders) == 1:
         (sender,) = senders
         is_one_rank_off = len(counts_of_ranks) == 1
-        # Of each rank, the data rank of the micro-batch that counts most.
-        main_senders = {max(counts, key=lambda part: abs(counts[part]))[0] for counts in counts_of_ranks.values()}
+        # Of each rank, the data rank (a part's first number) of the micro-batch that counts most.
+        main_senders = {max(shares, key=lambda part: abs(shares[part]))[0] for shares in counts_of_ranks.values()}
         if len(main_senders) > 1 or (is_one_rank_off and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)  # Each has its own, or the one that is off has.
         if is_one_rank_off:
@@ -140,7 +143,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     if len(senders) < data_ranks:
         missing = [data_rank for data_rank in range(data_ranks) if data_rank not in senders]
         return case.conclude("rank left out", missing=missing)
-    if case.program.uneven:
+    if case.program.uneven:  # All are in it, but count alike, as if their shares were equally large.
         return case.conclude("uneven")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())
     return case.conclude("scaled", "unequally", sums=sums)
@@ -159,11 +162,11 @@ def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Finding:
 
 def _diagnose_own_gradient(case: ComparedCase, name: str) -> Finding:
     """Say why each rank has its own gradient: nothing or too little was sent, or what was received is not used."""
-    elements = sum(value.numel() for value in case.reference.record.at("gradient", 1).values())
-    launches = case.launches(GRADIENT_PHASES, case.differences[0].step - 1)
+    elements = sum(value.numel() for value in case.reference.record.at("gradient", 1).values())  # As in every step.
+    launches = case.launches(GRADIENT_PHASES, case.differences[0].step - 1)  # They count steps from 0.
     reductions = [launch for launch in launches if "gather" not in launch.name]  # Weights are gathered.
     sent = sum(launch.elements for launch in reductions)
-    if reductions and sent >= elements and not case.program.no_sync:  # That may have sent one micro-batch alone.
+    if reductions and sent >= elements and not case.program.no_sync:  # With it, one micro-batch's were sent.
         return case.conclude("not waited for", launches=reductions, name=name)
     facts = {"sent": sent if reductions else None, "elements": elements * case.program.micro_batches}
     return case.conclude("not synchronized", "gradient", launches=(), name=name, **facts)

@@ -56,20 +56,17 @@ class RanksRun:
 
 
 def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Measure one cell of ``verify``: runs in the worker process.
+    """Measure one cell of ``verify``, with the columns of ``docs/columns.md``: runs in the worker process.
 
-    Derived: see ``docs/columns.md``.
-
-    Raises:
-        CapabilityError: there is no such device, or too few GPUs.
-        UserCodeError: the model or its loss fails in one process.
+    A CapabilityError says that there is no such device, or too few GPUs; a UserCodeError, that the model or its loss
+    fails in one process.
     """
     workload = VerifiedWorkload.from_configuration(configuration)
     plain_step = replace(workload, case="step")
     training = workload.training
-    model = training.user, replace(training.size, batch_size=1)  # The batch grows with the number of ranks.
-    for key in (model, plain_step):
-        if key in _not_run_because and key != workload:  # The plain step itself is run again.
+    model = training.user, replace(training.size, batch_size=1)  # Whatever the batch, which grows with the ranks.
+    for key in (model, plain_step):  # What may have made all cases impossible; the plain step itself is run again.
+        if key in _not_run_because and key != workload:
             return _refused(f"not run: {_not_run_because[key]}")
     progress("one process: precision and learning rate")
     try:
@@ -117,7 +114,7 @@ class _Case:
         if case == "order":
             return self._compare_collectives()
         outcome = self._outcome_of(self.program)
-        # The plain step shows whether its wrap computes in float64; where another process ran that, the case does.
+        # The plain step shows whether its wrap computes in float64; if it was not run in this process, the case does.
         shows_dtype = self.workload == self.plain_step or self.plain_step not in _plain_step_diagnoses
         if shows_dtype and self.training.dtype == torch.float64 and "when" in outcome.derived:  # An error was raised.
             self.training = replace(self.training, dtype=torch.float32)
@@ -162,11 +159,11 @@ class _Case:
         # Unknown ones have a name, but slices that make no whole: they are among not_compared.
         missing = sorted(compared.shapes.keys() - seen - compared.unknown)
         if missing:
-            unmatched = min((name for report in compared.reports for name in report.unmatched), default="")
+            unmatched = min((name for report in compared.reports for name in report.unmatched), default="")  # A hint.
             return _refused(sentence(__package__, "unnamed parameter", missing=missing[0], unmatched=unmatched))
         if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
-        return _ok(", ".join(compared.not_compared), self._notes(compared.reports, ()), compared)
+        return _ok(", ".join(compared.not_compared), self._notes(compared.reports, lower=()), compared)
 
     def _ranks(self, timeout_s: float) -> launch.Ranks:
         """Return the ranks of the last case, or new ones, which start while this process goes on."""
@@ -181,7 +178,7 @@ class _Case:
             failed = [report for report in reports if report.failure]
             if failed and not self._are_sound(ranks, reports):
                 launch.end_kept()
-                if all(report.is_timeout for report in failed):
+                if all(report.is_timeout for report in failed):  # No rank has raised an error of its own.
                     return RanksRun(reports, "the ranks wait for each other", is_hang=True)
             if program.resume == "ranks" and not failed:
                 reports = self._loaded_by_others(training, program)  # From files that these ranks have written.
@@ -296,34 +293,41 @@ class _Case:
     def _wrong_outcome(self, compared: ComparedCase) -> Outcome:
         """Diagnose what is off, after another run in which collectives are watched; it may be lower precision alone."""
         program, reference, reports = compared.program, compared.reference, compared.reports
-        workload, is_loaded_by_others = self.workload, program.resume == "ranks"
+        workload = self.workload
         self.progress(f"{workload.case}: diagnosis")
         if self.plain_step not in _plain_step_diagnoses:
             # A case is not blamed for a fault of the plain step, which outcome() keeps in _plain_step_diagnoses.
             _Case(self.plain_step, self.folder, self.progress).outcome()
         plain_fault = _plain_step_diagnoses[self.plain_step]
-        watched_run = RanksRun()
-        if is_loaded_by_others:
-            # The ranks that loaded have ended: those of the plain step show the wrap's precision, but nothing else.
-            plain_case = _Case(self.plain_step, self.folder, self.progress)
-            watched_run = plain_case.run_on_ranks(plain_case.program, watch=True)
-        elif plain_fault is None or workload.case == "late":  # Numbers of late ranks may change from run to run.
-            watched_run = self.run_on_ranks(program, watch=True)  # What is wrong like the plain step is not run again.
-        watched = () if watched_run.lost_because else watched_run.reports
+        watched = self._watch_again(program, plain_fault)
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.lower_dtype is None:  # One process has not yet rounded as these ranks do.
             reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.differences:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)
-        compared.watched, compared.is_plain_step_right = () if is_loaded_by_others else watched, plain_fault is None
+        compared.watched = () if program.resume == "ranks" else watched
+        compared.is_plain_step_right = plain_fault is None
         diagnosis = diagnoses.diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
-            diagnosis = with_facts(diagnosis, note=notes[0].partition(": ")[2])  # Without the wrap's name.
+            _, _, note = notes[0].partition(": ")  # The first note is of the optimizer; without the wrap's name.
+            diagnosis = with_facts(diagnosis, note=note)
         if workload.case == "step":
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)
+
+    def _watch_again(self, program: Program, plain_fault: Finding | None) -> Sequence[RankReport]:
+        """Run what is wrong again with its collectives watched; none where it is wrong like the plain step, or lost."""
+        if program.resume == "ranks":
+            # The ranks that loaded have ended: those of the plain step show the wrap's precision, but nothing else.
+            plain_case = _Case(self.plain_step, self.folder, self.progress)
+            run = plain_case.run_on_ranks(plain_case.program, watch=True)
+        elif plain_fault is None or self.workload.case == "late":  # Numbers of late ranks may change from run to run.
+            run = self.run_on_ranks(program, watch=True)
+        else:
+            return ()
+        return () if run.lost_because else run.reports
 
     def _lost_outcome(self, program: Program, run: RanksRun) -> Outcome:
         """Diagnose why ranks hang or died, by the collectives that they launched."""

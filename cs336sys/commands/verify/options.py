@@ -44,11 +44,7 @@ class VerificationOptions(options.OptionGroup):
     case: Annotated[Sequence[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = tuple(CASES)
 
     def workloads(self, model: VerifiedModelOptions) -> list[VerifiedWorkload]:
-        """Return a workload for every case of every number of ranks of every wrap, in this order.
-
-        Raises:
-            UsageError: settings do not go together.
-        """
+        """Return a workload for every case of every number of ranks of every wrap, or raise a UsageError."""
         if not self.wrap:
             raise UsageError(f"--wrap: name what makes a model parallel: FILE.py:NAME, or {', '.join(WRAPS)}")
         world_sizes = choose_world_sizes(self.world_size)

@@ -91,8 +91,8 @@ class ProgramRun:
         self.record = recording.Record()
         self.report = recording.RankReport(self.record)
         self.rank = self.data_rank = self.context_rank = 0
-        # Each loss counts as its share of the batch. A mean over ranks also divides by the data ranks, which the factor
-        # undoes; a sum adds up a mean of each context rank, over its own tokens, of which the factor takes the mean.
+        # Losses weighted by shares of the batch are to be summed over data ranks and averaged over context ranks, each
+        # with its own tokens. A wrap that takes a mean over all divides by data ranks, too; one that sums, by neither.
         self._loss_factor = 1.0
         sizes = self.workload.dimensions
         if self.on_ranks:
@@ -132,8 +132,20 @@ class ProgramRun:
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else nullcontext():
             parameters = list(module.parameters())
             self.optimizer = self.wrapped.optimizer or optimizers.default_optimizer(parameters, learning_rate)
+        self._name_tensors(module, plain_parameters, buffer_names)
+        if self.training.optimizer is not None:
+            self.optimizer = self.training.optimizer.build(self.parameters)  # One process has no wrap's.
+        # Scaling rounds nothing, so one process has the same gradients without it. A scale grows after 10**6 steps.
+        scales = self.on_ranks and self.program.scales
+        self.scaler = self.wrapped.scaler_class(
+            self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
+        )
+        self._report_wrap()
+
+    def _name_tensors(self, module: nn.Module, plain_parameters: dict[str, Any], buffer_names: list[str]) -> None:
+        """Find the wrapped module's parameters, by identity or else by name, and buffers in the plain model's."""
         plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
-        plain_and_wrapped = [
+        plain_and_wrapped = [  # The name in the plain model, that in the wrapped one, and the parameter.
             (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), name, parameter)
             for name, parameter in module.named_parameters()
         ]
@@ -142,14 +154,6 @@ class ProgramRun:
         self.report.unmatched = tuple(name for plain, name, _ in plain_and_wrapped if plain is None)
         named_buffers = ((model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
         self.buffers = {name: buffer for name, buffer in named_buffers if name is not None}
-        if self.training.optimizer is not None:
-            self.optimizer = self.training.optimizer.build(self.parameters)  # One process has no wrap's.
-        # Scaling rounds nothing, so one process has the same gradients without it. The scale never grows.
-        scales = self.on_ranks and self.program.scales
-        self.scaler = self.wrapped.scaler_class(
-            self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
-        )
-        self._report_wrap()
 
     def _report_wrap(self) -> None:
         """Note what the wrap's optimizer updates, whether it can be built again, and whether weights are cut."""
@@ -202,9 +206,10 @@ class ProgramRun:
                     settings[name] = optimizer_class, group_settings
                     self.report.optimizer_shapes[name] = parameter.shape
             if group["params"] and not settings and has_one_group:
-                # It updates copies of the weights, which can only be those of all.
+                # No parameter is or shares memory with one of its only group: it updates copies, so those of all.
                 settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
-        return optimizers.OptimizerSpec(optimizer_class=pairs[0][0], settings=settings)
+        (first_class, _), *_ = pairs  # For parameters in no group.
+        return optimizers.OptimizerSpec(optimizer_class=first_class, settings=settings)
 
     def _names_of_updated(self, updated: Tensor) -> list[str]:
         """Name the model's parameters that a tensor of the optimizer is, or of which it is a slice by its memory."""
@@ -235,7 +240,7 @@ class ProgramRun:
         """Run the steps after those that are done, and record."""
         program, record = self.program, self.record
         elements = program.steps * sum(shape.numel() for shape in self.shapes.values())
-        compared = range(1, program.steps + 1) if elements <= _MOST_ELEMENTS else (1, program.steps)
+        recorded_steps = range(1, program.steps + 1) if elements <= _MOST_ELEMENTS else (1, program.steps)
         for step in range(steps_done + 1, program.steps + 1):
             self.watcher.step = step - 1  # It counts from 0.
             self.one_step(step)
@@ -244,7 +249,7 @@ class ProgramRun:
             if program.evaluates and step < program.steps:
                 self.watcher.phase = "evaluation"
                 record.add_number("evaluation", step, self._evaluate())
-            if self.keeps_tensors and step in compared:
+            if self.keeps_tensors and step in recorded_steps:
                 record.moments["weight", step] = self.weights()
                 record.moments["state", step] = self._states()
             if program.resume is not None and not self.saved_ranks and step == SAVED_AFTER:
@@ -252,7 +257,7 @@ class ProgramRun:
                 if program.resume == "ranks":
                     return  # Other ranks load it, and go on.
                 self._load(state)
-        if not program.other_starts:  # Then they were recorded before the first step.
+        if not program.other_starts:  # Else all_steps() has recorded them, before the first step.
             self._record_buffers()
 
     def _record_buffers(self) -> None:
@@ -282,7 +287,7 @@ class ProgramRun:
         watcher.phase = "finish"
         if self.wrapped.finish is not None:
             self.wrapped.finish()
-        # Optimizers that hold gradients themselves are unscaled by the step.
+        # Optimizers that hold gradients themselves, so that no parameter has one, are unscaled by the step.
         if self.scaler.is_enabled() and any(parameter.grad is not None for parameter in self.parameters.values()):
             self.scaler.unscale_(self.optimizer)
         self._record_step(step, total_loss)
@@ -373,13 +378,13 @@ class ProgramRun:
         return sum(losses)
 
     def _record_masks(self) -> None:
-        """Note which elements the first dropout layer drops in a forward pass."""
+        """Note which elements the first dropout layer drops in a forward pass, of this rank's part of a batch."""
         model, outputs = self.subject.model, dict[str, Tensor]()
         batch = subjects.batch_of(self.workload, self.device, self.dtype, 0)
         with recording.captured_outputs(model, outputs):
             self._loss(*self._part_of(self.shares(micro_batches=1)[0], batch))
         layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}
-        masks = [output == 0 for name, output in outputs.items() if name in layers]
+        masks = [output == 0 for name, output in outputs.items() if name in layers]  # In the order of calls.
         if not masks:
             raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
         self.report.masks = masks[0]
@@ -413,8 +418,8 @@ class ProgramRun:
     def _save(self, resume: str) -> Any:
         """Save everything, and return the state dicts where they are not in a checkpoint."""
         self.watcher.phase = "save"
-        if resume == "dcp":  # With "ranks", those of torchrun are refused afterwards.
-            # The first rank's, on every rank: those that torchrun started each have made one.
+        if resume == "dcp":
+            # Ranks that torchrun started have a folder each: all take the first's. For "ranks" they are refused anyway.
             folders = [self.folder]
             dist.broadcast_object_list(folders)
             (self.folder,) = folders
@@ -435,7 +440,7 @@ class ProgramRun:
             return
         if self.saved_ranks:
             state = torch.load(f"{self.folder}/rank{self.rank % self.saved_ranks}.pt", weights_only=False)
-        if self.wrapped.saves_all("load_state_dict"):
+        if self.wrapped.saves_all("load_state_dict"):  # See _state_dicts().
             self.wrapped.owner.load_state_dict(state)
         else:
             self.wrapped.module.load_state_dict(state["model"])
@@ -457,8 +462,7 @@ class ProgramRun:
     def _save_or_load_checkpoint(self, *, loads: bool = False) -> None:
         """Save model and optimizer by torch.distributed.checkpoint, or load what any ranks saved. All ranks call it.
 
-        Raises:
-            CapabilityError: the optimizer is none of torch's classes, or weights are slices that are no DTensors.
+        A CapabilityError refuses optimizers that are none of torch's classes, and slices that are no DTensors.
         """
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -100,15 +100,15 @@ def train_reference(training: Training, program: Program) -> Reference:
     key = workload.training, workload.data_ranks, program, optimizer, numbers
     if key in _references:
         return _references[key]
-    if len(_references) > 8:
-        _references.clear()  # They hold weights.
+    if len(_references) > 8:  # They hold weights: more would fill the memory.
+        _references.clear()
     by_rank, in_micro_batches = (workload.shares(program, micro_batches) for micro_batches in (1, 2))
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else workload.shares(program, 1, whole=True)
     orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
     # One of the first two becomes the record, which has outputs of modules, too.
     records = [train_in_one_process(training, program, order, watch=order in (whole, by_rank)) for order in orders]
-    whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])
+    whole_loss, mean_loss = (record.numbers("loss")[0] for record in records[:2])  # Of step 1.
     if abs(whole_loss - mean_loss) <= MEAN_LOSS[training.dtype] * abs(whole_loss):
         reference = Reference(records[0], records[1:], is_whole=True)
     else:
@@ -130,7 +130,7 @@ def with_lower_precision(
     with torch.autocast(training.device.type, half) if half else contextlib.nullcontext():
         runs = [*reference.rounding_runs, train()]
     if half is not None:
-        # The model or the device may lack operations in half precision.
+        # Ranks may have copies of weights in half precision instead. Model or device may lack operations for that.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             runs.append(train(copies_dtype=half))
     return replace(reference, rounding_runs=runs, lower_dtype=lower_dtype)

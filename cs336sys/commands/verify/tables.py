@@ -16,8 +16,7 @@ _SETTINGS = by_key(
     Column("size", "size"),
 )
 
-# Values that everybody assumes.
-_DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}
+_DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}  # Values that everybody assumes.
 
 _CASE_COLUMNS = (
     *named_columns("case", "verdict", relative_difference="off, relative", farthest="what is farthest off"),
@@ -33,7 +32,7 @@ _DIAGNOSIS_COLUMNS = (
 
 def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Build the table of cases, and that of what is wrong with what it means."""
-    settings = {
+    settings = {  # Those that a cell has, with another value than everybody assumes.
         name: column
         for name, column in _SETTINGS.items()
         if any(cell.configuration.get(name) not in (None, _DEFAULTS.get(name)) for cell in cells)
@@ -52,8 +51,8 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     if dtypes:  # Else nothing was compared with one process.
         compared = "losses, gradients, norms, weights, optimizer state"
         notes.insert(0, f"compared with one process in {', '.join(sorted(dtypes))}: {compared}")
-    named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
-    meanings = [f"{case}: {CASES[case].meaning}" for case in named if case in CASES]
+    wrong_cases = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
+    meanings = [f"{case}: {CASES[case].meaning}" for case in wrong_cases if case in CASES]  # Saved cells may be older.
     heading = title("verify", cells, run, settings, shown, counts)
     tables = (
         Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes),

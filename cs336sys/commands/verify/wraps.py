@@ -46,11 +46,7 @@ class Wrapped:
 
     @contextlib.contextmanager
     def without_synchronization(self, optimizer: Any) -> Iterator[None]:
-        """Within this, backward passes accumulate gradients on this rank.
-
-        Raises:
-            CapabilityError: it has no way to.
-        """
+        """Within this, backward passes accumulate gradients on this rank; a CapabilityError says that it cannot."""
         candidates = (self.owner, self.module, optimizer)  # The owner may be an Accelerator, with no_sync(model).
         no_sync: Any = next((part.no_sync for part in candidates if hasattr(part, "no_sync")), None)
         set_sync: Any = getattr(self.module, "set_requires_gradient_sync", None)
@@ -60,7 +56,7 @@ class Wrapped:
         elif set_sync is not None:
             set_sync(False)
             yield
-            set_sync(True)
+            set_sync(True)  # Not after an error, which ends the training.
         else:
             raise CapabilityError("it has no no_sync()")
 
@@ -83,9 +79,8 @@ class Wrapped:
 def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     """Wrap the model on this rank. All ranks call it together.
 
-    Raises:
-        UserCodeError: a user's function fails, or returns nothing that can be trained.
-        CapabilityError: a ready wrap is not installed, or does not fit the model.
+    A UserCodeError says that a user's function fails, or returns nothing that can be trained; a CapabilityError, that a
+    ready wrap is not installed, or does not fit the model.
     """
     if not is_user_code(workload.wrap):
         returned = READY[workload.wrap](WrapCall(workload, model, mesh, learning_rate))
@@ -182,8 +177,7 @@ def _fsdp2(call: WrapCall) -> nn.Module:
 def _zero(call: WrapCall) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module, group = _ddp(call), call.mesh.get_group()
-    adamw = torch.optim.AdamW
+    module, group, adamw = _ddp(call), call.mesh.get_group(), torch.optim.AdamW
     optimizer = ZeroRedundancyOptimizer(module.parameters(), adamw, process_group=group, **call.optimizer_settings)
     return module, optimizer
 
@@ -199,17 +193,17 @@ def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
     """Cut every pair of matrices in a block that fits by columns, then by rows, by torch's ``parallelize_module``."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {}  # Styles by paths of layers; the model's own path is empty.
     for path, module in call.model.named_modules():
         for names in _PAIRS:
             cut_by_rows = names[-1]
             layers = {name: child for name, child in module.named_children() if name in names}
-            # The width between the pair, by which both are cut.
+            # The width between the pair, by which both are cut: the inputs of the last. None where a layer lacks.
             width = layers[cut_by_rows].weight.shape[-1] if len(layers) == len(names) else None
             if not isinstance(width, int) or width % call.mesh.size():
                 continue
             for name, layer in layers.items():
-                # torch's styles know its own linear layers alone.
+                # torch's styles know its own linear layers alone, which can take over a weight that is a parameter.
                 if not isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter):
                     setattr(module, name, torch_linear(layer.weight))
                 plan[f"{path}.{name}".lstrip(".")] = RowwiseParallel() if name == cut_by_rows else ColwiseParallel()
@@ -249,11 +243,7 @@ def _tensor(call: WrapCall) -> Any:
 
 @contextlib.contextmanager
 def _optional_package(name: str) -> Iterator[Any]:
-    """Import a package, and set variables that torchrun sets, if it has not: some packages require them to start.
-
-    Raises:
-        CapabilityError: it is not installed.
-    """
+    """Import a package or raise a CapabilityError; set torchrun's variables, if it has not: some require them."""
     try:
         package = importlib.import_module(name)
     except ImportError as error:
