@@ -36,5 +36,4 @@ def _account() -> None:
     """
 
 
-# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
-MOST_DEVICES = 1_000_000
+MOST_DEVICES = 1_000_000  # All meshes of a number of devices are tried: at 10^12 that goes on for hours.

@@ -163,7 +163,7 @@ class _Planner:
             self._progress(f"predicting {change.option}, {number} of {len(changes)}")
             if (peak_bytes := self._peak_bytes((change,))) is not None:
                 peaks[change] = peak_bytes
-        plan = () if base_bytes <= self._limit_bytes else self._cheapest(list(peaks))
+        plan = () if base_bytes <= self._limit_bytes else self._cheapest(list(peaks))  # None where nothing fits.
         derived: dict[str, Any] = {
             "limit_bytes": self._limit_bytes,
             "base_bytes": base_bytes,
@@ -177,7 +177,7 @@ class _Planner:
             peaks_bytes = [self._peak_bytes(plan[:count]) for count in range(1, len(plan) + 1)]
             derived["plan"] = [asdict(c) | {"peak_bytes": peak} for c, peak in zip(plan, peaks_bytes, strict=True)]
             planned, ranks = self._changed(plan)
-            command = hide_home(memory_changes.command_line(planned or self._workload))
+            command = hide_home(memory_changes.command_line(planned or self._workload))  # It fits, so it is no None.
             # More ranks are another command's: ``shard --strategy ...`` in place of ``memprof``.
             program, memprof, options = command.split(" ", 2)
             derived["command"] = " ".join([program, memprof if ranks is None else ranks.option, options])
@@ -203,12 +203,12 @@ class _Planner:
         """Return a rank's peak, or None: changes exclude each other, no prediction, or :data:`MOST_TRACES` used up."""
         workload, ranks = self._changed(plan)
         is_ours = self._workload.training.is_ours
-        # A shared step of a user's model takes one micro-batch.
+        # More ranks share a step of a user's model only if that is one micro-batch, see bytes_with_shared_state().
         if workload is None or (ranks is not None and not is_ours and workload.micro_batches > 1):
             return None
         if ranks is not None and is_ours:
             return memory_changes.sharded_bytes(workload, ranks)
-        key = workload, ranks
+        key = workload, ranks  # Several plans may lead to the same.
         if key not in self._predictions and self._traces < MOST_TRACES:
             self._predictions[key] = self._predict(workload, ranks)
         return self._predictions.get(key)

@@ -42,8 +42,7 @@ class SnapshotOptions:
     def show(self, top: int, snapshot: Path | None, output: OutputOptions) -> None:
         """Print what fills memory in snapshots, or what changed between two, and write it to ``html`` and ``snapshot``.
 
-        Raises:
-            UsageError: a file is no snapshot, or several are compared with several.
+        A UsageError says that a file is no snapshot, or that several are compared with several.
         """
         from cs336sys.commands.memprof import snapshots
         from cs336sys.commands.memprof.page import check_directory
@@ -80,8 +79,7 @@ class RecordingOptions(options.OptionGroup):
     def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
         """Return a workload for each training, mode, checkpointing and number of micro-batches.
 
-        Raises:
-            UsageError: forward passes alone would be checkpointed.
+        A UsageError says that forward passes alone would be checkpointed.
         """
         if modes == ["forward"] and "none" not in self.checkpoint:
             rule = "a forward pass alone saves nothing; choose none, or add another --mode"

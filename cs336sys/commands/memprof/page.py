@@ -52,10 +52,8 @@ CATEGORY_STYLES = {
     "temporary": CategoryStyle("#f2c14e", "|", "#000000"),
 }
 
-# Characters of a phase's name that an inch of the plot holds, at its font size of 9 points.
-_CHARACTERS_PER_INCH = 14.0
-# Of a title's line, at 10 points above a plot of 8.2 inches: an inch holds 12.6.
-_TITLE_CHARACTERS = 95
+_CHARACTERS_PER_INCH = 14.0  # Of a phase's name, at its font size of 9 points, on the plot.
+_TITLE_CHARACTERS = 95  # Of a title's line, at 10 points above a plot of 8.2 inches: an inch holds 12.6.
 # So close to either side of the plot, in parts of its width, a number that is centred on its point would be cut.
 _NEAR_AXIS = 0.08
 
@@ -95,7 +93,8 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     axes.set_ylim(0, 1.12 * peak or 1)  # Room above the peak for its number.
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
-    rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)  # Beside the legend.
+    # The legend takes the right quarter.
+    rows = _name_phases(axes, derived["regions"], plot_inches=figure.get_figwidth() * 0.75)
     peak_position = positions[totals.index(peak_bytes)]
     peak_x = peak_position / last  # From the left to the right end of the plot, 0 to 1.
     axes.annotate(
@@ -107,7 +106,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
         fontsize=9,
     )
     axes.set(xlabel="allocations and frees since the step began", ylabel=f"active memory, {unit}")
-    axes.set_title(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=10, pad=6 + 13 * rows)
+    axes.set_title(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=10, pad=6 + 13 * rows)  # A row is 13 points.
     axes.grid(alpha=0.3)
     if shown:
         figure.legend(loc="outside right upper", fontsize=9, reverse=True)
@@ -127,6 +126,7 @@ def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], plot_inches: 
         middle = min(max(middle, half_width), 1 - half_width)  # Within the plot; in the lowest row that has room.
         row = next((row for row, end in enumerate(row_ends) if end <= middle - half_width), len(row_ends))
         row_ends[row : row + 1] = [middle + half_width]  # Replaces the row's end, or adds a row.
+        # Just above the plot, whose height is 1, in rows of 0.045.
         axes.text(
             middle, 1.01 + 0.045 * row, region["name"], transform=axes.transAxes, ha="center", va="bottom", fontsize=9
         )
@@ -161,7 +161,7 @@ def timeline_page(
 
 
 def _timeline_data(number: int, name: str, derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what timeline.js draws; ``events`` are distances of the horizontal axis's ticks to choose from."""
+    """Return what timeline.js draws; ``events`` are distances of ticks to choose from, for up to 1e8 events."""
     timeline = derived["timeline"]
     styles = {category: asdict(style) for category, style in CATEGORY_STYLES.items() if any(timeline.get(category, ()))}
     peak_bytes = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)

@@ -156,6 +156,7 @@ def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, steps, and the moment."""
     record, inference = diagnosis.moment.record, diagnosis.moment.inference
     by_category = {name: held_bytes(inference.blocks_of(name), record.last_position) for name in FOREIGN_CATEGORIES}
+    # inference.steps are the positions at which steps ended. Without any, one region would be all that is recorded.
     steps = pairwise([0, *inference.steps, record.last_position]) if 0 < len(inference.steps) < _MOST_REGIONS else ()
     regions = [{"name": f"step {number}", "start": start, "end": end} for number, (start, end) in enumerate(steps, 1)]
     return {

@@ -43,7 +43,7 @@ _PREDICTED = (
 
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """Build the table of strategies, if there are several: memory, and time over the first that was measured."""
-    cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
+    cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]  # Which has nothing to checkpoint.
     has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
     firsts: dict[str, Cell] = {}  # The first measured cell of each configuration, whatever its strategy.
     rows = []

@@ -153,10 +153,8 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     return Communication(name, array_bytes, next(iter(dtypes), "none"), ranks, operator, arguments)
 
 
-# Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
-_COMMUNICATION = ("nccl", "gloo:")
-# Names of what copy engines and their kernel do in NCCL's place.
-_COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")
+_COMMUNICATION = ("nccl", "gloo:")  # Names of NCCL's kernels, and of Gloo's work from its launch until it is done.
+_COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")  # Names of copy engines and their kernel, in NCCL's place.
 
 TimeSpan = tuple[float, float]
 

@@ -30,11 +30,9 @@ from cs336sys.training.model import build_model, keeping_input, make_batch
 from cs336sys.training.ranks.step import ParallelStep, rank_device
 from cs336sys.training.step import set_matmul_precision
 
-# Blocks of the model that is checked, of at most so many.
-CHECKED_LAYERS = 2
+CHECKED_LAYERS = 2  # Blocks of the model that is checked, at most.
 
-# Tokens before the LM head that fp32 arithmetic takes at a time: their logits of 151,936 words are 0.6 GB.
-_TOKENS = 1024
+_TOKENS = 1024  # Taken at a time by the LM head in fp32: their logits of 151,936 words are 0.6 GB.
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,9 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
     Where the workload chooses how many blocks keep gate and up, or how many keep their weights gathered, at most one of
     the two does, so that a block without is checked, too.
     """
-    training = workload.training.with_layers(min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS))
-    kept = kept_blocks(workload.checkpointing)
+    checked_layers = workload.check_layers or CHECKED_LAYERS  # The user may ask for fewer.
+    training = workload.training.with_layers(min(CHECKED_LAYERS, checked_layers))
+    kept = kept_blocks(workload.checkpointing)  # The N of keep=N; None for other checkpoints.
     checkpointing = workload.checkpointing if kept is None else f"keep={min(kept, 1)}"
     return replace(
         workload,
@@ -136,8 +135,7 @@ def _gradients_of_one_process(
         state_dtype="fp32",
         compile="off",
         kernels="reference",
-        # Of fp32, its memory-efficient kernel, which keeps no scores.
-        attention="sdpa",
+        attention="sdpa",  # In fp32 that is its memory-efficient kernel, which keeps no scores.
         tf32=False,
     )
     set_matmul_precision(plain)

@@ -155,6 +155,7 @@ def _describe_model(workload: ParallelWorkload) -> dict[str, Any]:
     notes = hidden_warnings(model, count.hidden)
     if count.drops:
         notes.append(f"{model}: trained without dropout, so that weights can be checked")
+    # Strategies that shard weights, which do without autocast, build a model layer by layer where they know how.
     if not workload.uses_autocast and initializer_of(training) is None:
         notes.append(sentence(__package__, "whole model", model=model, why=why_built_whole(model, training.size)))
     return {"parameters": count.parameters, "notes": notes}
@@ -191,11 +192,12 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
         # A step's phases are of one rank, so that they add up to it. These two are no phases and have their own ranks.
         judged = name if name in ("wall", "communication") else "step"
+        # Of each step, the times of all ranks: by which the slowest is chosen, and of ``name``.
         judged_ms, times_ms = (
             zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
         )
-        # For each step, of all ranks' pairs of the judged and the wanted time, that with the longest judged time.
-        return tuple(max(zip(*ranks_ms, strict=True))[1] for ranks_ms in zip(judged_ms, times_ms, strict=True))
+        slowest_ranks = (max(zip(*ranks_ms, strict=True)) for ranks_ms in zip(judged_ms, times_ms, strict=True))
+        return tuple(time_ms for _, time_ms in slowest_ranks)
 
     return {
         name: Samples(

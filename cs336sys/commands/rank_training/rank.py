@@ -58,6 +58,7 @@ def build_recorded(
         built = history.mark()
         with step.on_launch_stream():  # On which it may be captured later.
             before_first_update = _run_marked(step, history)
+            # Before the second step replaces them.
             first_gradient_addresses, after_first_update = optimizer_memory.gradients, optimizer_memory.after_step
             second_start = history.mark()
             with communication.recorded_communication() as communications:
@@ -85,7 +86,7 @@ def build_recorded(
             _bytes_at(position, blocks) for blocks in (weights, present_gradients, state)
         )
         other = totals[position] - in_weights - in_gradients - in_state
-        memory.append(RankMemory(moment, in_weights, in_gradients, in_state, other))
+        memory.append(RankMemory(moment, in_weights, in_gradients, in_state, rest=other))
     return step, memory, communications
 
 
@@ -218,7 +219,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     """Time the steps of one strategy; rank 0 writes one more to a Chrome ``trace``. All ranks call it together."""
     device, training, record = rank_device(workload), workload.training, workload.strategy_record
     memory: Sequence[RankMemory] = ()
-    communications: list[communication.Communication] | None = None
+    communications: list[communication.Communication] | None = None  # Of a step, recorded at one of three places.
     if workload.strategy in SHARD_STRATEGIES:
         step, memory, communications = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
@@ -237,7 +238,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     if not record.communicates:
         # Nothing else of it is compared with other strategies, and each further step may take seconds.
         return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
-    if communications is None:
+    if communications is None:  # Launched steps of ddp: after they were timed.
         communications = _record_communication(step)
     copy_engines = step.replica.copy_engines
     timeline = None
@@ -365,10 +366,10 @@ _compiled_for: tuple[object, ...] = ()
 def release_last_job(workload: ParallelWorkload) -> None:
     """Free what the last job left behind; compiled code only if this job cannot use it."""
     global _compiled_for
-    # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for strategies
-    # that shard weights, which compute without autocast.
+    # Compiled code depends on the workload whatever its strategy, and on the wrapper. With autocast: whether it is
+    # torch's (its DDP cuts graphs where buckets end). Without, as where weights are sharded: which strategy it is.
     wrapper = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
-    compiled_for = (workload.unsynchronized, wrapper)  # The workload of any strategy, and what differs between them.
+    compiled_for = (workload.unsynchronized, wrapper)
     # Without torch._dynamo, this would import the compiler.
     if compiled_for != _compiled_for and "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -18,8 +18,7 @@ from cs336sys.tables.saved import Pictures, RunTableBuilder
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
 
-# Settings that differ along a curve, or that no step depends on.
-_ALONG = ("world_size", "mesh", "trace")
+_ALONG = ("world_size", "mesh", "trace")  # Settings that differ along a curve, or that no step depends on.
 
 # Settings of a strategy: on one rank there is nothing that they could change.
 _OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
@@ -61,17 +60,18 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
         for cell in measured
         if cell.configuration["world_size"] == 1 and cell.configuration["strategy"] == "none"
     }
+    # By kind, the settings that all cells share, and the batch on one rank; a curve's cells by their number of ranks.
     curves: dict[tuple[str, str, float], dict[int, Cell]] = {}
     for cell in measured:
         configuration = cell.configuration
-        # Each cell is on a curve of either kind: which settings may differ along it, and the batch on one rank where it
-        # begins, which is the whole batch or the share of a rank.
+        # Each cell is on a curve of either kind: with its name, the settings that differ along it, and the batch on one
+        # rank where it begins: the whole batch or the share of a rank.
         starts = (("strong", _ALONG, configuration["batch_size"]), ("weak", (*_ALONG, "batch_size"), _share(cell)))
         for scaling, ignored, batch in starts:
             curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), batch), {})
             one_rank = {**configuration, "batch_size": int(batch)}
             single_rank = single_ranks.get(configuration_key(one_rank, ignore=ignored_on_one_rank))
-            if single_rank is not None and batch == int(batch):  # Else no rank has this batch.
+            if single_rank is not None and batch == int(batch):  # A share may be a fraction, which no rank has.
                 curve.setdefault(1, single_rank)  # A cell of the strategy itself on one rank takes its place.
             curve[configuration["world_size"]] = cell
     return [

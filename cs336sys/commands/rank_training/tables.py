@@ -55,7 +55,8 @@ def parallel_step_table(
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return a row for each cell; speed-ups are over ``baseline`` with the same settings but those ``compared``."""
-    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)  # Not the note on none.
+    # Without the note on a lacking baseline: it names --baseline, an option that ddp and shard do not have.
+    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)
     rows = []
     for cell, baseline_cell in zip(cells, baselines, strict=True):
         workload = ParallelWorkload.from_configuration(cell.configuration)
@@ -77,7 +78,7 @@ def exposure(cell: Cell) -> dict[str, Interval]:
     # Communication cannot make computing cheaper, so a negative estimate is noise, unless ranks share the optimizer.
     is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
     if exposed_ms.estimate < 0 and is_cost:
-        # Noise is then at least as large as the negative end: as much could be exposed, too.
+        # That end is noise alone, which may as well have the other sign: so much could be exposed.
         exposed_ms = replace(exposed_ms, high=max(exposed_ms.high, -exposed_ms.low))
     exposed_ms = replace(exposed_ms, is_cost=is_cost)
     low, high, estimate = (100 * ms / step_ms for ms in (exposed_ms.low, exposed_ms.high, exposed_ms.estimate))
@@ -85,9 +86,9 @@ def exposure(cell: Cell) -> dict[str, Interval]:
     intervals = {"exposed_ms": exposed_ms, "exposed_percent": exposed_percent}
     hidden_percent = exposure_columns(cell.samples, cell.derived)["hidden_percent"]
     if hidden_percent is not None:
-        # Communication alone, or in the profiled step: the shorter can be hidden at most.
+        # Communication takes so long alone, or in the profiled step: no more than the shorter can be hidden.
         hideable_ms = min(cell.samples["communication"].median, running_ms(cell.derived) or math.inf)
-        # The less is exposed, the more is hidden.
+        # The low end of what is exposed is the high end of what is hidden.
         most, least = (min(max(100 * (1 - ms / hideable_ms), 0.0), 100.0) for ms in (exposed_ms.low, exposed_ms.high))
         intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed_ms.is_noise)
     return intervals
@@ -152,10 +153,10 @@ def parallel_plan(
 
 PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
 
+# Heights of the lanes' middles, and colors. Bars are 0.7 high, so the upper lane ends at 1.35, below the phases' names.
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
 _PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
-# Phases shorter than this part of the step are shaded without their name.
-_NARROWEST_LABEL = 0.1
+_NARROWEST_LABEL = 0.1  # Phases shorter than this part of the step are shaded without their name.
 
 
 def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
@@ -186,7 +187,7 @@ def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
         bars = [(begin, end - begin) for begin, end in timeline[lane]]
         axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
     axes.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
-    axes.set_ylim(-0.5, 1.9)  # The phases' names stand above the lanes.
+    axes.set_ylim(-0.5, 1.9)  # From below the lower lane to above the names, which stand at 1.52.
     axes.tick_params(axis="x", labelsize=7)
 
 

@@ -130,9 +130,9 @@ def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
     if reference.shares:
         return [shares_of_ranks(parallel, scale) for scale in SCALES]
     batch_size = parallel.training.size.batch_size
-    # The largest that is smaller than a share and divides the batch.
+    # The largest that divides the batch and is smaller than a share, but for a share of one sequence.
     part_size = max(size for size in range(1, max(2, parallel.sequences_per_rank)) if batch_size % size == 0)
-    return [
+    return [  # Of the reference's parts, the whole batch, all differ; scales are those of SCALES.
         shares_of_ranks(parallel),
         shares_of_ranks(parallel, scale=1.1),
         Order(_cut_in_parts(batch_size, part_size)[::-1], scale=0.9),
@@ -154,10 +154,11 @@ def train_alone(
     set_matmul_precision(parallel.training)
     model = plain = starting_model(parallel, device)
     workload = plainly_trained(parallel.training)
-    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # The precision is replaced below.
+    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)  # Asked before the precision is replaced.
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
+        # None, for a model of ours or one without blocks: plan_sharding() finds the units.
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
-        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)  # None: it finds its units.
+        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
         workload = replace(workload, precision="fp32")  # Without autocast.
     optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
@@ -177,8 +178,8 @@ class _InHalfPrecision(nn.Module):
         plan = plan_sharding(module, blocks)
         self._sharded_names = [entry.names[0] for entry in plan.all_sharded]  # Any name of a tied parameter will do.
         for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:  # Each once.
-            compute_in_own_dtype(owner, dtype)
-        if blocks is not None:
+            compute_in_own_dtype(owner, dtype)  # Does nothing to layers that are not of torch.nn.
+        if blocks is not None:  # Layers of a user's own, which may return fp32; ours return what they take.
             cast_outputs_of_replicated(module, blocks, dtype)
         for block in blocks or ():
             block.register_forward_pre_hook(
@@ -200,8 +201,8 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
     workload = replace(parallel.training, compile="off", cuda_graph="off")  # One process does neither.
     parallel = replace(parallel, training=workload)
     # Strategies that agree in the following train alike: see starting_model() and train_alone().
-    starts_by_layers = not workload.is_ours and not parallel.uses_autocast  # Ours has the same values either way.
-    autocasts = parallel.uses_autocast or not workload.is_half  # In fp32 it makes no difference.
+    starts_by_layers = not workload.is_ours and not parallel.uses_autocast  # Ours starts alike, however it is built.
+    autocasts = parallel.uses_autocast or not workload.is_half  # In fp32 nothing is cast: True for all, to be equal.
     key = (workload, autocasts, starts_by_layers, warmup, parallel.sequences_per_rank)
     if key in _kept:
         return _kept[key]
@@ -214,7 +215,8 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
 
 def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
     """Train in one process, as far as possible in one part, with a learning rate that losses do not run away with."""
-    order = Order(_cut_in_parts(parallel.training.size.batch_size, parallel.training.size.batch_size))
+    batch_size = parallel.training.size.batch_size
+    order = Order(_cut_in_parts(batch_size, part_size=batch_size))  # The whole batch is one part.
     if parallel.training.is_ours:
         rate = LEARNING_RATES[0]  # Ours draws nothing, has no batch norm, and trains at this rate.
         return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)
@@ -223,10 +225,10 @@ def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup:
         order = shares_of_ranks(parallel)
     for rate in LEARNING_RATES:
         trained = train_alone(parallel, device, warmup, order, rate)
-        if trained.draws and not order.shares:
-            order = shares_of_ranks(parallel)  # Each rank draws for its share.
+        if trained.draws and not order.shares:  # Random numbers, which each rank draws for its share: train again so.
+            order = shares_of_ranks(parallel)
             trained = train_alone(parallel, device, warmup, order, rate)
-        # No rate helps where the first loss is infinite: that is reported. Ranks decide alike, though last bits differ.
+        # No rate helps where the first loss is infinite: that is reported. Ranks agree, whose losses' last bits differ.
         is_stable = not math.isfinite(trained.loss) or stay_near(torch.stack(trained.losses).tolist())
         if all(gather_objects(is_stable)):
             break
@@ -243,15 +245,16 @@ class _Comparison:
         self._rows: dict[str, slice] = {}  # This rank's, of each gradient.
         compares_gradients = workload.strategy_record.leaves_mean_gradients
         if compares_gradients and workload.training.cuda_graph == "on":
-            # Replays cannot be looked into: gradients are those of launched steps, in a training of their own.
+            # Replays cannot be looked into, so gradients are compared in another training, of launched steps.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
             gc.collect()
             compares_gradients = False
         step = self._train(workload, compares=compares_gradients)
-        weights, copies = step.weights(step.replica.whole_parameters())  # Copies: how far off their weights.
+        # Of copies in half precision that the model computes with, how far they are off their weights: to be zeros.
+        weights, copies = step.weights(step.replica.whole_parameters())
         start = dict(starting_model(workload, device).named_parameters())
         self._weights = TensorComparison(start, reference.trained.weights, weights | copies, self._tolerance)
-        for name in copies:  # No rounding explains a copy that differs from its weight.
+        for name in copies:  # Rounding, which is looked for in ``far``, explains no copy that differs from its weight.
             self._weights.far.pop(name, None)
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
@@ -279,27 +282,27 @@ class _Comparison:
                 trained[name] = gradient.to_dense()  # As the reference's: embeddings may have sparse ones.
         values = (*expected.values(), *trained.values())
         if self._workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
-            # Scaled, they may overflow in the first step, which is skipped then.
-            return
-        self._gradients = TensorComparison({}, expected, trained, self._tolerance)  # No start: relative to themselves.
+            return  # Scaled, they may overflow in the first step, which is skipped then: none are compared.
+        # Without a start, distances are relative to gradients, not to how far they have moved.
+        self._gradients = TensorComparison({}, expected, trained, self._tolerance)
 
     def farthest(self) -> WeightDifference:
         """Return the parameter that is farthest off, those aside that the rounding of one process explains."""
         allowed, num_layers = self._tolerance, self._workload.training.size.num_layers
         weights, gradients, reference = self._weights, self._gradients, self._reference
-        names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._reordered_trainings()))
-        difference = weights.farthest(num_layers, names)
-        gradient_names = gradients.explained(self._other_gradients)
-        gradient_difference = gradients.farthest(num_layers, gradient_names)
+        explained = weights.explained(lambda name: (other.weights[name].cpu() for other in self._reordered_trainings()))
+        difference = weights.farthest(num_layers, explained)
+        explained_gradients = gradients.explained(self._other_gradients)
+        gradient_difference = gradients.farthest(num_layers, explained_gradients)
         if gradient_difference.relative > allowed >= difference.relative:  # No weight shows what is wrong.
             difference = replace(gradient_difference, of_gradients=True)
         if not reference.is_repeatable:
             reason = sentence(__package__, "other model", model=self._workload.training.user.model)
-            return replace(difference, relative=math.nan, reason=reason)
-        names = list(dict.fromkeys([*names, *gradient_names]))
+            return replace(difference, relative=math.nan, reason=reason)  # NaN: nothing could be compared.
+        names = list(dict.fromkeys([*explained, *explained_gradients]))
         note = f"{self._workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}"
         reason = ""
-        if reference.loss_of_parts is not None and difference.relative > allowed:
+        if reference.loss_of_parts is not None and difference.relative > allowed:  # A cause, but no excuse.
             losses = {"of_parts": reference.loss_of_parts, "whole": reference.trained.loss}
             reason = sentence(__package__, "loss of parts", **losses)
         return replace(difference, allowed=allowed, notes=(note,) if names else (), reason=reason)
@@ -318,14 +321,15 @@ class _Comparison:
             return reference.others
         reference.others = []
         whole_loss = reference.trained.loss
-        # Rounding takes a loss so far: by its dtype, or by the precision computed in (a tenth of weights' tolerance).
+        # Rounding takes a loss so far: by its dtype, or by the precision computed in. A tenth of weights' tolerance is
+        # what MEAN_LOSS has for that: 1e-2 in bf16, 2e-3 in fp16.
         bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10) * abs(whole_loss)
         for order in other_orders(self._workload, reference.order):
             trained = train_alone(self._workload, self._device, self._warmup, order, reference.learning_rate)
             if trained.start != reference.trained.start:  # The user's function has built another model.
                 reference.is_repeatable = False
                 break
-            if not abs(trained.loss - whole_loss) <= bound:
+            if not abs(trained.loss - whole_loss) <= bound:  # Or NaN.
                 reference.loss_of_parts = trained.loss  # Another sum, not the same one rounded otherwise.
             elif _relative_to_all(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
                 reference.others.append(trained)

@@ -22,7 +22,7 @@ from cs336sys.tables.table import Table, named_columns
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-OfHandout = Callable[[Handout], Settings]
+OfHandout = Callable[[Handout], Settings]  # Settings that depend on the year.
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -274,8 +274,8 @@ def measured(
     rows of a table of the command's.
 
     Args:
-        wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
-        grid: settings of which every combination is asked for; ``label`` names a combination.
+        wanted, required: settings of the cells, the preferred and the required ones of :meth:`Evidence.find`.
+        grid: settings of which the handout asks for every combination; ``label`` names one that was not measured.
         medians, keep: as :meth:`Answer.show` takes them.
         only: returns whether a cell is taken.
         facts: returns more facts for the block, or None where the cells hold no answer.
@@ -285,7 +285,7 @@ def measured(
         selections = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
         groups = [group for group in selections if group.cells]
         facts_of_groups = facts(answer, groups) if groups else None
-        if facts_of_groups is None:
+        if facts_of_groups is None:  # No cells, or none with an answer.
             return
         for table, columns in tables.items():
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
@@ -302,8 +302,7 @@ def measured(
 # Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
 _SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
 
-# A speed-up whose high end is more than so many times its low end rests on few samples, and is not named as an extreme.
-_SURE = 1.25
+_SURE = 1.25  # A speed-up whose ends are in a larger ratio rests on few samples, and is not named as an extreme.
 
 
 def compared(
@@ -320,10 +319,10 @@ def compared(
     for group in groups:
         for cell in group.measured:
             shared = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
-            base_settings = {**shared, setting: base}.items()
+            base_settings = {**shared, setting: base}.items()  # The cell's, but for the base value.
             before = next((other for other in group.measured if base_settings <= other.configuration.items()), None)
             if before is None or cell.configuration[setting] == base:
-                continue
+                continue  # Nothing to compare with, or the base itself.
             row: dict[str, Any] = {**facts_of(cell), "group": group, "undecided": 0, "samples": math.inf}
             for phase in [phase for phase in phases if phase in cell.samples]:
                 old, new = before.samples[phase], cell.samples[phase]
@@ -334,7 +333,7 @@ def compared(
                 row["samples"] = min(row["samples"], len(old.measured), len(new.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")
-            key = tuple(shared.values())  # With this cell's value of the setting, which is one of _SHARED.
+            key = tuple(shared.values())  # ``setting`` is among them, so each of its values has a row.
             if key not in rows or row["undecided"] < rows[key]["undecided"]:
                 rows[key] = row
     return sorted(rows.values(), key=lambda row: [row[name] for name in order])

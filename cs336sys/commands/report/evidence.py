@@ -178,8 +178,7 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
     return most_first or [Evidence(tests=tests)], faults  # Without any cell, tests and arithmetic still answer.
 
 
-# The course's tests, of which there are dozens, take 20 KB.
-_TESTS_BYTES = 16 * MIB
+_TESTS_BYTES = 16 * MIB  # The course's tests, of which there are dozens, take 20 KB.
 
 
 def read_test_outcomes(path: Path) -> dict[str, str]:

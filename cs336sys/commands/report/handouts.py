@@ -94,8 +94,7 @@ PROBLEMS = {year: tuple(problem for years, problem in _ALL if year in years) for
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
 
-# Sizes that ranks on a CPU can train, the largest first.
-_CPU_SIZES = ("small", "tiny")
+_CPU_SIZES = ("small", "tiny")  # Sizes that ranks on a CPU can train, the largest first.
 
 
 def target_of(

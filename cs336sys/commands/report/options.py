@@ -177,8 +177,7 @@ def _document_format(format: str | None, output: Path | None) -> str:
     return chosen
 
 
-# Commands without --resume, which take seconds; the others go on with what their --save file holds.
-_NOT_RESUMABLE = ("precision",)
+_NOT_RESUMABLE = ("precision",)  # Takes seconds, without --resume; others go on with what their --save file holds.
 
 _POLL_S = 1.0
 
@@ -235,11 +234,9 @@ def _run_and_save(command: Command, folder: Path) -> int:
     return program.process.returncode
 
 
-# Patterns of the files that are read of a folder, or of those that match the user's pattern.
-_RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
+_RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")  # Files that are read of a folder, or that a pattern matches.
 
-# The error names so many files that cannot be read, and counts the others.
-_MOST_NAMED = 5
+_MOST_NAMED = 5  # Files that cannot be read, named by the error; others are counted.
 
 
 def source_files(names: Sequence[str]) -> dict[Path, bool]:

@@ -20,8 +20,7 @@ _COMPILE_S = 20.0
 
 _DEFAULT_CONTEXTS = (512,)
 
-# Share of its peak that a GPU reaches in plain fp32 steps, which most of the problems measure.
-_REACHED = 0.4
+_REACHED = 0.4  # Share of its peak that a GPU reaches in plain fp32 steps, which most of the problems measure.
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def training_sweep(
     Args:
         names: sizes; a small write-up has its own one instead.
         flags: other options, as typed.
-        steps: steps of a cell, warm-up included.
+        steps: steps of a cell, warm-up included; by default 5 and 10, as the commands have.
         ranks: number of ranks, each of which holds a model.
         options: lists of values by option, ``compile=("off", "model")``; cells are the product of all lists.
     """
@@ -151,7 +150,7 @@ def training_sweep(
     lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
     defaults = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",)}
-    lists = {**defaults, **lists, "context": contexts or _DEFAULT_CONTEXTS}
+    lists = {**defaults, **lists, "context": contexts or _DEFAULT_CONTEXTS}  # With the lists that are not typed.
     cells = math.prod(map(len, lists.values()))
     # FLOPs and memory depend on these settings alone; the other lists repeat their combinations.
     combinations = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
@@ -163,6 +162,7 @@ def training_sweep(
         flops += repetitions * model_flops(size, backward=MODES[mode].has_backward, causal=False)
         peaks_gib.append(plain_peak_gib(name, context, precision, mode))
     compilations = sum(compiled != "off" for compiled in lists["compile"]) * len(lists["size"])
+    # Each rank builds the model of each cell.
     seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks
     arguments = (command, *typed, *flags, *target.device_options)
     return Command(arguments, seconds + _COMPILE_S * compilations, max(peaks_gib), gpus=ranks)

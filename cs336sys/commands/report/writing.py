@@ -27,8 +27,7 @@ def _fenced(lines: Sequence[str]) -> str:
     return f"{fence}sh\n{text}\n{fence}"
 
 
-# Rows that fit on a printed page: LaTeX breaks no table across pages.
-_PAGE_ROWS = 40
+_PAGE_ROWS = 40  # Rows that fit on a printed page: LaTeX breaks no table across pages.
 
 
 def _latex_markup(text: str) -> str:
@@ -82,8 +81,7 @@ _MARKUPS = {
     ),
 }
 
-# Formats that are one page with its pictures.
-_PAGES = ("html", "pdf")
+_PAGES = ("html", "pdf")  # Formats that are one page with its pictures.
 
 # Takes a picture's name and the function that draws it to a file, and returns the file's name or the picture's HTML;
 # None for a picture that is left out.

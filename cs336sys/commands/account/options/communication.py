@@ -15,8 +15,7 @@ from cs336sys.commands.account import MOST_DEVICES
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
-# The dense bf16 peak of an H100 or H200.
-_TFLOPS = peak_tflops("NVIDIA H200", "bf16")
+_TFLOPS = peak_tflops("NVIDIA H200", "bf16")  # The dense bf16 peak of an H100 or H200.
 assert _TFLOPS is not None
 _FLOPS = _TFLOPS * 1e12
 

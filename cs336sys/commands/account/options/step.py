@@ -69,13 +69,13 @@ def step(
     measured = h200_rates() if placement.rates is None else read_rates(placement.rates)
     gpu_rates = measured if placement.gpu is None else rates_of(placement.gpu, measured)
     output.check()
-    shared = strategy or ("bucketed" if world_size > 1 else None)
+    sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
         training = Workload(size, "train", dtype or size.precision, **settings)
         checkpointing, accumulation = placement.checkpoint, placement.accumulation
         gradient_dtype = placement.gradient_dtype
-        configuration = StepConfiguration(training, checkpointing, accumulation, shared, world_size, gradient_dtype)
+        configuration = StepConfiguration(training, checkpointing, accumulation, sharing, world_size, gradient_dtype)
         if (reason := refusal(configuration)) is not None:
             raise UsageError(reason)
         configurations.append(configuration)

@@ -28,7 +28,7 @@ def bucket_tables(
     rows = []
     for size in bucket_bytes:
         buckets = max(1.0, gradient_bytes / size)  # A bucket that is larger than all gradients holds them all.
-        transfer_s = gradient_bytes / (buckets * bytes_per_s)
+        transfer_s = gradient_bytes / (buckets * bytes_per_s)  # Of one bucket: only the last one's is not hidden.
         overhead_s = number_of(bucketing_overhead_s(gradient_bytes, buckets, bytes_per_s, call_s))
         row = {"bucket_mb": size / 1e6, "buckets": buckets, "transfer_ms": 1e3 * transfer_s}
         rows.append(row | {"calls_ms": 1e3 * (overhead_s - transfer_s), "overhead_ms": 1e3 * overhead_s})
@@ -36,7 +36,7 @@ def bucket_tables(
         Column("bucket_mb", "bucket", "MB"),
         *named_columns("buckets", transfer_ms="last transfer", calls_ms="calls", overhead_ms="overhead"),
     )
-    first_count = max(1, round(gradient_bytes / bucket_bytes[0]))
+    first_count = max(1, round(gradient_bytes / bucket_bytes[0]))  # Whole, to be read: "overhead of 4 buckets".
     answers = bucket_answers(gradient_bytes, first_count, bytes_per_s, call_s)
     return [
         answers_table("formulas", f"Gradient buckets: {title}", answers),
@@ -134,6 +134,7 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
     """Draw one strategy's pass: computing, each of ``curves``, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:
+        # The FLOPs of a device are the same whether batch or matrices are split.
         return 1e3 * number_of(parallelism.layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
 
     drawing.plot(counts, [computing_ms(n) for n in counts], color="C0", label="computing")

@@ -110,8 +110,7 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
 
 
-# Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.
-_LONGEST_CONTEXT = 2**30
+_LONGEST_CONTEXT = 2**30  # Up to this, far more than any memory holds, contexts are doubled to find one that does not fit.
 
 
 def _describe_size(size: ModelSize) -> str:

@@ -21,8 +21,7 @@ from cs336sys.tables.numbers import Value
 from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
-# An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
-_FLOPS = 4e14
+_FLOPS = 4e14  # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,8 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
             continue
         overlap_ms, sending_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        # Communication that runs mostly alone says nothing of this; kernels that lost less or more were timed in noise.
+        # Communication that runs mostly alone says nothing of this. Kernels lose between none and all of the time in
+        # which both run: what is outside of that was timed in noise.
         if overlap_ms >= sending_ms / 2 and 0 <= lost_ms < overlap_ms:
             computing_speeds.append(1 - lost_ms / overlap_ms)
             communication_speeds.append(min(1.0, cell.samples["communication"].median / sending_ms))
@@ -160,6 +160,7 @@ def simulated_cluster(
         rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")  # The note then says that it is assumed.
     slowdown, steps = measured_slowdown(cells)
     bytes_per_s, call_s, ranks_bytes_per_s = rate.value, call.value, tuple(bandwidths_by_ranks.items())
+    # The third is sent to other nodes.
     cluster = Cluster(node_devices, bytes_per_s, node_bandwidth, call_s, memory_bytes, ranks_bytes_per_s, slowdown)
     in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
     others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
@@ -197,15 +198,13 @@ def _ms_per_flop(cell: Cell) -> float:
     return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)
 
 
-# A measured step may differ by so much from a predicted one before the table says that the model is wrong.
-_TOLERANCE = 0.10
+_TOLERANCE = 0.10  # A measured step may be so far off a predicted one before the table says that the model is wrong.
 
 
 def read_measured(paths: Sequence[Path]) -> list[Cell]:
     """Return the cells of these files that have numbers; a path may name several, ``a.jsonl,b.jsonl``.
 
-    Raises:
-        UsageError: a file cannot be read, or they are of several kinds of GPUs, or of CPUs where they have no GPU.
+    A UsageError says that one cannot be read, or that they are of several kinds of GPUs, or of CPUs without a GPU.
     """
     files: list[Results] = [read_several(str(path)) for path in paths]
     machines = [run.machine for file in files for run in file.runs.values()]
@@ -273,7 +272,7 @@ def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate)
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
-    # Of a step between both predictions, its own time: it is off by nothing.
+    # The prediction that is nearer, or the step's own time between both: it is off by nothing.
     nearest_ms = min(max(step_ms, overlapped_ms), in_turn_ms)
     return fill_row(_STEP_COLUMNS, workload) | {
         "command": cell.command,
@@ -298,7 +297,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
     communication = cell.samples.get("communication")
-    # At W, the measured bandwidth, as predicted. Where calls explain half of what the step takes longer, name them.
+    # At W, the measured bandwidth. Calls explain a step's excess where communication alone has half as much.
     sent_ms = in_turn_ms - cell.samples["unsynchronized"].median
     if communication is not None and communication.median - sent_ms > (step_ms - in_turn_ms) / 2:
         return "calls: communication alone takes longer than its bytes at W"

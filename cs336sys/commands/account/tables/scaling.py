@@ -14,7 +14,8 @@ from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
-# A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
+# The fastest step that fits, else the smallest; and the fastest without accumulation ("at once"), if memory were no
+# matter. None where no mesh divides batch and heads.
 Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
 
 _COLUMNS = (
@@ -64,7 +65,7 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
 def _scaling_row(
     scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
-    """Return the row of the fastest step that fits, the first of two; the fastest without accumulation may not fit."""
+    """Return the row of a step, the fastest that fits or else the smallest; the second, at once, may not fit."""
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
@@ -73,7 +74,7 @@ def _scaling_row(
     tokens_per_s = step.batch_size * context / step.step_s
     # If each device computed at the rate of one alone, without optimizer and communication.
     ideal_tokens_per_s = context / simulation.device.sequence_s * count
-    limit = step.longest_part
+    limit = step.longest_part  # Unless memory limits it.
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
     elif ignoring_memory.step_s < step.step_s:

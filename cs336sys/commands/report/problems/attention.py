@@ -15,7 +15,7 @@ _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128
 
 def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
     """Return the smallest shape that did not fit (or, where all did, the first that cannot) and its memory in bytes."""
-    # A picture over the context takes several contexts.
+    # Pictures are drawn over the context, of which one alone would be a point.
     answer.draw(group for group in groups if len({cell.configuration["context"] for cell in group.measured}) > 1)
     cells = sorted(map(facts_of, cells_of(groups)), key=lambda cell: (cell["context"], cell["head_dim"]))
     run = groups[0].invocation.run
@@ -27,8 +27,8 @@ def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
     context, head_dim, dtype = shape["context"], shape["head_dim"], shape["dtype"]
     eager = {"causal": shape["causal"], "implementation": "eager"}
     while not out and sheet and attention_memory(batch, context, head_dim, dtype, **eager).peak <= sheet.memory_bytes:
-        context *= 2
-    if out or sheet:
+        context *= 2  # Until it cannot fit.
+    if out or sheet:  # Else no shape is known to be too large.
         answers = attention_answers(batch, context, head_dim, dtype, **eager)
         answer.derive(answers, table="accounting", title=f"{batch} x {context} x {head_dim} {dtype}, tensor by tensor")
     memory = attention_memory(batch, context, head_dim, dtype, **eager)
@@ -45,8 +45,7 @@ pytorch_attention = measured(
     facts=_too_large,
 )
 
-# One run for both problems.
-_ATTENTION = "attn --implementation eager,compiled,model"
+_ATTENTION = "attn --implementation eager,compiled,model"  # One run for both problems.
 _SMALL_ATTENTION = f"{_ATTENTION} --context 64,128 --head-dim 16,32 --steps 10"
 attention_commands = sized(measurement(_ATTENTION, seconds=180), measurement(_SMALL_ATTENTION, seconds=20))
 
@@ -64,7 +63,7 @@ def compiled_attention(answer: Answer) -> None:
 _OURS = ("auto", "triton", "hopper", "tiled")
 _PARTS = ("forward", "backward", "end_to_end")
 
-# The leaderboard's do_bench repeats its call for so long, and a warm GPU is slower than one in shorter runs.
+# By the leaderboard's protocol do_bench repeats its call for so long, and a warm GPU is slower than in shorter runs.
 _BOARD_MS = 10_000
 
 weighted_sum = measured("kernels", block="", tables={"kernels": ()}, required={"op": ("weighted-sum",)}, medians=True)
@@ -82,20 +81,20 @@ def flash_benchmarking(answer: Answer) -> None:
     if not pairs:
         return
     settings = ("dtype", "head_dim", "context")
-    # Of several kernels of ours the one with the fewest undecided phases is shown: first in pairs, it replaces others.
+    # Of several kernels of ours the one with fewest undecided phases is shown: the first pair, backwards the last.
     rows_by_shape = {tuple(row[name] for name in settings): row for row in reversed(pairs)}
     rows = [row for _, row in sorted(rows_by_shape.items())]
     title = "FlashAttention, regular PyTorch attention before it, batch 1, causal, medians of so many samples at least"
     for row in rows:
         row["largest_error"] = max(row[name] or 0.0 for name in row if name.endswith("_error"))
     answer.show_compared(rows, "flash", title, settings, _PARTS, "samples", "largest_error")
-    groups = list({id(row["group"]): row["group"] for row in pairs}.values())
-    # Of each dtype the first run, which replaces the later ones here.
+    groups = list({id(row["group"]): row["group"] for row in pairs}.values())  # Each once; they cannot be hashed.
+    # Of each dtype the first run: backwards, it replaces the later ones.
     answer.draw({group.measured[0].configuration["dtype"]: group for group in reversed(groups)}.values())
     tried = [cell for group in groups for cell in group.cells]
     answer.write_failures(tried, "{implementation} at context {context}, head dim {head_dim}, {dtype}")
     shapes = {name: dict.fromkeys(row[name] for row in rows) for name in settings[1:]}
-    # Shapes that failed have a sentence already, and are not missing as well.
+    # Shapes that failed have a sentence already, and are not missing as well. First what the runs lack, then dtypes.
     failed = [cell.configuration for cell in tried if cell.status != "ok"]
     label = "regular PyTorch attention at context {context}, head dim {head_dim} in {dtype}"
     answer.lack_unmeasured(label, [*rows, *failed], {"dtype": dict.fromkeys(row["dtype"] for row in rows), **shapes})
@@ -119,7 +118,7 @@ def board(answer: Answer) -> None:
     ours = [(cell, group) for cell, group in kernels if cell.configuration["implementation"] in _OURS]
     # Kernels are measured again when they have become faster: the fastest counts, of those by the protocol if possible.
     ours.sort(key=lambda pair: (pair[0].configuration["repetition_ms"] < _BOARD_MS, median_ms(pair[0])))
-    for cell, group in ours[:1]:
+    for cell, group in ours[:1]:  # The best, if any.
         answer.show([group], "flash", *(f"{part}_ms" for part in _PARTS), "end_to_end_tflops", "status", medians=True)
         others = [other for other in group.measured if other.configuration["implementation"] not in _OURS]
         others.sort(key=median_ms)

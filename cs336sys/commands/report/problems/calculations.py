@@ -50,12 +50,13 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 def xxl(letter: str) -> Callable[[Answer], None]:
     """Return the function that answers this part of ``communication_accounting``."""
-    # The numbers are the handout's.
+    # The numbers are the handout's; a link sends 9e10 bytes/s in each direction.
     mesh = TpuMesh(x=16, y=4, m_x=2, m_y=1, flops_per_s=4.6e14, bytes_per_s=2 * 9e10)
-    if letter in "ab":
+    if letter in "ab":  # Of memory; the other parts are of the batch.
         derived = memory_answers(XXL, _TOKENS, gpu_bytes=80e9, device_bytes=95e9)
     else:
         derived = batch_answers(XXL, mesh)
+    # (c) needs no sentence.
     block = {"a": "xxl_tokens", "b": "xxl_tokens", "d": "what_lowers_the_batch"}.get(letter, "")
     return _answer_of(f"communication_accounting ({letter})", derived, block, tokens=_TOKENS)
 

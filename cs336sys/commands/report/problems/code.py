@@ -79,12 +79,12 @@ FSDP = Code(_FSDP, ("test_fsdp",), "shard", {"strategy": ("fsdp",)})
 
 # The handout's benchmark, Triton's do_bench, warms up and repeats steps for so long.
 _WARMUP_MS, _REPETITION_MS = 10_000, 30_000
-# It makes whole steps, which may last less than that by one step.
-_PROTOCOL_MS = 25_000.0
+_PROTOCOL_MS = 25_000.0  # It makes whole steps, which may last less than that by one step.
 
 
 def training_step(answer: Answer) -> None:
     """Answer the leaderboard of 2026 with the fastest whole step of the 8B model."""
+    # Of shard --board, or else of other steps of shard.
     selections = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step counts, of those that follow
     # the handout's protocol if there are any.
@@ -95,7 +95,7 @@ def training_step(answer: Answer) -> None:
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     if measured:
         best, cell, group = min(by_protocol or measured, key=lambda steps_cell_group: steps_cell_group[0].median)
-        # do_bench divides these times by that of a step, and takes the whole number.
+        # So many steps of warm-up and measured ones do_bench takes: its times over that of a step, rounded down.
         counts = (cell.configuration["warmup"], len(best.measured))
         as_asked = counts == (int(_WARMUP_MS / best.median), int(_REPETITION_MS / best.median))
         for name in ("board", "shard"):  # The cell has one of these tables, which shows those of the keys that it has.

@@ -11,11 +11,9 @@ from cs336sys.commands.report.problem import Command, Target, plain_peak_gib, tr
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import SIZES, choose_size
 
-# The model that both handouts ask about.
-SIZE = "2.7b"
+SIZE = "2.7b"  # The model that both handouts ask about.
 
-# What the sentences call a mode.
-_CALLED = {"train": "a training step", "forward": "inference"}
+_CALLED = {"train": "a training step", "forward": "inference"}  # What the sentences call a mode.
 
 _KINDS = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "other")
 
@@ -112,8 +110,7 @@ def memory_commands(target: Target) -> list[Command]:
     return [training_sweep(target, "memprof", (SIZE,), contexts, flags, steps=4, **options)]
 
 
-# The context of gradient_checkpointing, which only 2026 asks.
-_CHECKPOINTED_CONTEXT = 2048
+_CHECKPOINTED_CONTEXT = 2048  # Of gradient_checkpointing, which only 2026 asks.
 _COLUMNS = ("precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms", "step_ratio")
 
 

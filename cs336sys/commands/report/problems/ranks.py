@@ -1,4 +1,7 @@
-"""All-reduces, and training by several ranks: naive, flat, overlapped, in buckets, and with shards."""
+"""All-reduces, and training by several ranks: naive, flat, overlapped, in buckets, and with shards.
+
+The sentence ``common.stand_in`` says where cells are of another size than the handout's xl.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -72,7 +75,7 @@ all_reduce_commands = sized(_all_reduce_grid, measurement(f"allreduce {_SMALL_GR
 
 _STEP_COLUMNS = ("strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms", "running_ms", "calls")
 
-# Columns that templates ask for and that not all rows have.
+# Columns that templates ask for, with None for rows that lack them.
 _OPTIONAL: dict[str, Any] = {"timeline": None, "exposed_ms": None, "synchronize_ms": None}
 
 
@@ -97,7 +100,7 @@ def _ddp_series(answer: Answer) -> Selection | None:
 def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy") -> Callable[[Answer], None]:
     """Return a function that answers with DDP steps of these strategies, if naive and the last one were measured.
 
-    It shows the pictures whose name is ``draws``, and every step must have the column ``needs``.
+    It shows the pictures whose name is ``draws``, and needs the column ``needs`` of every step (all have a strategy).
     """
 
     def answer_with_steps(answer: Answer) -> None:
@@ -106,7 +109,7 @@ def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
             return
-        rows = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]  # None where a column lacks.
+        rows = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]
         for row in rows:
             row["name"] = f"{row['bucket_mb']:g} MB" if row["strategy"] == "bucketed" else row["strategy"]
         if all(row[needs] for row in rows):
@@ -131,9 +134,10 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     sizes = target.sizes((target.handout.xl,))
     # The commands' defaults are what the handouts ask for.
     counts = ("--warmup", "1", "--steps", "4") if target.is_small else ()
-    first, value, *others = flags  # So that the line begins with what is compared.
-    flags = (first, value, "--world-size", "2", *counts, *others)
-    # A sweep's estimate sees the cells that lists make, not those of flags: each takes 20 steps, and 15 s besides.
+    option, values, *others = flags  # So that the line begins with what is compared.
+    flags = (option, values, "--world-size", "2", *counts, *others)
+    # A cell takes 20 steps, and 15 s besides. training_sweep() multiplies ``steps`` by the cells that ``options`` make,
+    # fewer than ``cells``, because flags have lists, too.
     steps = round(20 * cells / math.prod(map(len, options.values())))
     planned = training_sweep(target, command, sizes, flags=flags, steps=steps, ranks=2, **options)
     return replace(planned, seconds=planned.seconds + 15 * cells)
@@ -186,7 +190,7 @@ def _follows_handout(group: Selection) -> bool:
 
 def _sharded_steps(answer: Answer) -> list[Selection]:
     """Find runs with and without a sharded optimizer, one precision each, launched ones before those in graphs."""
-    # Where no steps were launched, those in graphs are found instead.
+    # Where no steps were launched, this finds those in graphs, which are left out: they are found again below.
     launched = _shard_steps(answer, "none", *_SHARDED)
     launched = [group for group in launched if group.setting("cuda_graph") == "off"]
     runs = []
@@ -221,7 +225,7 @@ def speeds(answer: Answer) -> None:
     """Answer with the time of a step with and without a sharded optimizer, in each precision."""
     runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
     runs.sort(key=lambda group: (not _follows_handout(group), -group.setting("steps")))  # then by most steps
-    # The first run of each precision, which replaces the later ones here; then in the order of runs again.
+    # Of each precision the first run: backwards, it is the last and replaces the others. Then in their order again.
     groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
     for group in groups:
         answer.show([group], "shard", *_FSDP_COLUMNS, medians=True)
@@ -252,9 +256,10 @@ def fsdp_memory(answer: Answer) -> None:
     answers = state_answers(SIZES[answer.handout.xl], world_size=2, strategy="fsdp")
     answer.derive(answers, table="state", title="training state of a rank, FSDP on 2 ranks")
     runs = _shard_steps(answer, "none", "optimizer", "fsdp")
-    for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
+    for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:  # The first, if any.
         peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
-        # Bytes of fp32 state a parameter that FSDP alone shards: weight, gradient and two moments, or the first two.
+        # Bytes of fp32 a parameter that only FSDP shards: weight, gradient and two moments; or, as ``optimizer`` shards
+        # the moments, the first two.
         per_parameter = {name: count for name, count in (("none", 16), ("optimizer", 8)) if name in peaks}
         facts = {"cell": facts_of(group.by("strategy")["fsdp"]), "peaks": peaks, "per_parameter": per_parameter}
         answer.write("ranks.fsdp_memory", parts=COMPONENTS, **facts)
@@ -267,9 +272,9 @@ def fsdp_gathers(answer: Answer) -> None:
         in_graphs = list(filter(_follows_handout, _shard_steps(answer, "fsdp", cuda_graph="on")))
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
         graph_cells = [facts_of(cell) for graph_run in in_graphs for cell in graph_run.measured]
-        # Communication that nothing overlapped is known of these.
+        # Of these a profile has shown communication next to which nothing was computed.
         settled = [cell for cell in graph_cells if cell.get("bare_ms")]
-        # Steps of a cell that differ by more had not settled, or something else ran.
+        # Steps of a cell that differ by more than 10 % had not settled, or something else ran.
         unsettled = [cell for cell in cells if max(cell["step"].measured) > 1.1 * min(cell["step"].measured)]
         # Unsettled steps do not tell what communication costs.
         columns = [name for name in _FSDP_COLUMNS if name not in ("speedup", "exposed_ms") or not unsettled]

@@ -14,7 +14,7 @@ def script(answer: Answer) -> None:
     answer.write("steps.script")
 
 
-_HANDOUTS_STEP = {"context": (512,), "batch_size": (4,)}
+_HANDOUTS_STEP = {"context": (512,), "batch_size": (4,)}  # In both years.
 timings = measured(
     "bench",
     "steps.timings",
@@ -83,7 +83,7 @@ def by_size(answer: Answer) -> None:
     rows = compared(groups, "precision", "fp32", _PHASES, "precision", "parameters")  # Sorted by the last two.
     if not rows:
         return
-    for row in rows:
+    for row in rows:  # None where the kernels' time was not measured.
         row["idle_percent"] = row.get("gpu_busy_ms") and 100 * (1 - row["gpu_busy_ms"] / row["step_ms"])
     title = "mixed precision, and full precision before it, medians of the same run of so many steps"
     answer.show_compared(rows, "precisions", title, ("precision", "size"), _PHASES, "samples", "idle_percent")
