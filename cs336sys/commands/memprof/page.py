@@ -78,7 +78,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     """Return the picture of a cell's derived columns."""
     timeline = derived["timeline"]
     positions = timeline["position"]
-    figure, ((axes,),) = new_axes(11, 5)
+    figure, ((axes,),) = new_axes(width=11, height=5)
     categories = [category for category in CATEGORY_STYLES if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     peak_bytes = max(totals)

@@ -217,8 +217,8 @@ def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
         # No message at each start of torch's profiler, as torch 2.13 writes on a CPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     else:
-        # By default NCCL prepares for collectives that are launched while a CUDA graph with others runs; none is, see
-        # ParallelStep.__call__(). For this each collective in a graph waits for an event, and has a branch of its own:
+        # By default NCCL prepares for collectives that are launched while a CUDA graph with others runs, for which
+        # ParallelStep.__call__() waits. To prepare, each in a graph waits for an event, and has a branch of its own:
         # 436 all-reduces of large took 41.2 ms, and 19.2 without. There were more branches than the GPU has queues:
         # while updated parameters of optimizer-flat arrived, the forward pass of xl stood still for 11 ms of 26.9;
         # without, it takes 20.5.

@@ -140,7 +140,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     """Draw tokens/s, exposed communication and a rank's memory over the ranks, for strong and for weak scaling."""
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
-    figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), rows=len(scalings), columns=3)
+    figure, axes = new_axes(width=12, height=0.6 + 3.4 * len(scalings), rows=len(scalings), columns=3)
     rate = _rate_column(cells).header
     settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):

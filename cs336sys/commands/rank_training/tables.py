@@ -166,7 +166,7 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
     """
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
     count = max(1, len(drawn))  # An empty picture has axes, too.
-    figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
+    figure, axes = new_axes(width=11, height=0.9 + 1.15 * count, rows=count, sharex=True)
     settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
     for drawing, cell in zip(axes.flat, drawn, strict=False):
         _draw_timeline(drawing, cell.derived["timeline"])

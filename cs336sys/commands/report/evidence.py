@@ -126,7 +126,8 @@ class Evidence:
         """As :meth:`find`, with all cells of every invocation, so that cells of one can be compared with each other."""
         # Cells of ``shard --board`` (the leaderboard's step) have other columns: only ``board=(True,)`` finds them.
         settings = {"board": (None, False), **required}
-        groups = _narrowed([Selection(*shown) for shown in self.shown if shown[0].command == command], settings)
+        selections = [Selection(invocation, cells) for invocation, cells in self.shown if invocation.command == command]
+        groups = _narrowed(selections, settings)
         for name, values in (preferred or {}).items():
             groups = _narrowed(groups, {name: values}) or groups
 

@@ -103,11 +103,10 @@ def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
 
 def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     """Blame the first module, in the order in which calls return, whose output is off in step 1; None without any."""
-    all_expected, sizes, sent = case.reference.record.outputs, case.workload.dimensions, case.launches(("forward",), 0)
-    context_ranks = sizes.get("context", 1)
+    all_expected, sizes = case.reference.record.outputs, case.workload.dimensions
+    sent, context_ranks = case.launches(("forward",), step=0), sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1  # Each rank: their outputs may be parts of a sum.
-    # The last layer whose ranks' outputs add up to what is expected: no fault if the module around it adds them up.
-    summand = ""
+    summand = ""  # The last module of which ranks have parts of a sum: no fault if the module around it adds them up.
     for name, expected in all_expected.items() if case.watched else ():
         outputs = [report.record.outputs.get(name) for report in case.watched]
         output = outputs[0]  # The first rank's is compared.
@@ -121,9 +120,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
         if norm(output - expected) <= 1e-6 * norm(expected):  # Right but for rounding in float32.
             summand = "" if name == summand.rpartition(".")[0] else summand  # It has added up the summand's outputs.
             continue
-        parts = [part for part in outputs if part is not None and part.shape == expected.shape]
-        may_be_sum = has_whole_batch and len(parts) == len(outputs)
-        if may_be_sum and norm(torch.stack(parts).sum(0) - expected) < EXPLAINED * norm(expected):
+        if has_whole_batch and _add_up(outputs, expected):
             summand = name
             # layers.0.ffn.w2 is in a part of a block, which may add outputs up when it returns; a block does not.
             if parent in all_expected and name.count(".") > 2:
@@ -141,6 +138,12 @@ def _part_of_first_rank(expected: Tensor, shape: torch.Size, context_ranks: int)
     return part[:, : shape[1]] if part.dim() > 1 and context_ranks > 1 else part
 
 
+def _add_up(outputs: Sequence[Tensor | None], expected: Tensor) -> bool:
+    """Return whether the ranks' outputs are parts of a sum, which is expected."""
+    parts = [part for part in outputs if part is not None and part.shape == expected.shape]
+    return len(parts) == len(outputs) and norm(torch.stack(parts).sum(0) - expected) < EXPLAINED * norm(expected)
+
+
 def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain a wrong norm of right gradients."""
     norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]  # Numbers have no name.
@@ -149,7 +152,7 @@ def _diagnose_norm(case: ComparedCase, first: TensorDifference) -> Finding:
         add_up = abs(math.hypot(*norms) - expected) < 1e-3 * expected  # The squares, as for parts of the gradients.
         listed = ", ".join(f"{value:.3g}" for value in norms)
         return case.conclude("clipping", "locally", norms=listed, add_up=add_up)
-    ratio = norms[0] / expected if expected else None
+    ratio = norms[0] / expected if expected else None  # All ranks have the same norm.
     return case.conclude("clipping", "norm", ratio=ratio, norm=norms[0], expected=expected)
 
 

@@ -103,7 +103,7 @@ def _solve_counts(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, t
     """Return how often each of ``columns`` is in a gradient; None where they leave more than ``tolerance`` of it."""
     if not columns.keys() - {_STEP_BEFORE} or len(gradient) < len(columns) or not torch.isfinite(gradient).all():
         return None  # No micro-batch has such a gradient, or fewer numbers than unknowns would fit anything.
-    matrix = torch.stack([*columns.values()], 1)
+    matrix = torch.stack([*columns.values()], dim=1)
     solution = torch.linalg.lstsq(matrix, gradient[:, None]).solution[:, 0]
     if norm(matrix @ solution - gradient) > tolerance * norm(gradient):
         return None
@@ -122,11 +122,11 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     if abs(first_counts[_STEP_BEFORE]) > RELATIVE_TOLERANCE:
         is_alone = all(abs(count) < RELATIVE_TOLERANCE for count in values)
         return case.conclude("stale gradient", launches=(), name=name, is_alone=is_alone)
-    if all(is_near(count, values[0]) for count in values):
+    if all(is_near(count, values[0]) for count in values):  # All alike: it is the right one, or that times a factor.
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
     parts = itertools.product(range(data_ranks), range(micro_batches))
     counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
-    senders = (counts.abs() > RELATIVE_TOLERANCE).any(1).nonzero().flatten().tolist()
+    senders = (counts.abs() > RELATIVE_TOLERANCE).any(dim=1).nonzero().flatten().tolist()
     if micro_batches > 1 and len(senders) == data_ranks:
         return _diagnose_micro_batches(case, counts)
     if len(senders) == 1:

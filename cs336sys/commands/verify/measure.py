@@ -42,8 +42,7 @@ _float32_only: set[VerifiedWorkload] = set()
 # What was wrong with the plain step: other cases that are wrong alike are not run again.
 _plain_step_diagnoses: dict[VerifiedWorkload, Finding | None] = {}
 
-# Causes of the plain step's fault after which no other case is run.
-_UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
+_UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}  # Then no other case is run.
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ class _Case:
     def _notes(self, reports: Sequence[RankReport], lower: Collection[tuple[str, torch.dtype]]) -> list[str]:
         """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""
         notes, wrap = [], self.workload.wrap
-        if reports[0].hides_optimizer:
+        if reports[0].hides_optimizer:  # All ranks have the same wrap.
             settings = {"lr": self.training.learning_rate, **ADAMW_SETTINGS}
             described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
             notes.append(sentence(__package__, "note optimizer", wrap=wrap, settings=described))
@@ -273,7 +272,7 @@ class _Case:
                 return self._agreed(fault("order", where=last.line, **facts))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
-        return self._agreed(None, not_compared)
+        return self._agreed(diagnosis=None, not_compared=not_compared)
 
     def _compare_groups(self, reports: Sequence[RankReport]) -> Outcome:
         """Compare the groups of the ranks' optimizers with those that the wrap makes here, on a single rank."""

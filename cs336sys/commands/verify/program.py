@@ -30,13 +30,11 @@ from cs336sys.settings.user_code import is_user_code, source_file
 from cs336sys.settings.verification import SAVED_AFTER, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models
 
-# So many elements, over all steps, are compared after every step; of more, after the first and the last.
-_MOST_ELEMENTS = 2e7
+_MOST_ELEMENTS = 2e7  # Of all steps together, to be compared after every step; of more, after the first and the last.
 
 _EVALUATION_STEP = 900  # No step trains on the batch of this one.
 
-# Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
-_OTHER_SEED = 1000
+_OTHER_SEED = 1000  # How far apart the seeds are of ranks with different weights, and of models that are loaded into.
 
 _LOSS_SCALE = 1024.0  # A power of two, so that scaling rounds nothing.
 
@@ -267,7 +265,7 @@ class ProgramRun:
     def one_step(self, step: int) -> None:
         """Run a step, from 1, by the wrap where that runs whole ones, and record it."""
         watcher = self.watcher
-        batch = subjects.batch_of(self.workload, self.device, self.dtype, step - 1)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, step - 1)  # Batches count from 0.
         if self.wrapped.step is not None:
             self._record_step(step, self._step_of_wrap(batch))
             return
@@ -329,7 +327,7 @@ class ProgramRun:
 
         def part_of(tensor: Tensor) -> Tensor:
             part = tensor[share.sequences]
-            return part.chunk(ranks, 1)[self.context_rank] if ranks > 1 and part.dim() > 1 else part
+            return part.chunk(ranks, dim=1)[self.context_rank] if ranks > 1 and part.dim() > 1 else part
 
         return tree_map_only(Tensor, part_of, batch)
 
@@ -380,7 +378,7 @@ class ProgramRun:
     def _record_masks(self) -> None:
         """Note which elements the first dropout layer drops in a forward pass, of this rank's part of a batch."""
         model, outputs = self.subject.model, dict[str, Tensor]()
-        batch = subjects.batch_of(self.workload, self.device, self.dtype, 0)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, step=0)
         with recording.captured_outputs(model, outputs):
             self._loss(*self._part_of(self.shares(micro_batches=1)[0], batch))
         layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}

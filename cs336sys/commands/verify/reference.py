@@ -58,7 +58,7 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
 def with_max_norm(training: Training) -> Training:
     """Return the training with ``max_norm`` at half the norm of the first step's gradients."""
     record = train_in_one_process(replace(training, learning_rate=0.0), Program(steps=1, clips=True))
-    return replace(training, max_norm=0.5 * record.numbers("norm")[0])
+    return replace(training, max_norm=0.5 * record.numbers("norm")[0])  # Of the only step.
 
 
 def train_in_one_process(training: Training, program: Program, shares: Sequence[Share] = (), **settings: Any) -> Record:
@@ -104,7 +104,7 @@ def train_reference(training: Training, program: Program) -> Reference:
         _references.clear()
     by_rank, in_micro_batches = (workload.shares(program, micro_batches) for micro_batches in (1, 2))
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
-    whole = by_rank if program.unused else workload.shares(program, 1, whole=True)
+    whole = by_rank if program.unused else workload.shares(program, micro_batches=1, whole=True)
     orders = [whole, by_rank, in_micro_batches, in_micro_batches[::-1]]
     # One of the first two becomes the record, which has outputs of modules, too.
     records = [train_in_one_process(training, program, order, watch=order in (whole, by_rank)) for order in orders]

@@ -27,8 +27,7 @@ from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of, torch_linear
 
-# How parameters of functions are called that take a mesh; those that take a group are GROUP_NAMES.
-_MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")
+_MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")  # Of parameters that take a mesh; GROUP_NAMES take a group.
 
 
 @dataclass(frozen=True)

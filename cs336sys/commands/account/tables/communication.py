@@ -113,7 +113,7 @@ _POINTS = 121
 
 def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     """Draw computing and communication time over the devices, forward above backward, and where they cross."""
-    figure, axes = new_axes(1 + 3.6 * len(strategies), 6.5, len(PASSES), len(strategies), sharex="col")
+    figure, axes = new_axes(1 + 3.6 * len(strategies), 6.5, rows=len(PASSES), columns=len(strategies), sharex="col")
     for column, strategy in enumerate(strategies):
         curves = {which: _curves(strategy, layer, which) for which in PASSES}
         last_crossing = max(crossing for which in PASSES for _, crossing in curves[which].values())

@@ -85,7 +85,7 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
     labels = [_bar_label(step, steps) for step in steps]
-    figure, ((drawing,),) = new_axes(2 + 1.1 * len(steps), 5)
+    figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
     for component in ("parameters", "gradients", "optimizer_state", "activations"):
         heights = [getattr(peak, component) / GIB for peak in peaks]
@@ -110,7 +110,7 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
 
 
-_LONGEST_CONTEXT = 2**30  # Up to this, far more than any memory holds, contexts are doubled to find one that does not fit.
+_LONGEST_CONTEXT = 2**30  # Contexts are doubled up to this, more than any memory holds, to find one that does not fit.
 
 
 def _describe_size(size: ModelSize) -> str:

@@ -66,7 +66,7 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
     """Return the seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
     all_reduces = [cell for cell in _all_reduces(cells) if "back_to_back" in cell.samples]
     if not all_reduces:
-        return MeasuredRate(0.0, "left out")
+        return MeasuredRate(0.0, source="left out")
     cell = min(all_reduces, key=lambda candidate: candidate.configuration["message_bytes"])
     source = f"allreduce, {cell.configuration['message_bytes']} bytes"
     return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)  # Its samples are in microseconds.

@@ -88,7 +88,7 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     """Draw tokens/s of a device over the devices, by strategy and by the fastest mesh, above a rank's memory."""
     size, capacity = simulation.size, simulation.cluster.memory_bytes
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
-    figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
+    figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, rows=2, columns=len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
         pairs = [(count, pair) for (name, count), pair in simulated.items() if name == scaling and pair is not None]
         steps = {count: fastest_that_fits for count, (fastest_that_fits, _at_once) in pairs}

@@ -19,7 +19,7 @@ _profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
 
 
 def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
-    """Add the pictures; return forward passes for the sentences, and which are ``far`` from unprofiled ones."""
+    """Add the pictures; return forward passes for the sentences, and which are ``far`` (10 %) from unprofiled ones."""
     answer.draw(groups)
     passes = []
     for row in where(joined_selection(groups).rows("phases"), phase="forward"):
