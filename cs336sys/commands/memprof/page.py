@@ -90,7 +90,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
         for area, style in zip(areas, map(CATEGORY_STYLES.__getitem__, shown), strict=True):
             # A doubled hatch is twice as dense; 70 is its opacity.
             area.set(facecolor=style.color, hatch=2 * style.hatch, edgecolor=style.ink + "70")
-    axes.set_ylim(0, 1.12 * peak or 1)  # Room above the peak for its number.
+    axes.set_ylim(0, 1.12 * peak or 1)  # Room above the peak for its number; 1 where nothing is held.
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
     # The legend takes the right quarter.

@@ -84,7 +84,7 @@ class Communication:
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):
-            # It is False where the step waits at once (fully_shard): NCCL returns a null pointer, and wait() crashes.
+            # Where the step waits at once (fully_shard) it is False, and NCCL returns a null pointer: wait() would crash.
             arguments["async_op"] = True
         return lambda: _wait_function(self._operator(**arguments))
 
@@ -154,7 +154,7 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
 
 
 _COMMUNICATION = ("nccl", "gloo:")  # Names of NCCL's kernels, and of Gloo's work from its launch until it is done.
-_COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")  # Names of copy engines and their kernel, in NCCL's place.
+_COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")  # Of what copy engines and their kernel do for NCCL.
 
 TimeSpan = tuple[float, float]
 
@@ -204,7 +204,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
-    # In the order in which a moment counts for one of them.
+    # A moment in which several run counts for the first of these.
     kinds = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX, "other", taxonomy.Category.COMMUNICATION)
     intervals: dict[str, list[tuple[int, int]]] = {kind: [] for kind in kinds}
     durations_ns: dict[str, list[int]] = {}

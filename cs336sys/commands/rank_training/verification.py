@@ -247,7 +247,7 @@ class _Comparison:
         if compares_gradients and workload.training.cuda_graph == "on":
             # Replays cannot be looked into, so gradients are compared in another training, of launched steps.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
-            gc.collect()
+            gc.collect()  # The next training needs the memory.
             compares_gradients = False
         step = self._train(workload, compares=compares_gradients)
         # Of copies in half precision that the model computes with, how far they are off their weights: to be zeros.
@@ -302,7 +302,7 @@ class _Comparison:
         names = list(dict.fromkeys([*explained, *explained_gradients]))
         note = f"{self._workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}"
         reason = ""
-        if reference.loss_of_parts is not None and difference.relative > allowed:  # A cause, but no excuse.
+        if reference.loss_of_parts is not None and difference.relative > allowed:  # It may be the cause.
             losses = {"of_parts": reference.loss_of_parts, "whole": reference.trained.loss}
             reason = sentence(__package__, "loss of parts", **losses)
         return replace(difference, allowed=allowed, notes=(note,) if names else (), reason=reason)
@@ -332,7 +332,7 @@ class _Comparison:
             if not abs(trained.loss - whole_loss) <= bound:  # Or NaN.
                 reference.loss_of_parts = trained.loss  # Another sum, not the same one rounded otherwise.
             elif _relative_to_all(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
-                reference.others.append(trained)
+                reference.others.append(trained)  # Farther apart, gradients are of another computation.
         return reference.others
 
 

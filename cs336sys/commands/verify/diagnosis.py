@@ -74,7 +74,7 @@ def _diagnose_start(case: ComparedCase, first: TensorDifference) -> Finding:
     """Explain weights that are not those of one process before the first step."""
     if case.workload.case == "start":
         return case.conclude("not broadcast")
-    if sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist()):
+    if sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist()):  # The same numbers.
         return case.conclude("wrong slices", "order")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", "twice")

@@ -61,9 +61,9 @@ class VerificationOptions(options.OptionGroup):
 
 
 def _training(model: VerifiedModelOptions, ranks: int) -> Workload:
-    """Return the model's workload, with sequences for every rank; what is not given is small."""
+    """Return the model's workload, with sequences for every rank; what is not given is small, but for a size."""
     defaults = SMALL | {"size": ["tiny"], "context": [SMALL["context"]], "batch_size": [SEQUENCES * ranks]}
-    # With a size, too, context, vocabulary and batch are small: what a wrap forgets shows in short texts, too.
+    # With --size, only context, vocabulary and batch still are small: a wrap's mistakes show in short texts, too.
     names = ("context", "vocab_size", "batch_size") if model.size else tuple(defaults)
     settings = asdict(model)
     settings |= {name: settings[name] or defaults[name] for name in names}

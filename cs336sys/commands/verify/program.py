@@ -409,6 +409,7 @@ class ProgramRun:
                 for parameter, state in self.inner_optimizer.state.items()
                 if id(parameter) in self.parameter_names
                 for key, value in state.items()
+                # Some optimizers count steps in a plain number.
                 if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
             ]
         return {f"{name} {key}": value for key, name, value in sorted(states, key=operator.itemgetter(0))}
@@ -436,7 +437,7 @@ class ProgramRun:
         if Path(self.folder, "dcp").exists():
             self._save_or_load_checkpoint(loads=True)
             return
-        if self.saved_ranks:
+        if self.saved_ranks:  # More than load: half as many do, see measure.py.
             state = torch.load(f"{self.folder}/rank{self.rank % self.saved_ranks}.pt", weights_only=False)
         if self.wrapped.saves_all("load_state_dict"):  # See _state_dicts().
             self.wrapped.owner.load_state_dict(state)

@@ -80,7 +80,7 @@ def parallel(
     from cs336sys.commands.account.tables.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
-    assumed = _FLOPS if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth
+    assumed = _FLOPS if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth  # C and W.
     rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (assumed, [])
     layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
     fixed_mesh = None if mesh is None else _read_mesh(mesh, devices)

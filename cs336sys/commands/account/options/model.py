@@ -41,7 +41,7 @@ def memory(
     output.check(plot=plot)
     steps = []
     for size, dtype, passes, ranks, name in product(model.sizes(), precision.precisions(), mode, world_size, strategy):
-        computed = dtype or size.precision
+        computed = dtype or size.precision  # The size's own, unless another is asked for.
         steps.append(ShardedStep(name, size, ranks, computed, attention, mode=passes, parameter_bytes=parameter_bytes))
     output.emit(rank_memory_tables(steps))
     if plot is not None:

@@ -72,7 +72,7 @@ def step(
     sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
-        training = Workload(size, "train", dtype or size.precision, **settings)
+        training = Workload(size, "train", dtype or size.precision, **settings)  # None: the size's.
         checkpointing, accumulation = placement.checkpoint, placement.accumulation
         gradient_dtype = placement.gradient_dtype
         configuration = StepConfiguration(training, checkpointing, accumulation, sharing, world_size, gradient_dtype)

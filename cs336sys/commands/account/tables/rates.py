@@ -159,9 +159,9 @@ def simulated_cluster(
     else:
         rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")  # The note then says that it is assumed.
     slowdown, steps = measured_slowdown(cells)
-    bytes_per_s, call_s, ranks_bytes_per_s = rate.value, call.value, tuple(bandwidths_by_ranks.items())
-    # The third is sent to other nodes.
-    cluster = Cluster(node_devices, bytes_per_s, node_bandwidth, call_s, memory_bytes, ranks_bytes_per_s, slowdown)
+    links = {"bytes_per_s": rate.value, "node_bytes_per_s": node_bandwidth, "call_s": call.value}
+    by_ranks = tuple(bandwidths_by_ranks.items())
+    cluster = Cluster(node_devices, **links, memory_bytes=memory_bytes, ranks_bytes_per_s=by_ranks, slowdown=slowdown)
     in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
     others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
     return cluster, sentences(__name__, "links", call=call, **in_node, **others)

@@ -93,7 +93,7 @@ def flash_benchmarking(answer: Answer) -> None:
     answer.draw({group.measured[0].configuration["dtype"]: group for group in reversed(groups)}.values())
     tried = [cell for group in groups for cell in group.cells]
     answer.write_failures(tried, "{implementation} at context {context}, head dim {head_dim}, {dtype}")
-    shapes = {name: dict.fromkeys(row[name] for row in rows) for name in settings[1:]}
+    shapes = {name: dict.fromkeys(row[name] for row in rows) for name in settings[1:]}  # Without the dtype.
     # Shapes that failed have a sentence already, and are not missing as well. First what the runs lack, then dtypes.
     failed = [cell.configuration for cell in tried if cell.status != "ok"]
     label = "regular PyTorch attention at context {context}, head dim {head_dim} in {dtype}"
