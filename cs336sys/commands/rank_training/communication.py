@@ -84,7 +84,7 @@ class Communication:
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):
-            # Where the step waits at once (fully_shard) it is False, and NCCL returns a null pointer: wait() would crash.
+            # Where the step waits at once (fully_shard) it is False, and NCCL returns a null pointer: wait() crashes.
             arguments["async_op"] = True
         return lambda: _wait_function(self._operator(**arguments))
 

@@ -31,7 +31,7 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
         if is_alike and scale_factor(first.actual, gradient) is not None:
             return case.conclude("mixed up", other=name)
     names = list(dict.fromkeys(difference.name for difference in differences))
-    # Ranks that share layers or sequences compute parts of gradients, whose sum may be missing. The last, with which the
+    # Ranks that share layers or sequences have parts of gradients, whose sum may be missing. The last, with which the
     # backward pass begins, may be off by a plain factor: layers on the way mix up the others.
     shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     last = next(difference for difference in differences if difference.name == names[-1])
