@@ -33,7 +33,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     except errors.ReaderLeft as left:
         return left.exit_code
     except errors.SENTENCES as error:
-        if errors.DEBUG_VARIABLE in os.environ and error.__cause__ is not None:
+        if errors.DEBUG_VARIABLE in os.environ and error.__cause__ is not None:  # It explains another.
             traceback.print_exc()
         say(f"error: {error}")
         return error.exit_code
@@ -50,7 +50,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             # A group without a command: the message is its help, and empty where rich has printed that already.
             message = error.format_message().strip()  # type: ignore[attr-defined]
-            typer.echo(message or None, err=True, nl=bool(message))
+            typer.echo(message or None, err=True, nl=bool(message))  # No empty line.
         else:
             say(f"error: {sentence}")
         return getattr(error, "exit_code", 1)
@@ -60,7 +60,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
 
 def sentence_of(error: Exception) -> str | None:
     """Return the sentence for an error that typer raises, for an unknown option with the nearest; None for others."""
-    # Typer's errors are click's, or typer's own copies of them.
+    # They are click's or, by typer's version, its own copies of click's: no type to name covers both.
     if not hasattr(error, "format_message"):
         return None
     if type(error).__name__ == "NoSuchOption":

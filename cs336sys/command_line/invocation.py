@@ -53,9 +53,9 @@ class _CommandBase:
         try:
             return super().parse_args(ctx, list(args))  # type: ignore[misc]  # A copy, because click empties it.
         except Exception as raised:
-            error: Any = raised
+            error: Any = raised  # Click's type or typer's copy of it: by its name, as in faults.sentence_of().
             if type(error).__name__ == "NoSuchOption" and error.option_name[:2] != "--":
-                # Of -size click names -s.
+                # Of -size click names -s, a flag by its rules.
                 typed = next((word for word in args if word.startswith(error.option_name)), error.option_name)
                 error.option_name = typed.partition("=")[0]
             if extra := re.search(r"unexpected extra argument.*? \((.*)\)", getattr(error, "message", "")):
@@ -71,12 +71,12 @@ class _CommandBase:
         shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
         parameters = [parameter for parameter in self.get_params(ctx) if "--help" not in parameter.opts]
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-        if len(options) > 12 and not self.shows_all:  # To hide one or two is not worth the line that says so.
+        if len(options) > 12 and not self.shows_all:  # To hide two or fewer is not worth the line that says so.
             shown.epilog = f"The 10 most used of {len(options)} options; --help-all shows all."
             # By the place in MOST_USED of the first name that is an option's: True sorts after False, so reversed.
             options.sort(key=lambda option: [name in option.opts for name in MOST_USED], reverse=True)
             parameters = [parameter for parameter in parameters if parameter not in options[10:]]
-        vars(shown)["get_params"] = lambda ctx: [*map(_as_shown, parameters)]
+        vars(shown)["get_params"] = lambda ctx: [*map(_as_shown, parameters)]  # Called by format_help().
         # A space after a column and none before it: four of the six columns that typer draws are empty in our rows.
         wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
         rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
@@ -94,8 +94,8 @@ class _Command(_CommandBase, TyperCommand):
 
     def parse_args(self, ctx, args):
         """Parse with the defaults of a settings file, and check the command's variables."""
-        if ctx.default_map:  # the settings file's table of this command
-            # What the user gave: from Python the names of options, else all words of the line, without leading dashes.
+        if ctx.default_map:  # The settings file's table of this command: defaults_of() makes values by parameter of it.
+            # What the user gave: from Python (a Request) the names of options, else all words without leading dashes.
             typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
             ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:

@@ -13,7 +13,7 @@ from cs336sys.errors import UsageError, a_value, did_you_mean
 from cs336sys.results.recording import current_recording
 from cs336sys.settings.user_code import TO_FILE, name_object
 
-# Commands that measure in one process, which can be this one.
+# Commands that measure in one process, which can be this one: it has functions that no other can import by name.
 _MEASURED_HERE = ("bench", "memprof", "flash", "kernels")
 
 
@@ -90,9 +90,9 @@ class RequestParser:
             return f"{module.__name__ if '.' in module.__name__ else file}:{object_name}"
         sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"
         if self.request.command[0] not in _MEASURED_HERE:
-            raise UsageError(f"{sentence}; {TO_FILE}")
+            raise UsageError(f"{sentence}; {TO_FILE}")  # How to put it into a file.
         say(f"note: {sentence}: it is measured in this process, and nothing ends a cell that takes too long")
-        return name_object(value)
+        return name_object(value)  # A name for it that this process alone knows.
 
 
 def values_of(value: Any) -> list[Any]:

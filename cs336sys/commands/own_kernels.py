@@ -132,11 +132,11 @@ def measure_users_function(
         find_least_ms: returns the parts to time, each with the ms that its work needs at least: less is refused.
         rates: returns derived columns.
     """
-    reference = workload.implementation
+    user_code = workload.implementation  # FILE.py:NAME
     samples = {}
     try:
         check_untouched()  # Loading the function may have replaced those that time and check it.
-        with telling_errors_of(reference):
+        with telling_errors_of(user_code):
             refused = _refused_cases(odd_cases, odd_shapes, tolerance, progress)
             problem = make_problem()
             timer = KernelTimer(problem, device, tolerance)
@@ -148,5 +148,5 @@ def measure_users_function(
         return Outcome("wrong", reason=str(error))
     derived = error_columns(timer.errors) | rates(samples)
     if refused:
-        derived["notes"] = [f"{reference} does not take {', '.join(refused)}"]
+        derived["notes"] = [f"{user_code} does not take {', '.join(refused)}"]
     return Outcome("ok", samples, derived)

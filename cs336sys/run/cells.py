@@ -64,7 +64,7 @@ Measure = Callable[[dict[str, Any], Progress], Outcome]
 class _Child:
     guarded: Guarded
     connection: multiprocessing.connection.Connection
-    out_of_memory_kills: int | None = field(default_factory=out_of_memory_kills)
+    kills_before: int | None = field(default_factory=out_of_memory_kills)  # At the child's start.
 
     def receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
         """Return the process's next message, or an ``oom`` or ``error`` outcome if it died; None if the time is up."""
@@ -74,10 +74,11 @@ class _Child:
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
             # It may have died in the middle of a message.
-            kills_before = self.out_of_memory_kills
+            kills_before = self.kills_before
             cause = "closed its connection"
             if self.guarded.has_ended(_EXIT_S):
                 cause = cause_of_death(self.guarded.process.returncode, kills_before)
+            # The kernel kills with SIGKILL where memory has run out, and counts it.
             is_killed = self.guarded.process.returncode == -signal.SIGKILL
             ran_out = is_killed and kills_before is not None and (out_of_memory_kills() or 0) > kills_before
             return Outcome("oom" if ran_out else "error", reason=f"the measuring process {cause}")
@@ -261,9 +262,9 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
     except (UserCodeError, LostProcessError) as error:
         if DEBUG_VARIABLE in os.environ:
             traceback.print_exc()
-        if isinstance(error, LostProcessError):
+        if isinstance(error, LostProcessError):  # A rank, or another process of the cell's.
             return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
-        # The worker goes on, unless an assertion failed on its GPU, which it cannot use any more then.
+        # ``refused``: the worker goes on, unless an assertion failed on its GPU, which it cannot use any more then.
         return Outcome("error", reason=str(error), refused="CUDA error" not in str(error))
     except Exception as error:
         if isinstance(error, ImportError) and (reason := why_no_triton()) is not None:

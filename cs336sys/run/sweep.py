@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cs336sys.run.cells import Outcome
     from cs336sys.tables.table import Table
 
-# Imported by the sweeps that have ranks, or are tracked.
+# Imported by name, and only for sweeps that have ranks or are tracked.
 _JOINED_WORKER = "cs336sys.run.ranks.JoinedWorker"
 _START_TRACKING = "cs336sys.run.tracking.start_tracking"
 _CHECK_INSTALLED = "cs336sys.run.tracking.check_installed"
@@ -56,11 +56,11 @@ def known_cells(
     or not at all. A cell that is asked for files (``--trace``) is known if it left them there. The notes say which
     cells are measured again although the file holds them, or taken although they were measured otherwise.
     """
-    measured: dict[str, dict[str, Cell]] = {}  # By configuration, and by the run that measured it.
+    measured: dict[str, dict[str, Cell]] = {}  # By configuration, and by the run that measured it, the latest last.
     for cell in results.cells:
         if cell.command == command and cell.status not in _WORTH_RETRYING:
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
-    turns: dict[str, list[Mapping[str, Any]]] = {}  # Of one configuration each, unless some are interleaved.
+    turns: dict[str, list[Mapping[str, Any]]] = {}  # A turn is one configuration, or all that are interleaved.
     for configuration in configurations:
         turns.setdefault(_turn_key(configuration), []).append(configuration)
     run_ids = {cell.run_id for cell in results.cells}
@@ -70,19 +70,19 @@ def known_cells(
     differing_count = unpaired_count = 0
     for turn in turns.values():
         keys = [configuration_key(configuration) for configuration in turn]
-        # For each cell, the runs that measured it, and left its files in the folders that are asked for, if any are.
-        cell_runs = []
+        # For each cell, the runs that measured it, and left its files in all folders that are asked for now, if any.
+        run_lists = []
         for key, folders in zip(keys, (folders_of(configuration).items() for configuration in turn), strict=True):
             cells = measured.get(key, {}).items()
-            cell_runs.append([run_id for run_id, cell in cells if folders <= folders_of(cell.configuration).items()])
-        complete = [run_id for run_id in cell_runs[0] if all(run_id in runs for runs in cell_runs)]
+            run_lists.append([run_id for run_id, cell in cells if folders <= folders_of(cell.configuration).items()])
+        complete = [run_id for run_id in run_lists[0] if all(run_id in runs for runs in run_lists)]
         comparable = [run_id for run_id in complete if not differences[run_id]]
         if not complete:
-            # Cells of the turn that the file holds, but not all of them from one run.
-            unpaired_count += sum(map(bool, cell_runs))
+            # No run has all cells of the turn: those that the file holds are measured again.
+            unpaired_count += sum(map(bool, run_lists))
         elif not comparable:
             differing_count += len(keys)
-            differing |= differences[complete[-1]]
+            differing |= differences[complete[-1]]  # With the latest run, which --resume-any would take.
         usable = comparable or (complete if take_any else [])
         reusable |= {key: measured[key][usable[-1]] for key in keys if usable}  # The latest.
     counts = {"differing_count": differing_count, "unpaired_count": unpaired_count}
@@ -115,7 +115,7 @@ class Sweep:
         cells: one for each configuration, in their order; fewer when it was interrupted.
         run: the run whose machine the tables name; None where no process has started that could say it, or with
             ``--resume-any`` where there were several.
-        runs: those that measured the cells, by their ids.
+        runs: all that measured the cells, by their ids.
         interruption: the command's exit code after Ctrl-C or SIGTERM; None if neither came.
         faults: why some of the cells are not in the ``--save`` file, or in a tracker.
         ranks: a ``JoinedWorker`` where this process is one of the ranks that torchrun or Slurm started.
@@ -238,7 +238,7 @@ class _RunningSweep:
         self.interruption: int | None = None
         self.start_failure: Outcome | None = None  # The first cell's outcome, where no worker could start.
         self.stopped = self.run_is_saved = self.fault_is_told = False
-        self.last_turn: str | None = None
+        self.last_turn: str | None = None  # Of the cell before: see _cool_down().
         identity = started_outside() if self.across_ranks else None
         _refuse_timeout(options, identity)
         self.ranks: Any = None
@@ -251,7 +251,8 @@ class _RunningSweep:
             settings = distinguishing_settings(configurations)
             self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
-        self.results = read_results(save) if options.resumes and save and save.stat().st_size else None  # 0: it is new.
+        # ResultsFile() creates a file that was not there, which has nothing to resume.
+        self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         # A worker process could not find a function that the user has passed as an object.
         needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
         if needs_this_process and (self.across_ranks or options.cell_timeout is not None):
@@ -281,7 +282,7 @@ class _RunningSweep:
                 try:
                     self._go_through(progress)
                 except KeyboardInterrupt as interrupt:
-                    # Before the worker is ended: processes that fill their GPUs take seconds to end.
+                    # Told before the worker is ended: processes that fill their GPUs take seconds to end.
                     self._tell_interruption(interrupt)
                     raise
             if self.ranks is not None and self.stopped:
@@ -299,7 +300,7 @@ class _RunningSweep:
         runs = {} if self.results is None else self.results.runs
         if run is not None:
             runs = runs | {run.run_id: run}
-            if self.results is not None:
+            if self.results is not None:  # Some cells may be another machine's.
                 run = run_of_one_machine(self.cells, self.results, run)
         faults = (*unsaved(self.file), *(self.tracking.faults if self.tracking else ()))
         return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
@@ -317,9 +318,10 @@ class _RunningSweep:
 
     def _go_through(self, progress: SweepProgress) -> None:
         """Measure one configuration after another, or take its cell from the file, until ranks cannot go on."""
-        self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)  # See _measure().
+        # A worker that does not start is the first cell's outcome, by _measure(): later cells try to start it again.
+        self.start_failure = self.worker.start(timeout_s=self.options.cell_timeout)
         self.run = self.worker.run
-        resumed = self._resumed_cells()
+        resumed = self._resumed_cells()  # Which needs to know the machine: the worker finds it out.
         for configuration in self.configurations:
             if not self.is_wanted(configuration, self.cells):
                 continue
@@ -374,7 +376,7 @@ class _RunningSweep:
         outcome = self.start_failure or self.worker.measure(
             configuration, timeout_s=self.options.cell_timeout, progress=progress.at_stage
         )
-        self.start_failure, self.run = None, self.worker.run  # The next cell starts the worker again.
+        self.start_failure, self.run = None, self.worker.run
         if self.predictions:
             outcome.derived.update(self.predictions.get(configuration_key(configuration, ignore=("round",)), {}))
         for note in outcome.derived.get("notes", ()) if self.is_shown else ():
@@ -389,7 +391,7 @@ class _RunningSweep:
         return Cell(self.command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id)
 
     def _keep(self, cell: Cell) -> None:
-        """Put a cell into the tables and the file: once into both, or into neither."""
+        """Put a cell into the tables and the file: an interruption leaves it in both or in neither."""
         with interruptions_deferred():
             self.cells.append(cell)
             record(self.run, cell)

@@ -53,6 +53,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         panel = getattr(parameter.annotation, "panel", None)
         options += [_read_by_callback(member, panel) for member in members]
 
+    # Options are Annotated[type, declaration].
     declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
@@ -130,13 +131,14 @@ def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     return option
 
 
-# A file that has one of these may define names that its text does not contain.
+# Code that may define names which do not stand in the file.
 _COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b"
 
 
 def read_function(text: str) -> str:
     """Return an option's value that names a function, of which nothing is run, or raise a UsageError for another."""
     file, name = source_file(text), split_reference(text)[1]
+    # An object that Python has passed (here:NAME) is there already, and its NAME, which we made up, stands in no file.
     if file.suffix == ".py" and named_object(text) is None:
         source = file.read_text(encoding="utf-8", errors="replace")
         if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
@@ -149,11 +151,11 @@ def read_function(text: str) -> str:
 def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
     """Return the option in this panel of the help, with a short word for its value, which a callback reads.
 
-    The value is read by the option's ``parser``, or as a number between its ``min`` and ``max`` (or our largest
-    numbers); other options have their text. Typer itself, which sees texts alone, words errors differently from
-    version to version, and takes inf and nan.
+    The value is read by the option's ``parser``, or as a number between its ``min`` and ``max`` (without these, our
+    largest numbers above); other options have their text. Typer itself, which sees texts alone, words errors
+    differently from version to version, and takes inf and nan.
     """
-    kind, *metadata = get_args(parameter.annotation) or (None,)
+    kind, *metadata = get_args(parameter.annotation) or (None,)  # Of Annotated[kind, option].
     if not metadata or not isinstance(metadata[0], OptionInfo):
         return parameter  # an argument, or typer's context
     # A copy, because commands share declarations.
@@ -165,14 +167,14 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     if option.show_default is True:
         option.show_default = default not in (None, [], ())
     if Path in types:
-        # typer before 0.29 makes a path of a text only when it calls the command; slurm reads options without.
+        # Typer before 0.29 makes a path of a text only when it calls the command; slurm reads options and calls none.
         option.path_type = Path  # type: ignore[assignment]  # it takes any class
     convert = option.parser or _number_reader(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
         # A list that is empty by default may be left out; of any other, an empty text is a mistake.
         option.callback = _callback(convert, is_list=is_list, may_be_empty=is_list and not default)
-        option.parser = option.min = option.max = None
+        option.parser = option.min = option.max = None  # The callback has them; typer would read and check again.
         kind = list[str] if is_list else str
         if type(None) in types:
             kind = kind | None

@@ -70,7 +70,7 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
     Defaults are attributes of the class, or else those of the settings.
 
     Args:
-        names: of the settings, or of options that the class, or a base that is no dataclass, declares itself.
+        names: of the settings, or of options that the class declares itself, or a base that is not made a dataclass.
         changes: of the declarations, as of :func:`option_of`.
     """
 
@@ -84,15 +84,15 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
                 continue
             described = owner.settings()[name]
             option = described.option or name
+            # A setting may have another default as an option; None: the model's size decides, or it has no default.
             default = described.default if described.option_default is None else described.option_default
-            # None: the model's size decides, or the setting has no default.
             default = None if described.is_by_size or default is MISSING else default
             kind: Any = described.type | None if described.is_by_size else described.type
-            if described.several:
+            if described.several:  # A list of values, each of which makes cells.
                 kind, default = Sequence[described.type], () if default is None else (default,)  # type: ignore[name-defined]
             annotations[option] = Annotated[kind, option_of(owner, name, **changes)]
             setattr(group, option, vars(group).get(option, default))  # The class's own default, if it has one.
-        group.__annotations__ = annotations | group.__annotations__
+        group.__annotations__ = annotations | group.__annotations__  # These first: a dataclass's fields are in order.
         return dataclass(frozen=True)(group)
 
     return add

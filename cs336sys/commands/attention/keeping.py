@@ -53,14 +53,14 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     options = AttentionOptions(workload.causal, window=workload.window)
     attention = partial(flash_attention, is_causal=workload.causal, window=workload.window, implementation="triton")
     inputs = random_inputs(workload, device)
-    problem = make_problem(inputs.query, inputs.key, list(map(Operand, inputs)), options)
+    problem = make_problem(inputs.query, inputs.key, list(map(Operand, inputs)), options)  # As the kernels get it.
     in_force = kept_settings.settings_on(inputs.query.device)  # The kernels read this dictionary.
 
     def use(key: str, settings: str | None) -> None:
         """Put settings in force under a key; None: the built-in ones."""
         in_force.pop(key, None)
         in_force.update({} if settings is None else {key: settings})
-        operators.forget_plans()
+        operators.forget_plans()  # Made with the settings of before.
 
     def check(key: str, settings: str) -> str | None:
         progress(f"checking {settings}")
@@ -73,6 +73,7 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
         call: Callable[[], Any] = partial(attention, *inputs.differentiable)
         if pass_name == "backward":
             call = partial(torch.autograd.grad, call(), inputs.differentiable, inputs.grad_out, retain_graph=True)
+        # One round: all together take as long as the measurement of a cell.
         return time_calls(call, device, workload.warmup_ms / ROUNDS, workload.repetition_ms / ROUNDS).median
 
     sentences = []

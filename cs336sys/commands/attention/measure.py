@@ -58,14 +58,12 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
     """Draw normal inputs by the workload's seed, the same for every implementation but for their order in memory."""
     generator = torch.Generator(device).manual_seed(workload.seed)
     random = functools.partial(torch.randn, generator=generator, device=device, dtype=DTYPES[workload.dtype])
-    tensors = [
-        random((workload.batch_size, heads, workload.context, workload.head_dim))
-        for heads in (workload.heads, workload.key_heads, workload.key_heads, workload.heads)
-    ]
+    heads_of_tensors = (workload.heads, workload.key_heads, workload.key_heads, workload.heads)  # As in Inputs.
+    tensors = [random((workload.batch_size, heads, workload.context, workload.head_dim)) for heads in heads_of_tensors]
     if workload.implementation in FLASH_ATTENTION_4:
         # Tokens before heads in memory, as the package takes them, and as a model that uses it would have them.
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    for tensor in tensors[:3]:
+    for tensor in tensors[:3]:  # All but the output's gradient.
         tensor.requires_grad_()
     return Inputs(*tensors)
 
@@ -145,9 +143,9 @@ def implementation(workload: AttentionWorkload, device: torch.device):
     elif name in FLASH_ATTENTION_4:
         yield flash_attention_4(workload, device)
     else:
-        wait_until_compiled()
-        selection = {"deterministic": True} if name == "deterministic" else {"implementation": name}
-        yield functools.partial(flash_attention, **_mask_options(workload), **selection)
+        wait_until_compiled()  # Until then Python makes the calls of our kernels, slower than C++ afterwards.
+        ours = {"deterministic": True} if name == "deterministic" else {"implementation": name}
+        yield functools.partial(flash_attention, **_mask_options(workload), **ours)
 
 
 def _mask_options(workload: AttentionWorkload) -> dict[str, Any]:
@@ -426,8 +424,9 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     attention = _load_attention(workload)
 
     def find_least_ms(problem: UsersProblem) -> dict[str, float]:
-        has_gradient = attention(*problem.inputs.values()).requires_grad
-        return {part: _least_attention_ms(workload, device, part) for part in (PARTS if has_gradient else PARTS[:1])}
+        has_gradient = attention(*problem.inputs.values()).requires_grad  # Only a call shows it.
+        parts = PARTS if has_gradient else PARTS[:1]  # The forward pass alone.
+        return {part: _least_attention_ms(workload, device, part) for part in parts}
 
     return measure_users_function(
         workload,
@@ -447,13 +446,13 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
 
 def _load_attention(workload: AttentionWorkload) -> Attention:
     """Return the user's function, called as torch's ``scaled_dot_product_attention`` is."""
-    reference, options = workload.implementation, _mask_options(workload)
-    function = load(reference)
+    user_code, options = workload.implementation, _mask_options(workload)  # FILE.py:NAME
+    function = load(user_code)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = function(query, key, value, **options)
         if not isinstance(out, Tensor):
-            raise UserCodeError(f"{reference} returned a {type(out).__name__}: it should return the output, a tensor")
+            raise UserCodeError(f"{user_code} returned a {type(out).__name__}: it should return the output, a tensor")
         return out
 
     return attention
@@ -463,12 +462,12 @@ def _odd_length_case(
     attention: Attention, workload: AttentionWorkload, device: torch.device, context: int, is_strided: bool
 ) -> OddCase:
     """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
-    # At most _ODD_MOST_HEADS, or a single group: as many heads share keys as in the workload.
+    # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share one.
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
     kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
     window = None if workload.window is None else min(workload.window, context)
     odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
-    # random_inputs puts tokens before heads for fa4.
+    # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
     odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
     inputs = random_inputs(odd, device)
     expected = {"out": exact_results(inputs, odd)["out"]}  # Before the kernel can change them.

@@ -85,9 +85,9 @@ class BuiltStep:
 def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Progress) -> BuiltStep:
     """Make a step, count what it computes, and capture its graphs if its workload asks for them."""
     progress("building the model")
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     step = make()
-    build_s = time.perf_counter() - started
+    build_s = time.perf_counter() - started_s
     flop_columns = {"parameters": step.workload.parameters}
     if not step.workload.is_ours:
         flop_columns = import_module(COUNTING_MODULE).counted_columns(step, progress)
@@ -95,7 +95,7 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     if step.workload.cuda_graph == "on":
         progress("capturing")
         step.capture()
-        build_s = time.perf_counter() - started
+        build_s = time.perf_counter() - started_s
     return BuiltStep(step, flop_columns, build_s)
 
 
@@ -177,7 +177,7 @@ class _WarmStep:
 
 
 def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
-    """Return each workload's outcome by name; of settings of the whole process they may differ in attention alone."""
+    """Return outcomes by workload's name. TF32 is on or off for the whole process; each step sets its attention."""
     first = next(iter(workloads.values()))
     device = choose_device(first.device)
     set_matmul_precision(first)
@@ -198,7 +198,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         others_gib = held_memory_gib(device) - held_before_gib
         telling = functools.partial(_tell, progress, stage)
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)
-        # Several values of --attention may leave a user's model as it is.
+        # Several values of --attention may leave a user's model as it is: counting it has found which.
         without_effect = set(built.flop_columns.get("same_attention", ()))
         attentions = {warm.built.step.workload.attention for warm in warm_steps.values()} - {workload.attention}
         if workload.attention in without_effect and (same := attentions & without_effect):
@@ -209,7 +209,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         for number in range(workload.warmup):
             telling(f"warm-up {number + 1}/{workload.warmup}")
             timer.run()
-        peak_gib = peak_memory_gib(device)
+        peak_gib = peak_memory_gib(device)  # Since build_step() has reset it.
         peak_alone_gib = None if peak_gib is None else peak_gib - others_gib
         warm_steps[name] = _WarmStep(built, timer, checks[name], peak_alone_gib)
     with reading_gpu(device) as readings:

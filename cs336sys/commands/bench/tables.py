@@ -41,7 +41,7 @@ def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
 def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
     """Say in one sentence where clocks fell during a cell, or what held them down; none where neither was."""
     highest_mhz = None if run is None else run.environment.get("gpu0_max_sm_clock_mhz")
-    # By cause that held clocks down, for each cell: the share of its readings with the cause, and their median clock.
+    # By the cause that held clocks down, a value a cell: the share of its readings with it, and their median clock.
     shares: dict[str, list[float]] = {}
     medians_mhz: dict[str, list[float]] = {}
     falls: list[tuple[float, float]] = []  # Of each cell with a fall: its highest clock, and the lowest after it.
@@ -52,7 +52,7 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
         for cause in set().union(*causes):
             clocks = [clock for clock, names in zip(readings["sm_clock_mhz"], causes, strict=True) if cause in names]
             shares.setdefault(cause, []).append(len(clocks) / len(causes))
-            # Infinite where no clock is known: the minimum below ignores it.
+            # Infinite where no clock was read: the minimum over cells ignores it, and without any, nothing is lost.
             medians_mhz.setdefault(cause, []).append(statistics.median([*filter(None, clocks)] or [math.inf]))
         fall = _fall(_known(readings, "sm_clock_mhz"))
         falls += [fall] if fall else []
@@ -62,10 +62,10 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
         return ()
     slowdowns = []
     for cause, shares_of_cells in sorted(shares.items()):
-        lost = 1 - min(medians_mhz[cause]) / highest_mhz if highest_mhz else 0.0
+        lost_share = 1 - min(medians_mhz[cause]) / highest_mhz if highest_mhz else 0.0
         count, largest = len(shares_of_cells), max(shares_of_cells)
-        slowdowns.append({"name": cause, "count": count, "share": largest, "lost": lost})
-    deepest = min(falls, key=lambda fall: fall[1] / fall[0], default=None)
+        slowdowns.append({"name": cause, "count": count, "share": largest, "lost": lost_share})
+    deepest = min(falls, key=lambda fall: fall[1] / fall[0], default=None)  # By the lowest clock over the highest.
     facts = {"limits": slowdowns, "falls": falls, "deepest": deepest, "hottest_c": max(temperatures_c, default=None)}
     return sentences(__name__, "clocks", cells=len(cells), **facts)
 
@@ -122,6 +122,7 @@ def bench_tables(
         baseline: settings of the cells that speed-ups are over, as :func:`baseline_values` reads them.
     """
     settings = titles.SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
+    # Also where all cells have one --attention: the column says that it changed nothing ("the model's own").
     always = (*_ALWAYS_SHOWN, "attention") if any(map(_keeps_attention, cells)) else _ALWAYS_SHOWN
     shown = titles.shown_settings(cells, settings, always)
     title = titles.title("bench", cells, run, settings, shown)
@@ -209,13 +210,13 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def gate_warnings(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Warn of cells with so few or noisy steps that ``compare`` could not call them the same as equal ones."""
-    # Each configuration is compared with itself: a side of compare is a list of runs, here one, each a list of rounds.
-    sides = [
+    """Warn of cells whose few or noisy steps could not pass ``compare --fail-above``, the gate, against themselves."""
+    sides = [  # A side of compare is a list of runs, here one, each a list of rounds.
         [[cell.samples["step"].measured for cell in rounds]]
         for rounds in titles.by_configuration(cells).values()
         if all(cell.status == "ok" for cell in rounds)
     ]
+    # ``to_decide``: how many steps or rounds would decide; None where these do.
     undecided = [result for side in sides if (result := compare_sides(side, side)).to_decide is not None]
     if not undecided:
         return ()
@@ -246,25 +247,25 @@ def speedup_pairs(
 ) -> tuple[list[str], list[tuple[Cell, Cell]]]:
     """Return the settings that are compared, and each measured cell with the baseline that its speed-up is over.
 
-    Both differ in nothing but the compared settings, or the interleaved one. The baseline has the value that
-    ``baseline`` asks for, or else the default, or, where that was not measured, the value of the first cell.
+    Both differ in nothing but these: the interleaved setting, or else all of how a model is trained that vary. The
+    baseline has the value that ``baseline`` asks for, or the default, or, where none measured that, the first cell's.
     """
-    compared = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
-    axes = [name for name in compared if name in settings and len({cell.configuration.get(name) for cell in cells}) > 1]
-    if not axes:
+    names = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
+    varied = [name for name in names if name in settings and len({cell.configuration.get(name) for cell in cells}) > 1]
+    if not varied:
         return [], []
-    preferred = {name: Workload.settings()[name].default for name in axes} | baseline_values(baseline)
-    values = {name: [cell.configuration.get(name) for cell in cells] for name in axes}
-    expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in axes}
+    preferred = {name: Workload.settings()[name].default for name in varied} | baseline_values(baseline)
+    values = {name: [cell.configuration.get(name) for cell in cells] for name in varied}
+    expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in varied}
 
     def unexpected_settings(cell: Cell) -> int:
         return sum(cell.configuration.get(name) != value for name, value in expected.items())
 
     # Rounds may differ: an interrupted sweep went through some configurations once more than through others.
-    groups = titles.by_configuration(cells, ignore=(*axes, "rounds")).values()
+    groups = titles.by_configuration(cells, ignore=(*varied, "rounds")).values()
     baselines = {id(cell): min(group, key=unexpected_settings) for group in groups for cell in group}
     pairs = [(cell, baselines[id(cell)]) for cell in cells]
-    return axes, [(cell, base) for cell, base in pairs if cell is not base and cell.status == base.status == "ok"]
+    return varied, [(cell, base) for cell, base in pairs if cell is not base and cell.status == base.status == "ok"]
 
 
 def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
@@ -275,13 +276,13 @@ def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
 
 def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str) -> Table:
     """Build the table of speed-ups, with these columns of settings; it has no rows where nothing can be compared."""
-    axes, pairs = speedup_pairs(cells, settings, baseline)
+    varied, pairs = speedup_pairs(cells, settings, baseline)
     series = (*_PHASES, "step")
     rows = []
-    for cell, compared_with in pairs:
-        row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(compared_with).get(name)) for name in axes)}
-        shared_series = [name for name in series if name in cell.samples and name in compared_with.samples]
-        rows.append(row | {f"{name}_speedup": speedup(cell, compared_with, name) for name in shared_series})
+    for cell, base in pairs:
+        row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(base).get(name)) for name in varied)}
+        shared_series = [name for name in series if name in cell.samples and name in base.samples]
+        rows.append(row | {f"{name}_speedup": speedup(cell, base, name) for name in shared_series})
     columns = (
         Column("size", "size"),
         *settings.values(),
@@ -301,7 +302,7 @@ def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
 _COLORS = {"forward": "#1f4e96", "backward": "#c23b22", "optimizer": "#f2c14e"}
 
 # Settings besides the size of which each combination has axes of its own, because times differ too much for one scale.
-_APART = ("mode", "batch_size", "vocab_size", "context")
+_SETTINGS_OF_AXES = ("mode", "batch_size", "vocab_size", "context")
 
 _BAR_HEIGHT = 0.75  # Of the distance between bars.
 _INCHES_PER_BAR = 0.27
@@ -318,23 +319,24 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_model_text(cell), []).append(cell)
-    label_settings = [name for name in settings if name not in _APART] or ["precision", "compile"]  # No empty labels.
+    # Bars that differ in no setting still need a label.
+    label_settings = [name for name in settings if name not in _SETTINGS_OF_AXES] or ["precision", "compile"]
     _, pairs = speedup_pairs(cells, settings, baseline)
-    baselines = {id(cell): compared_with for cell, compared_with in pairs}
+    baselines = {id(cell): base for cell, base in pairs}
     bar_counts = [len(group) for group in groups.values()] or [1]  # Without cells the picture has empty axes.
     height = 0.5 + sum(bar_counts) * _INCHES_PER_BAR + len(bar_counts) * _INCHES_BETWEEN
     columns = 2 if pairs else 1
     figure, axes = new_axes(10, height, len(bar_counts), columns, gridspec_kw={"height_ratios": bar_counts})
-    most = max((speedup(*pair, "step").estimate for pair in pairs), default=1.0)
-    for drawings, (model, group) in zip(axes, groups.items(), strict=False):
+    largest_speedup = max((speedup(*pair, "step").estimate for pair in pairs), default=1.0)
+    for drawings, (model, group) in zip(axes, groups.items(), strict=False):  # The empty axes have no group.
         drawings[0].set_title(model, fontsize=10, loc="left")
         _draw_times(drawings[0], group)
         drawings[0].set_yticks(range(len(group)), [_training_label(cell, label_settings) for cell in group], fontsize=8)
         if pairs:
-            _draw_speedups(drawings[1], group, baselines, most)
-            drawings[1].set_yticks([])
+            _draw_speedups(drawings[1], group, baselines, largest_speedup)
+            drawings[1].set_yticks([])  # Its bars stand in line with the labelled ones.
         for drawing in drawings:
-            drawing.set_ylim(len(group) - 0.5, -0.5)
+            drawing.set_ylim(len(group) - 0.5, -0.5)  # The first bar on top.
             drawing.grid(axis="x", alpha=0.3)
             drawing.set_axisbelow(True)
             drawing.tick_params(axis="x", labelsize=8)
@@ -388,8 +390,8 @@ def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
     drawing.set_xlim(0, longest * (1 + _LABEL_ROOM) or 1)  # Without any bar, axes of some width.
 
 
-def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
-    """Draw the speed-ups of the group's cells, and baselines in outline, up to ``most``."""
+def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Cell], largest: float) -> None:
+    """Draw the speed-ups of the group's cells, and baselines in outline; all groups' axes end at the largest one."""
     baseline_ids = {id(baseline) for baseline in baselines.values()}
     for row, cell in enumerate(group):
         if id(cell) in baselines:
@@ -399,7 +401,7 @@ def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Ce
         elif id(cell) in baseline_ids:
             drawing.barh(row, 1.0, height=_BAR_HEIGHT, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
     drawing.axvline(1, color="black", linewidth=0.6)
-    drawing.set_xlim(0, most * (1 + _LABEL_ROOM))
+    drawing.set_xlim(0, largest * (1 + _LABEL_ROOM))
 
 
 SAVED = SavedCommand(

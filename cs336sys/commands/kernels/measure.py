@@ -45,7 +45,7 @@ def copy_gbps(device: torch.device) -> float:
     source = torch.empty(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samples = time_queued_calls(lambda: target.copy_(source), device, warmup_ms=25, repetition_ms=100)
-    return 2 * source.nbytes / samples.median / 1e6
+    return 2 * source.nbytes / samples.median / 1e6  # From bytes a ms.
 
 
 def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -83,11 +83,11 @@ def part_rates(
     """Return TFLOP/s and GB/s of each part, whose samples are in ms, and which percentage of a copy's rate GB/s are."""
     derived: dict[str, Any] = {}
     for part, flops in operation.flops(workload).items():
-        derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
+        derived[f"{part}_tflops"] = flops / samples[part].median / 1e9  # From FLOPs a ms.
     moved_bytes = operation.moved_bytes(workload)
     derived["copy_gbps"] = copy_gbps(device) if moved_bytes else None
     for part, num_bytes in moved_bytes.items():
-        gbps = num_bytes / samples[part].median / 1e6
+        gbps = num_bytes / samples[part].median / 1e6  # From bytes a ms.
         derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / copy_gbps(device)}
     return derived
 
@@ -112,15 +112,17 @@ class UsersOperation(UsersProblem):
         super().__init__(lambda inputs: as_tuple(function(**inputs)))
 
     def draw_intended(self) -> None:
+        """Draw all inputs and gradients anew; a function could be prepared for the workload's seed, which is known."""
         workload = replace(self._workload, seed=secrets.randbits(60))
         self.right = self._operation.expected(workload, self._device)
         inputs = self._operation.random_inputs(workload, self._device)
         self.input_names = list(inputs)
         outputs = [self.right[name] for name in OUTPUT_NAMES if name in self.right]
         dtype = next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
-        # The expected results are in float64; the function's own are in the inputs' dtype, and a loss in float32.
-        like = tuple(output.to(torch.float32 if output.dim() == 0 else dtype) for output in outputs)
-        self.intended = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
+        # A gradient has its output's dtype: that of the inputs, or float32 of a loss; what is right is in float64.
+        outputs_as_computed = tuple(output.to(torch.float32 if output.dim() == 0 else dtype) for output in outputs)
+        gradients = self._operation.gradients(outputs_as_computed, workload)
+        self.intended = [tensor.detach() for tensor in (*inputs.values(), *gradients)]
 
 
 _ODD_TOKENS = (131, 1)  # Numbers of rows that no tile divides.

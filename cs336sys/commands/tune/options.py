@@ -49,6 +49,8 @@ _MOST_RESERVES = 10  # So many of the next best stand in for candidates that do 
 # Settings of the implementation that have one value each; the optimizer has its state's dtype with it.
 _SINGLE_SETTINGS = ("compile", "attention", "kernels", "cuda_graph")
 
+_PYTORCH_OPTIMIZERS = [("course", "fp32"), ("fused", "fp32")]  # Each with its state's dtype.
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -132,19 +134,20 @@ class SearchOptions:
         if is_given(ctx, "update"):
             raise UsageError("--update: tune updates in a step of its own; leave it out")
         if on_cpu:
-            # Neither graphs nor kernels of Triton run there.
+            # Neither graphs nor kernels of Triton run there, of which optimizer adamw is made.
             fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed  # What the user gives wins.
-            fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
+            fixed.setdefault("optimizer", _PYTORCH_OPTIMIZERS)
         if self.checkpoint:
             fixed["checkpointing"] = list(self.checkpoint)
         if self.micro_batch:
             fixed["micro_batch"] = list(self.micro_batch)
         if self.world_size > 1:
+            # Pairs of a strategy and the dtype in which it sends gradients: bf16 for buckets alone.
             chosen = [(name, dtype) for name, dtype in STRATEGIES if not self.strategy or name in self.strategy]
             fixed["strategy"] = [(name, dtype) for name, dtype in chosen if self.gradient_dtype in (None, dtype)]
             if not fixed["strategy"]:
-                dtype = self.gradient_dtype
-                raise UsageError(f"--gradient-dtype {dtype}: buckets alone have the choice; choose bucketed")
+                option = f"--gradient-dtype {self.gradient_dtype}"
+                raise UsageError(f"{option}: buckets alone have the choice; choose bucketed")
         return fixed
 
     def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> Rates:
@@ -194,7 +197,7 @@ def tune(
     fixed_settings = search.fixed_settings(ctx, training, on_cpu=on_cpu)
     tokens_per_step = search.tokens_per_step
     if training.batch_size and not search.micro_batch:
-        # The batch of a step of all ranks, as in other commands.
+        # As in other commands, the batch of a step of all ranks; _base_workload() has refused several.
         tokens_per_step = tokens_per_step or training.batch_size[0] * base_workload.size.context
     if not base_workload.is_ours and fixed_settings.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
@@ -253,10 +256,10 @@ def _fixed_for_user_model(
     fixed: Mapping[str, Sequence[Any]], counted_model: CountedModel, world_size: int
 ) -> dict[str, Sequence[Any]]:
     """Return the fixed settings, and of the others the choices that a user's model has."""
-    attention = ["sdpa", "flash"] if counted_model.attention else ["sdpa"]
-    optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
+    attention = ["sdpa", "flash"] if counted_model.attention else ["sdpa"]  # Without calls, flash changes nothing.
+    optimizers = [*_PYTORCH_OPTIMIZERS, ("adamw", "fp32"), ("adamw", "bf16")]  # Its "split" needs --kernels fused.
     defaults: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
-    chosen = defaults | {"checkpointing": list(counted_model.peaks)} | dict(fixed)  # Each way has a peak.
+    chosen = defaults | {"checkpointing": list(counted_model.peaks)} | dict(fixed)  # Ways whose peak was counted.
     unknown = [name for name in chosen["checkpointing"] if name not in counted_model.peaks]
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
@@ -269,7 +272,7 @@ def _fixed_for_user_model(
 
 
 def _cpu_rates(base_workload: Workload) -> Rates:
-    """Measure this CPU's rates on the workload's shapes, which no ranges limit then; communication overlaps nothing."""
+    """Measure this CPU's rates on the workload's own shapes: predictions for these need no range of measured shapes."""
     from cs336sys.machine.system import cpu_model
 
     outcome = _measured_in_worker("cs336sys.commands.tune.measure:measure_rates", base_workload, timeout_s=120.0)
@@ -280,9 +283,9 @@ def _cpu_rates(base_workload: Workload) -> Rates:
         seconds=outcome.derived["seconds"],
         launch_s=0.0,  # Operations run where they are launched.
         usual_launch_s=0.0,
-        exposures={strategy: Exposure(_GLOO_BYTES_PER_S, exposed=1.0) for strategy, _ in STRATEGIES},
+        exposures={strategy: Exposure(_GLOO_BYTES_PER_S, exposed=1.0) for strategy, _ in STRATEGIES},  # No overlap.
         ranges=dict.fromkeys(ranged_quantities(StepConfiguration(base_workload)), (0.0, math.inf)),
-        kinds=UNMEASURED,
+        kinds=UNMEASURED,  # Rates not of one kind of step: they serve all.
     )
 
 
@@ -301,10 +304,11 @@ class _Predictor:
 
     def with_one_more_gpu(self, choices: Choice) -> Choice | None:
         """Return the choice with one more GPU, for settings of the fastest; None if so many cannot share a step."""
-        best, space = choices.fitting[0].configuration.training, self.space
-        # Chosen again, for another GPU may change them.
+        space, best = self.space, choices.fitting[0].configuration.training
+        # Strategy and checkpoints are chosen again: they share and save memory, of which another GPU brings more.
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
         fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
+        # Some strategies refuse our AdamW (space.refusal()), all take torch's.
         fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
         try:
             return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))
@@ -318,14 +322,14 @@ class _Predictor:
         defaults |= {} if self.counted_model is None else {"attention": "sdpa"}  # Which a user's model calls.
         defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
         # Of several values that the user gives, the first.
-        settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
+        settings = {name: (fixed.get(name) or [default])[0] for name, default in defaults.items()}
         (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
         settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
-        micro_batches = dict(self.space.micro_batches)  # How many of each size a step has, of the sizes that add up.
+        micro_batches = dict(self.space.micro_batches)  # By the size of a micro-batch: how many of them a step has.
         batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
         plain = StepConfiguration(
             replace(training, size=replace(training.size, batch_size=batch), **settings),
-            checkpointing,
+            checkpointing=checkpointing,
             accumulation=micro_batches[batch],
             strategy=strategy,
             world_size=self.space.world_size,
@@ -344,16 +348,16 @@ def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:
     """Return the configuration of the cell that measures a predicted step: of ``bench``, or of ranks."""
     if configuration.world_size == 1:
         return configuration.configuration()
-    training, record = configuration.training, configuration.strategy_record
+    training, strategy = configuration.training, configuration.strategy_record
+    # Its batch is one rank's, a ParallelWorkload's that of all ranks together.
     size = replace(training.size, batch_size=training.size.batch_size * configuration.world_size)
-    # As predicted: a bucket for each block, and one unit gathered ahead. Its batch is that of all ranks together.
     return ParallelWorkload(
         replace(training, size=size),
-        str(configuration.strategy),
-        configuration.world_size,
-        bucket_mb="block" if record.has_buckets else None,
+        strategy=str(configuration.strategy),  # Several ranks have one: never None.
+        world_size=configuration.world_size,
+        bucket_mb="block" if strategy.has_buckets else None,  # As predicted, like prefetch.
         gradient_dtype=configuration.gradient_dtype,
-        prefetch=1 if record.gathers_ahead else None,
+        prefetch=1 if strategy.gathers_ahead else None,
         checkpointing=configuration.checkpointing,
     ).configuration()
 
@@ -375,7 +379,7 @@ class _Race:
         self.configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
         keys = [configuration_key(configuration) for configuration in self.configurations]
         self.count, self.chosen_keys = count, keys[: len(chosen)]
-        self.best_keys = {*keys[:count], *keys[len(chosen) :]}  # All but the plain configuration.
+        self.ranked_keys = {*keys[:count], *keys[len(chosen) :]}  # All but the plain configuration: it has no rank.
         self.predictions: dict[str, dict[str, float | None]] = {}
         for key, candidate in zip(keys, candidates, strict=True):
             predicted_ms = None if candidate.time.unknown else 1e3 * candidate.time.step_s
@@ -389,27 +393,27 @@ class _Race:
 
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
-            runs = self.best_keys & fully_measured(by_configuration(cells)).keys()
-            return key in self.chosen_keys or len(runs) < self.count  # A reserve, while too few of the best run.
+            ran = self.ranked_keys & fully_measured(by_configuration(cells)).keys()
+            return key in self.chosen_keys or len(ran) < self.count  # A reserve, while too few of the best ran.
         if time.monotonic() > self.end_s:
             return False
         groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])
         best = fastest(groups)
         if best is None:
             return False
-        comparisons = compared_to_best(groups, best)
-        undecided = {other for other, result in comparisons.items() if not is_decided(result, configuration["device"])}
+        device, comparisons = configuration["device"], compared_to_best(groups, best)  # On a CPU rounds differ more.
+        undecided = {other for other, comparison in comparisons.items() if not is_decided(comparison, device)}
         return bool(undecided) and key in {best, *undecided}
 
     def run(self, predicted: Sequence["Table"], sweeping: SweepOptions, output: OutputOptions) -> None:
         """Measure, and print the measured tables before the predicted ones."""
         from cs336sys.commands.tune.tables import tune_tables
 
-        one_device = "cs336sys.commands.tune.measure:measure_configuration"
-        several_ranks = "cs336sys.commands.rank_training.measure:measure_parallel_training"
+        on_one_device = "cs336sys.commands.tune.measure:measure_configuration"
+        on_ranks = "cs336sys.commands.rank_training.measure:measure_parallel_training"
         run_sweep(
             "tune",
-            one_device if self.ranks == 1 else several_ranks,
+            on_one_device if self.ranks == 1 else on_ranks,
             in_rounds(self.configurations, _MOST_ROUNDS),
             sweeping,
             across_ranks=self.ranks > 1,
