@@ -36,14 +36,14 @@ from cs336sys.tables.page import html_picture, html_table
 from cs336sys.tables.render import render
 from cs336sys.tables.table import Table
 
-# The commands that are functions of their names, and the argument that they take before their options.
+# The commands that are functions of their names, and the argument that they take without a name, if any.
 _TRAINING, _NOTHING, _FILES = "model_or_size", "", "files"
 FUNCTIONS = {
     **dict.fromkeys(("bench", "nsys", "memprof", "ddp", "shard", "tune", "losses"), _TRAINING),
     **dict.fromkeys(("attn", "flash", "kernels", "allreduce", "precision", "doctor"), _NOTHING),
     "trace": _FILES,
 }
-_ROOT = typer.Context(typer.main.get_command(app), info_name="cs336sys")
+_ROOT = typer.Context(typer.main.get_command(app), info_name="cs336sys")  # The group of all commands.
 _CODE = str | Callable[..., Any]
 _TYPES: dict[str, Any] = {_TRAINING: _CODE | Iterable[_CODE] | None, _FILES: str | Path | Iterable[str | Path]}
 
@@ -164,15 +164,15 @@ class Results(Tables):
         """
         from cs336sys.commands.registry import invocations, saved_pictures, shown_cells
 
-        file = Path("plot.png" if path is None else path)
-        check_plot(file if path is not None else None)  # Without a path nothing is written.
+        file = Path("plot.png" if path is None else path)  # Without a path, nothing is written to it.
+        check_plot(None if path is None else file)
         calls = invocations([self.saved])
         presentation = saved_presentations(_ROOT)
         pictures = [saved_pictures(call, shown_cells(call), presentation(call)) for call in calls]
         if path is None:
             return Pictures("\n".join(html_picture(draw, name) for drawn in pictures for name, draw in drawn.items()))
-        for place, draw in drawings(pictures, file, Counter(call.command for call in calls)):
-            draw(place)
+        for picture_file, draw in drawings(pictures, file, commands=Counter(call.command for call in calls)):
+            draw(picture_file)
         return None
 
 
@@ -264,7 +264,7 @@ def _measure(command: str, values: dict[str, Any]) -> Results:
         )
     if started_outside() is not None:
         raise UsageError(f"{command}() starts its own processes: under torchrun or Slurm run cs336sys {command}")
-    for name in filter(values.get, _RESUMING):
+    for name in filter(values.get, _RESUMING):  # The first that is not False.
         raise UsageError(f"{name}: {command}() returns what it measures; resume with cs336sys {command}, and read()")
     os.environ[_MEASURING] = str(os.getpid())  # Workers inherit it, and may load the script that calls this.
     try:
@@ -277,9 +277,9 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
     """Return a command as a function of its options, and of ``first`` without a name; its signature lists both."""
 
     def call(*positional: Any, **values: Any) -> Results:
-        if len(positional) > bool(first):
+        if len(positional) > bool(first):  # One, or where there is no ``first`` none.
             raise TypeError(f"{command}() takes {'one argument' if first else 'none'} without a name")
-        for value in positional:
+        for value in positional:  # At most one.
             option = first
             if first == _TRAINING:
                 # A function, or FILE.py:NAME of one, is a model of the user's; other values are names of sizes.
@@ -310,7 +310,8 @@ def _annotation(declared: Parameter) -> Any:
     """Return the type of an option's values in Python, where lists may be any iterable."""
     option_type, declaration, *_ = get_args(declared.annotation)
     types = types_in(option_type)
-    accepted: Any = next(scalar for scalar in (bool, int, float, Path, str) if scalar in types)  # str last: see below
+    # Text comes last: of int | str this is int, to which text is added below.
+    accepted: Any = next(scalar for scalar in (bool, int, float, Path, str) if scalar in types)
     if effect_of(declaration) is Effect.RUNS_CODE:
         accepted = _CODE
     elif accepted is Path or str in types:  # A path can be given as text, too.

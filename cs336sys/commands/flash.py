@@ -61,21 +61,22 @@ class FlashOptions(OperationOptions):
         """
         shapes: dict[str, Any] = {}
         if self.grid is not None:
-            for option in (*GRIDS[self.grid], "causal"):
+            for option in (*GRIDS[self.grid], "causal"):  # --grid itself may override the settings file's.
                 if _overrides(ctx, option, "grid"):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
+            # Grids have the names of options, workloads those of fields.
             shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
             shapes["causal"] = True
         names = [*self.implementation, *self.kernel]
-        additions: dict[str, dict[str, Any]] = dict(self.codes)
+        additions: dict[str, dict[str, Any]] = dict(self.codes)  # To the cells of an implementation, by its name.
         if self.keep_settings:
             if "triton" not in names:
                 raise UsageError("--keep-settings is about implementation triton: add it to --implementation")
             # First, so that a shape's other implementations are measured with the settings that it keeps.
-            names.sort(key=lambda name: name != "triton")
+            names.sort(key=lambda name: name != "triton")  # False sorts before True.
             additions["triton"] = {"keep_settings": True}
-        # The outermost first. Shapes are made without an implementation, which each round goes through.
+        # The outermost first. Shapes are made without an implementation: each round goes through all of these.
         order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
         rounds = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [

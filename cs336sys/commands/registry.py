@@ -88,15 +88,16 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
     """
     by_run: dict[tuple[str, str], Invocation] = {}
     for results in files:
-        # The last invocation in this file of each command, and of each command under the same conditions.
+        # The last invocation so far in this file, by command (which --resume-any goes on with), and by command and
+        # conditions (which --resume goes on with).
         latest: dict[str, Invocation] = {}
         latest_alike: dict[tuple[str, str], Invocation] = {}
         for command, run_id in dict.fromkeys((cell.command, cell.run_id) for cell in results.cells):
             run = results.runs.get(run_id)
-            if run is None:
+            if run is None:  # Its record is lost: nobody knows what it resumed, or under which conditions.
                 by_run.setdefault((command, run_id), Invocation(command))
                 continue
-            # The conditions include the code.
+            # To be resumed, a run needs the same conditions, and the same code.
             source = {"source_digest": run.environment.get("source_digest")}
             conditions = json_text(run.conditions | source, sort_keys=True)
             if (command, run_id) not in by_run:  # another file may hold the run, too

@@ -142,7 +142,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     @functools.cache
     def parse(name: str, arguments: tuple[str, ...]) -> Presentation:
         """Return how a saved command line wants cells shown; other options, also unknown ones, are ignored."""
-        assert isinstance(ctx.command, LazyGroup)
+        assert isinstance(ctx.command, LazyGroup)  # Which makes a new command at each call: this one may be changed.
         command = ctx.command.get_command(ctx, name)
         names = {field.name for field in fields(Presentation)}
         command.params = [parameter for parameter in command.params if parameter.name in names]
@@ -156,8 +156,9 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     def presentation(invocation: "Invocation") -> Presentation:
         if not can_be_shown(invocation.command):
             return Presentation()
-        # The last run printed all of its cells. A script's arguments are no command line of this program.
-        name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
+        # The last run printed all cells, as its line asked. What began with another name was a script, not our line.
+        line = invocation.runs[-1].arguments if invocation.runs else ()
+        name, *arguments = line or ("",)
         return parse(invocation.command, tuple(arguments) if name == invocation.command else ())
 
     return presentation

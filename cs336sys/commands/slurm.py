@@ -25,9 +25,10 @@ _MEASURING = (
 )
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard", "report")
-# Options that a plan is made without: of trackers and saved cells, which the job's machine has, and of result tables.
-_EMPTY: dict[str, Any] = dict.fromkeys(("sort", "format")) | dict.fromkeys(("resume", "resume_any"), False)
-_EMPTY |= dict.fromkeys(("table", "columns", "track"), ())
+# Options that a plan is made without, by the value that says so: they are about trackers and saved cells, which the
+# job's machine has, and about tables of results.
+_LEFT_OUT: dict[str, Any] = dict.fromkeys(("sort", "format")) | dict.fromkeys(("resume", "resume_any"), False)
+_LEFT_OUT |= dict.fromkeys(("table", "columns", "track"), ())
 
 # Options after the command's name are the command's.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -184,8 +185,8 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     saved = {"save": command_options.get("save") or Path(f"{name}.jsonl.gz")} if "save" in command_options else {}
     if ranks is not None:
         command_options["world_size"] = [ranks]
-    groups = command.callback.read_options(command_options | saved)
-    # verify has no --dry-run; making its cells refuses what does not go together.
+    groups = command.callback.read_options(command_options | saved)  # By the name of the command's parameter.
+    # Only verify has this one. It has no --dry-run; making its cells refuses what does not go together.
     if "verification" in groups:
         groups["verification"].workloads(groups["model"])
     if name in _PLANNED:  # Its --dry-run starts no process.
@@ -193,7 +194,7 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
         declared = command.callback.declared
         written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}
-        context.params |= {option: value for option, value in _EMPTY.items() if option in command_options}
+        context.params |= {option: value for option, value in _LEFT_OUT.items() if option in command_options}
         if command_options.get("device") == "cuda":
             context.params["device"] = "auto"  # The job's machine has a GPU, and this one need not.
         with contextlib.redirect_stdout(io.StringIO()):

@@ -42,7 +42,8 @@ def importing_no_compiler(disabled: Function) -> Function:
         return disabled
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
-    # Torch calls what this holds, and asks no compiler. A wrapper that decides at each call would itself be compiled.
+    # Torch's wrapper calls what this attribute holds, here the function itself, and asks the compiler only without it.
+    # A wrapper of ours that decides at each call would itself be compiled.
     vars(function)[_ATTRIBUTE] = function
     _excluded.add(function)  # Once there is a compiler, _watch removes the attribute.
     return disabled

@@ -76,7 +76,7 @@ def allreduce(
     if is_first_rank():  # It alone writes.
         output.check(plot=plot)
     workloads = timed.workloads(device)
-    if dry_run:
+    if dry_run:  # The plan compares nothing with the memory of the device, its argument.
         show_plan(
             "allreduce", lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot
         )

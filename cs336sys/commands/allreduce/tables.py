@@ -100,6 +100,7 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory of its tensors."""
     rows = []
     for workload in workloads:
+        # As asked for, unless it can be rounded to elements that all ranks share: else size_bytes raises below.
         row = workload.configuration() | {"size_bytes": workload.message_bytes}
         try:
             rank_bytes = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
@@ -216,6 +217,7 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     bandwidth. Time over the ranks is drawn where several world sizes were measured.
     """
     groups = groups_of(cells)
+    # Without a measured cell, a column of empty axes.
     columns = sorted({(group.collective, group.dtype, group.backend) for group in groups}) or [("", "", "")]
     rows: list[Callable[[Axes, dict[MessageSweep, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
     if len({group.world_size for group in groups}) > 1:
@@ -232,7 +234,7 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
             draw(drawing, groups_of_column)
             drawing.set_yscale("log")
             drawing.grid(alpha=0.3)
-            if drawing.get_legend_handles_labels()[1]:
+            if drawing.get_legend_handles_labels()[1]:  # There are lines with labels.
                 drawing.legend(fontsize=7)
             if number:
                 drawing.set_ylabel("")  # That of the first column is for the row.

@@ -112,7 +112,7 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
 
 
 def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Build the tables of plain attention: times and memory, the smallest shape that does not fit, and growth."""
+    """Build the tables of plain attention: times and memory, the smallest shape that does not fit, and its growth."""
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     columns = (
         *varying.values(),
@@ -126,7 +126,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     heading = titles.title("attn", cells, run, _SHAPE_COLUMNS, varying)
     notes += titles.failure_notes(cells, "implementation")
     times = Table("attn", heading, columns, rows, notes, steadier="more --steps")
-    return [times, _worked_through([cell for cell in cells if cell.status == "oom"]), _growth(cells)]
+    out_of_memory = [cell for cell in cells if cell.status == "oom"]
+    return [times, _smallest_misfit_table(out_of_memory), _growth_table(cells)]
 
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def _sequences(cell: Cell) -> tuple[int, int, int, str]:
     return shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]
 
 
-def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
+def _smallest_misfit_table(out_of_memory: Sequence[Cell]) -> Table:
     """Derive the memory of the smallest shape that did not fit, tensor by tensor, as ``account attention`` does."""
     if not out_of_memory:
         return answers_table("accounting", "attn: no shape out of memory", ())
@@ -163,7 +164,7 @@ def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
     return answers_table("accounting", heading, answers)
 
 
-def _growth(cells: Sequence[Cell]) -> Table:
+def _growth_table(cells: Sequence[Cell]) -> Table:
     """Build the table of the growth of memory held for the backward pass from each context to the next."""
     measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
     cells_of_shape = titles.by_configuration(measured, ignore=("context",))

@@ -111,14 +111,15 @@ def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return how few independent samples A's are worth (``worth`` of ``count``), and how far stalls set means off."""
     compared = [(comparison, comparison.difference) for comparison in comparisons if comparison.difference is not None]
     counts = [
-        (difference.independent[0], len(comparison.a.all_values))  # Of A.
+        (difference.independent[0], len(comparison.a.all_values))  # ``independent`` are A's and B's.
         for comparison, difference in compared
         if difference.level == "samples"
     ]
     worth, count = min(counts, default=(0, 0))
-    stalls = [abs(math.log(comparison.stalls)) for comparison, _ in compared if comparison.stalls is not None]
-    stalled = max(stalls, default=0.0)
-    stalled_percent = 100 * math.expm1(stalled) if stalled > _NOTED_STALLS else None
+    # Stalled steps move means and hardly medians. By logarithms, so that half and twice the ratio are as far off.
+    logs = [abs(math.log(comparison.stalls)) for comparison, _ in compared if comparison.stalls is not None]
+    farthest = max(logs, default=0.0)
+    stalled_percent = 100 * math.expm1(farthest) if farthest > _NOTED_STALLS else None
     return {"worth": worth, "count": count, "stalled_percent": stalled_percent}
 
 

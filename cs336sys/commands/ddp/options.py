@@ -68,7 +68,7 @@ def ddp(
 
     chosen = data_parallel.workloads(training.workloads())
     data_parallel.check(output, chosen)
-    if dry_run:
+    if dry_run:  # The plan compares nothing with the memory of the device, its argument.
         written = data_parallel.pictures | {"trace": data_parallel.trace}
         show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, training.device, across_ranks=True, **written)
         return

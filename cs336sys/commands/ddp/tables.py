@@ -62,6 +62,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
     return [
         of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
+        # A note adds " it in the backward pass".
         of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
         _bucket_table(cells, (Column("size", "size"), *shown.values())),
     ]
@@ -94,13 +95,13 @@ def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
 def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     """Build the table of bucket sizes, with the overhead that the model predicts, and a note on each sweep's best."""
     rows, notes = [], sentences(__name__, "buckets")
-    sweeps = bucket_sweeps(cells)
+    sweeps = bucket_sweeps(cells)  # Cells of one sweep differ in buckets alone: the first stands for all in settings.
     differing = [column for column in identity if len({sweep[0].configuration.get(column.key) for sweep in sweeps}) > 1]
     for sweep in sweeps:
         for cell in sweep:
             link, sent_bytes, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
             row = cell.configuration | {"buckets": count, "mean_bucket_bytes": sent_bytes / count, "predicted_ms": None}
-            if link.has_bandwidth:
+            if link.has_bandwidth:  # Else larger messages took no longer, and the model has no bandwidth to go by.
                 overhead_s = communication.bucketing_overhead_s(sent_bytes, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
@@ -156,7 +157,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
     count = max(1, len(sweeps))
     figure, axes = new_axes(0.5 + 4.2 * count, 4, rows=1, columns=count)
     settings = titles.shown_settings(cells, of_steps.PARALLEL_SETTING_COLUMNS)
-    for drawing, sweep in zip(axes.flat, sweeps, strict=False):
+    for drawing, sweep in zip(axes.flat, sweeps, strict=False):  # Without a sweep the picture has empty axes.
         total_bytes, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
         sizes_mb = [total_bytes / cell.derived["gradient_calls"] / 1e6 for cell in sweep]
         if link.has_bandwidth:

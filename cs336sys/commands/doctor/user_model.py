@@ -38,7 +38,7 @@ def check_model(workload: Workload) -> list[Check]:
         # `check` is the one that failed.
         name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
         fix = "imports fail" if check is _imports else "fails"
-        return [*checks, _faulty(name, str(error), fix, verdict="missing")]
+        return [*checks, _faulty(name, str(error), fix=fix, verdict="missing")]
     return [*checks, *_commands(checks)]
 
 
@@ -67,20 +67,22 @@ def _trains(workload: Workload) -> list[Check]:
         try:
             step.backward()
         except RuntimeError as error:
+            # Named after the line that changes a saved tensor, or else the model; 160 characters fit into the table.
             raise UserCodeError(f"{_changed_in_place(workload) or workload.user.model}: {error!s:.160}") from error
         if number == 0:
-            trained = [item for item in step.model.named_parameters() if item[1].requires_grad]
-            without_gradient = [name for name, parameter in trained if parameter.grad is None]
+            trained = [(name, weight) for name, weight in step.model.named_parameters() if weight.requires_grad]
+            without_gradient = [name for name, weight in trained if weight.grad is None]
         step.optimizer_step()  # Drops the gradients.
+    # Of all tensors the first two, mostly inputs and targets.
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
     losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
     if all(map(math.isfinite, losses)):
         checks.append(Check("trains", losses_text))
     else:
-        checks.append(_faulty("trains", f"{losses_text}: a NaN or infinite loss trains nothing", "infinite loss"))
+        checks.append(_faulty("trains", f"{losses_text}: a NaN or infinite loss trains nothing", fix="infinite loss"))
     hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
-    # The check's verdict says that it is a warning.
-    checks += [_faulty("parameters", warning.partition(": ")[2], "hidden parameters") for warning in hidden]
+    # Without "warning: ", which the check's verdict says.
+    checks += [_faulty("parameters", warning.partition(": ")[2], fix="hidden parameters") for warning in hidden]
     if without_gradient:
         names = f"none for {', '.join(without_gradient[:3])}" + (" ..." if without_gradient[3:] else "")
         checks.append(_faulty("gradients", names, fix="no gradients"))
@@ -130,7 +132,7 @@ class _InPlaceChanges(TorchDispatchMode):
 def _blocks(workload: Workload) -> list[Check]:
     blocks = blocks_of(workload, TrainStep(workload, _CPU).model)
     if not blocks:
-        return [_faulty("blocks", "no list of modules of one class", "no blocks")]
+        return [_faulty("blocks", "no list of modules of one class", fix="no blocks")]
     names, modules = list(blocks), list(blocks.values())
     return [Check("blocks", f"{len(blocks)} of {type(modules[0]).__name__}: {names[0]} to {names[-1]}")]
 
@@ -187,9 +189,9 @@ def _waits(workload: Workload) -> list[Check]:
     """Count a step on the meta device, to find where it would wait for numbers from the GPU."""
     count = count_step(workload)
     if count.failure:
-        return [_faulty("counts", f"no FLOPs: {count.failure:.160}", "no flops")]
+        return [_faulty("counts", f"no FLOPs: {count.failure:.160}", fix="no flops")]
     if count.reads:
-        return [_faulty("waits", f"a step reads numbers from tensors: {', '.join(count.reads)}", "reads tensors")]
+        return [_faulty("waits", f"a step reads numbers from tensors: {', '.join(count.reads)}", fix="reads tensors")]
     return [Check("waits", "a step reads no number from a tensor, so a CUDA graph can hold it")]
 
 
@@ -199,7 +201,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
     checks = [Check("initial values", "layer by layer, from the meta device")]
     if initializer_of(workload) is None:
         reason = user_models.why_built_whole(str(workload.user.model), workload.size)
-        checks = [_faulty("initial values", f"of the whole model at once: {reason}", "built whole")]
+        checks = [_faulty("initial values", f"of the whole model at once: {reason}", fix="built whole")]
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
         checks.append(Check("batch norm", "over a rank's share of the batch: checks compare with that"))
     if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules()):

@@ -42,11 +42,12 @@ class KernelOptions(OperationOptions):
         tokens, width, vocab_size = DEFAULT_SHAPES[choose_device(self.device).type]
         shapes = {"tokens": self.tokens or [tokens], "width": self.width or [width]}
         has_vocabulary = any(KERNELS[name].has_vocabulary for name in self.op)
-        shapes["vocab_size"] = self.vocab_size or [vocab_size if has_vocabulary else None]
+        shapes["vocab_size"] = self.vocab_size or [vocab_size if has_vocabulary else None]  # None: no op has any.
+        # Of each of the user's functions, by its FILE.py:NAME, an addition to its cells: the digest of its code.
         codes, order = self.codes, ("op", "tokens", "width", "dtype", "vocab_size", "implementation")
         implementations = *self.implementation, *codes
         configurations = [
-            KernelWorkload(**cell).configuration() | codes.get(cell["implementation"], {})  # The code's digest.
+            KernelWorkload(**cell).configuration() | codes.get(cell["implementation"], {})
             for cell in self.combinations(KernelWorkload, *order, implementation=implementations, **shapes)
             if cell["implementation"] in (*KERNELS[cell["op"]].implementations, *codes)
         ]

@@ -130,9 +130,9 @@ def _time_unprofiled(workload: Workload, device: torch.device, progress: Progres
     marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
     with _annotated(step, marks) as run_step:
         for _ in range(workload.steps):
-            started = time.perf_counter()
+            started_s = time.perf_counter()
             run_step()
-            durations_ms.append((time.perf_counter() - started) * 1e3)
+            durations_ms.append((time.perf_counter() - started_s) * 1e3)
     return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations_ms))}, flop_columns
 
 
@@ -181,7 +181,7 @@ def _profile_under_torch(workload: ProfileWorkload, device: torch.device, folder
     trace = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))
     release_memory()  # The step's: reading the trace needs none of it.
-    _copy_kept_file(trace, workload, "trace.json.gz")
+    _copy_kept_file(trace, workload, ending="trace.json.gz")
     progress("reading the trace")
     capture = open_capture(trace, called="the trace")
     if device.type == "cuda" and not capture.is_gpu:
@@ -209,18 +209,18 @@ def _profile_under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path,
     try:
         report = nsight_systems.profile(nsys, command, folder)
     finally:
-        # What the profiled process says about its failure is better than what nsys makes of it.
+        # What the profiled process says about its failure replaces what nsys makes of it, an error of profile().
         if outcome_file.exists():
             outcome = Outcome(**json.loads(outcome_file.read_text()))
             if outcome.status != "ok":
                 raise _ProfiledRunFailed(outcome)
     if not outcome_file.exists():
         raise _ProfiledRunFailed(Outcome("error", reason="the profiled process ended before its steps were done"))
-    _copy_kept_file(report, workload, report.suffix.removeprefix("."))
+    _copy_kept_file(report, workload, ending=report.suffix.removeprefix("."))
     progress("reading the report")
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
-    _copy_kept_file(database, workload, "sqlite")
+    _copy_kept_file(database, workload, ending="sqlite")
     return summarize(open_capture(database, called="the report"))
 
 

@@ -60,9 +60,9 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
         row |= {
             "flops_ratio": softmax.flops / matmuls.flops,
             "bytes_ratio": softmax.bytes / matmuls.bytes,
-            "matmul_tflops": matmuls.flops / matmul_ms / 1e9,
+            "matmul_tflops": matmuls.flops / matmul_ms / 1e9,  # From FLOPs a ms.
             "softmax_tflops": softmax.flops / softmax_ms / 1e9,
-            "matmul_gbps": matmuls.bytes / matmul_ms / 1e6,
+            "matmul_gbps": matmuls.bytes / matmul_ms / 1e6,  # From bytes a ms.
             "softmax_gbps": softmax.bytes / softmax_ms / 1e6,
         }
     return row
@@ -113,6 +113,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
         "phase": row.name,
         "gpu": row.gpu,
         "unprofiled_ms": unprofiled,
+        # Whole steps with ranges, but without a profiler.
         "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
         **{"wall_ms": wall_ms, "span_ms": span_ms, "busy_ms": busy_ms, "kernel_ms": kernel_ms},
         "idle_percent": idle_percent,
@@ -159,7 +160,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
         pairs.setdefault(all_else, {})[run.labels["precision"]] = run
     rows = []
     for pair in pairs.values():
-        if set(pair) != {"fp32", "bf16"}:  # One of both has failed.
+        if set(pair) != {"fp32", "bf16"}:  # One of them has failed.
             continue
         fp32, bf16 = pair["fp32"], pair["bf16"]
         fp32_busy_ms, bf16_busy_ms = (
@@ -186,7 +187,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model", usual=("reference",))
 _SETTINGS = titles.columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
-_SIZE = titles.SIZE_COLUMNS[0]  # Its name alone labels rows; the table of phases has its number of parameters, too.
+_SIZE = titles.SIZE_COLUMNS[0]  # Its name alone labels rows.
 
 
 def profile_tables(
@@ -196,13 +197,13 @@ def profile_tables(
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     measured = _measured_profiles(cells)
     failed = [_profile_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
-    # The reason of each profiler, where it is not the one that was expected.
+    # Each profiler with the reason why it is not nsys, None where nobody expects that.
     profilers = {cell.derived["profiler"]: cell.derived["profiler_reason"] for cell in measured_cells(cells)}
     notes = [*titles.method_notes(cells)]
     notes += [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in profilers.items()]
     heading = titles.title("nsys", cells, run, _SETTINGS, shown)
     phases = phase_table(measured, failed, (*titles.SIZE_COLUMNS, *shown.values()), heading, notes)
-    labels = (_SIZE, *shown.values())
+    labels = (_SIZE, *shown.values())  # Without the number of parameters, which SIZE_COLUMNS have, too.
     tables = [phases, *phase_kernel_tables(measured, labels, top, full_names), attention_table(measured, labels)]
     if compare_precision:
         tables.append(precision_table(measured, [label for label in labels if label.key != "precision"]))

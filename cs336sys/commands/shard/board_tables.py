@@ -61,7 +61,8 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
-        parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),  # Part of a note.
+        # A note adds " it in the backward pass".
+        parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),
         _shares_table(measured, setting_columns),
         _kernels_table(measured, setting_columns),
         _losses_table(measured, setting_columns),
@@ -103,6 +104,7 @@ def _kernels_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -
     """Build the table of a profiled step's longest kernels; a cell without a profile has no rows."""
     columns = (Column("kernel", "kernel"), Column("time_ms", "time", "ms"), Column("launches", "launches", "count"))
     keys = [column.key for column in columns]
+    # ``shares``: None without a profile, else ms by kind of work, and the longest kernels as lists of these values.
     rows = [
         cell.configuration | dict(zip(keys, kernel, strict=True))
         for cell in cells

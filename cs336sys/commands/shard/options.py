@@ -136,7 +136,7 @@ def usable_bytes(device: str) -> float:
 
 
 def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_gathered: bool) -> ParallelWorkload:
-    """Keep gate and up in as many blocks as the predicted peak of a rank allows, and say so on standard error.
+    """Keep gate and up, SwiGLU's first two products, in as many blocks as a rank's predicted peak allows, and say so.
 
     Args:
         workload: with ``keep=0``.
@@ -148,7 +148,7 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
     if not workload.has_own_block_backward:
         raise UsageError(*sentences(__name__, "not_automatic"))
     step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=chooses_gathered)
-    if is_first_rank():
+    if is_first_rank():  # torchrun starts this command on every rank.
         facts = {"ranks": workload.world_size, "peak": kept_peak(step), "limit_gib": limit_bytes / GIB}
         say(*sentences(__name__, "chosen", step=step, **facts))
     return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)
@@ -213,7 +213,7 @@ def shard(
     chooses_gathered = not is_given(ctx, "keep_gathered")
     chosen = sharding.workloads(training.workloads(), training.device, chooses_gathered=chooses_gathered)
     sharding.check(output, chosen)
-    if dry_run:
+    if dry_run:  # The plan compares nothing with the memory of the device, its argument.
         written = sharding.pictures | {"trace": sharding.trace}
         show_plan(
             "shard", lambda _: shard_plan(chosen), sweeping, output, training.device, across_ranks=True, **written

@@ -56,7 +56,8 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     step_notes = sentences(__name__, "steps") if measured else ()
     tables = [of_steps.parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, of_steps.STEADIER)]
     identity = (Column("size", "size"), *setting_columns)
-    tables.append(of_steps.parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"))  # In a note.
+    # A note adds " it in the backward pass".
+    tables.append(of_steps.parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"))
     return [*tables, _memory_table(measured, identity), _gather_table(measured, identity)]
 
 

@@ -38,8 +38,8 @@ def change_name(change: TimeChange) -> str:
 
 
 def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
-    """Build the table of the largest changes, and of some more that are no noise."""
-    listed = [change for rank, change in enumerate(difference.changes) if rank < shown.top or change.is_significant]
+    """Build the table of the ``--top`` largest changes and of others that are no noise, three times as many at most."""
+    listed = [change for index, change in enumerate(difference.changes) if index < shown.top or change.is_significant]
     listed = listed[: 3 * shown.top]
     columns = (
         Column("verdict", "change is", value=lambda change: _verdict_text(change, difference.before_ms)),

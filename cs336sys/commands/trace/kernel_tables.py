@@ -73,6 +73,7 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
         names = [phase.name for phase in run.profile.phases]
         passes = _BOTH_PASSES if "backward" in names else ()  # The backward pass is the last.
         row = dict(run.labels)
+        # Three groups of columns, each of the kernels of these phases.
         for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
             total_ns: Counter[str] = Counter()
             counts: Counter[str] = Counter()
@@ -84,10 +85,10 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
                 row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * longest_ns / total_ns.total()}
                 row[f"{group}_instances"] = counts[name] / run.steps
         rows.append(row)
-    first = measured[0].profile.phases[0].name if measured else "the first phase"
+    first_phase = measured[0].profile.phases[0].name if measured else "the first phase"  # Of the first run.
     columns = list(labels)
     for group, where, phase in (
-        ("first", first, first),
+        ("first", first_phase, first_phase),
         ("both", "forward and backward together", "both"),
         ("backward", "backward", "backward"),
     ):
@@ -215,20 +216,22 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
         bars = groups.setdefault(str(row.get("size", "")), [])
         keys = [label.key for label in labels if label.key not in ("size", "parameters")]
         name = ", ".join(f"context {row[key]}" if key == "context" else str(row[key]) for key in keys)
+        last_name, row_of_phase = bars[-1] if bars else ("", {})
         # Rows of one profile follow each other, each of another phase.
-        if not bars or bars[-1][0] != name or row["phase"] in bars[-1][1]:
-            bars.append((name, {}))
-        bars[-1][1][str(row["phase"])] = row
+        if not bars or last_name != name or row["phase"] in row_of_phase:
+            row_of_phase = {}
+            bars.append((name, row_of_phase))
+        row_of_phase[str(row["phase"])] = row
     heights = [len(bars) for bars in groups.values()] or [1]
     figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
     figure, axes = new_axes(*figure_size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
     for axes_of_size, (size, bars) in zip(axes, groups.items(), strict=False):  # An empty picture has axes, too.
         for phase_axes, phase in zip(axes_of_size, phases, strict=True):
-            for number, (_, by_phase) in enumerate(bars):
-                if phase in by_phase:
-                    _draw_bar(phase_axes, number, by_phase[phase])
+            for number, (_, row_of_phase) in enumerate(bars):
+                if phase in row_of_phase:
+                    _draw_bar(phase_axes, number, row_of_phase[phase])
             phase_axes.set_xlim(0, 100)
-            phase_axes.set_ylim(len(bars) - 0.5, -0.5)
+            phase_axes.set_ylim(len(bars) - 0.5, -0.5)  # The first bar on top.
             phase_axes.set_yticks([])
             phase_axes.set_xticks([0, 50, 100], ["0", "50", "100 %"], fontsize=7)
             phase_axes.set_title(phase, fontsize=9, loc="left")

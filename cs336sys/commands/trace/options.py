@@ -92,11 +92,11 @@ def trace(
     captures = {BEFORE: read_captures(files, reading.step)}
     if reading.against:
         captures[AFTER] = read_captures(reading.against, reading.step)
-    for of_side in captures.values():
-        for note in of_side.notes:
+    for captures_of_side in captures.values():
+        for note in captures_of_side.notes:
             say(f"note: {note}")
         if ceilings is not None:
-            reading.check_gpu(ceilings, of_side.analyses)
+            reading.check_gpu(ceilings, captures_of_side.analyses)
     first_analyses = captures[BEFORE].analyses
     bandwidths = None if reading.allreduce is None else _read_bandwidths(reading.allreduce, first_analyses)
     roofline = reading.roofline or ceilings is not None
@@ -105,10 +105,11 @@ def trace(
     cells = [cell for side, of_side in captures.items() for cell in capture_cells(side, of_side, shown, run_id)]
     tables = saved_trace_tables(cells, reading.top, reading.full_names)
     _record_and_save(save, run_id, first_analyses[0], cells)
+    # With a page, tables are printed if their place, format or names were asked for; else the verdict alone.
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
-        output.write(tables[:1])  # The verdict: all others are on the page.
+        output.write(tables[:1])
     if html is not None:
         write_file(html, trace_page(tables, list(captures.values())).encode(), "--html")
         say(f"wrote {html}")

@@ -15,7 +15,7 @@ from cs336sys.tables.numbers import format_number
 from cs336sys.tables.page import html_page, html_table
 from cs336sys.tables.table import Table
 
-# Units of length of a lane, and of how many bars it consists at most: shorter ones are drawn with their neighbours.
+# A lane is the row of bars of one stream. Its units of length, and most bars: shorter ones join their neighbours.
 _WIDTH = 10_000
 _MOST_BARS = 2500
 _MOST_STREAMS = 12
@@ -45,25 +45,24 @@ def trace_page(tables: Sequence[Table], captures: Sequence[AnalysedCaptures]) ->
 def _step_drawing(captures: AnalysedCaptures, heading: str) -> dict[str, Any]:
     """Return what page.jinja draws of the first rank's step of median length and the others' of the same number."""
     analyses = captures.analyses[:_MOST_RANKS]  # The timelines of further ranks are left out below.
-    order = sorted(range(len(analyses[0].step_ms)), key=analyses[0].step_ms.__getitem__)
+    by_length = sorted(range(len(analyses[0].step_ms)), key=analyses[0].step_ms.__getitem__)
     numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
-    chosen = numbers[0][order[len(order) // 2]]
+    chosen = numbers[0][by_length[len(by_length) // 2]]  # The median.
     windows = []
     for rank, (rank_numbers, timeline) in enumerate(zip(numbers, captures.timelines, strict=False)):
         # A rank without this step shows one from its middle.
-        place = rank_numbers.index(chosen) if chosen in rank_numbers else len(rank_numbers) // 2
-        begin, end = timeline.steps.bounds[place].tolist()
-        aligned = begin
+        step_index = rank_numbers.index(chosen) if chosen in rank_numbers else len(rank_numbers) // 2
+        begin, end = timeline.steps.bounds[step_index].tolist()
+        aligned = begin  # By the first rank's clock, below; aligned() takes and returns arrays.
         if captures.ranks is not None:
             aligned = float(captures.ranks.clocks.aligned(rank, np.array([begin]))[0])
-        windows.append((timeline, begin, end, aligned - begin))
-    # By the first rank's clock, from which each rank's own is off by the offset.
+        windows.append((timeline, begin, end, aligned - begin))  # The offset: by what a rank's clock is behind.
     first = min(begin + offset for _, begin, _, offset in windows)
     length_ns = max(end + offset for _, _, end, offset in windows) - first
     lanes = [
         lane
         for (timeline, begin, end, offset), analysis in zip(windows, analyses, strict=True)
-        for lane in _lanes(timeline, analysis.label, begin, end, first - offset, length_ns)
+        for lane in _lanes(timeline, analysis.label, begin, end, origin=first - offset, axis_ns=length_ns)
     ]
     drawn_kinds = {bar["kind"] for lane in lanes for bar in lane["bars"]}
     return {
@@ -115,7 +114,7 @@ def _waterfall(difference: CaptureDifference) -> dict[str, Any]:
         falls.append((f"{len(others)} other changes", sum(change.delta_ms for change in others)))
     falls.append(("same, or undecided", difference.delta_ms - sum(ms for _, ms in falls)))
     edges_ms = list(itertools.accumulate((ms for _, ms in falls), initial=difference.before_ms))
-    # The axis begins where it shows the changes, and not at 0.
+    # The axis begins not at 0 but a little below the lowest edge, so that changes are seen.
     low_ms = max(0.0, min(edges_ms) - 0.2 * (max(edges_ms) - min(edges_ms)))
     percent_per_ms = 100 / max(max(edges_ms) - low_ms, 1e-9)  # The least, for edges that are all equal.
 

@@ -179,7 +179,7 @@ def _calls_in_step(kernels: Sequence[KernelGroup]) -> float:
 def shape_words(shape: str) -> str:
     """Return recorded shapes as text, ``[[4, 8], []]`` as ``4x8``, without numbers, whose shape is []; "" for none."""
     try:
-        shapes, _ = json.loads(shape)
+        shapes, _ = json.loads(shape)  # JSON of sizes and types of inputs.
     except ValueError:
         return ""
 
@@ -193,9 +193,10 @@ def shape_words(shape: str) -> str:
 
 
 def copy_table(analysis: Analysis) -> Table:
+    """Build the table of the GPU's copies within steps; their bytes are negative where they were not recorded."""
     steps = len(analysis.step_ms)
     columns = (
-        replace(_GPU, value=lambda copy: analysis.label or None),
+        replace(_GPU, value=lambda copy: analysis.label or None),  # Of the analysis: rows here are copies.
         Column("copy", "copy", value=lambda copy: copy.name),
         Column("count", "times a step", value=lambda copy: copy.count / steps),
         Column("bytes", "bytes a step", "decimal_bytes", lambda copy: copy.bytes / steps if copy.bytes >= 0 else None),
@@ -209,7 +210,7 @@ def wait_table(analysis: Analysis) -> Table:
     steps = len(analysis.step_ms)
     rows = [
         _gpu(analysis) | {"call": name, "count": count / steps, "ms": ms / steps}
-        for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])
+        for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])  # The longest first.
     ]
     columns = (_GPU, *named_columns("call", count="times a step", ms="a step"))
     notes = ["time in these calls is no loss by itself: the GPU may be computing meanwhile"] if rows else []
@@ -253,7 +254,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
 
 
 def capture_table(analyses: Sequence[Analysis]) -> Table:
-    """Build the table of the whole capture, in and outside of steps."""
+    """Build the table of the whole capture, in and outside of steps; without a recorded allocation, no peak memory."""
     columns = (
         _GPU,
         Column("gpu_name", "name", value=lambda analysis: analysis.gpu_name or None),

@@ -93,37 +93,37 @@ def _facts(analysis: Analysis) -> dict[str, Any]:
     steps = len(analysis.step_ms)
     # Without collectives, which last as long as they wait for other ranks.
     kernels = [kernel for kernel in analysis.kernels if kernel.kind != Category.COMMUNICATION]
-    count = sum(sum(kernel.count) for kernel in kernels)
+    count = sum(sum(kernel.count) for kernel in kernels)  # A kernel has a count, and ms, of each step.
     mean_us = 1e3 * sum(sum(kernel.ms) for kernel in kernels) / count if count else 0.0
-    # The call that waited longest, and how often it was made.
+    # The call that waited longest, and how often it was made: waits are (times, ms) by the call's name.
     call, (calls, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
-    collective = next(iter(_sum_by_name((row.kind, row.ms) for row in analysis.collectives)), "")
+    longest_collective = next(iter(_sum_by_name((row.kind, row.ms) for row in analysis.collectives)), "")
     return {
         "count": count / steps,
         "mean_us": mean_us,
         "is_short": mean_us < _SHORT_US,
         "call": call,
         "calls": calls / steps,
-        "collective": collective,
-        "is_pipeline": collective in (SEND, RECEIVE),
+        "collective": longest_collective,
+        "is_pipeline": longest_collective in (SEND, RECEIVE),
     }
 
 
 def _sum_by_name(times_ms: Iterable[tuple[str, float]]) -> Counter[str]:
     """Add up times by name, as whole ns, which a Counter holds, and order names by their sums, the longest first."""
-    totals: Counter[str] = Counter()
+    totals_ns: Counter[str] = Counter()
     for name, ms in times_ms:
-        totals[name] += round(1e6 * ms)
-    return Counter(dict(totals.most_common()))
+        totals_ns[name] += round(1e6 * ms)
+    return Counter(dict(totals_ns.most_common()))
 
 
 def _kernel_advice(analysis: Analysis) -> str:
     """Suggest what to try where nothing waits, by the largest kind of kernel."""
-    totals = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
-    total = totals.total() or 1
-    shares = {kind: ns / total for kind, ns in totals.items()} or {Category.MATMUL: 0.0}  # Without any kernel.
+    totals_ns = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
+    total_ns = totals_ns.total() or 1  # No division by 0 where all kernels are shorter than a ns.
+    shares = {kind: ns / total_ns for kind, ns in totals_ns.items()} or {Category.MATMUL: 0.0}  # Without any kernel.
     moving = sum(shares.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
-    kind, share = next(iter(shares.items()))
+    kind, share = next(iter(shares.items()))  # The largest comes first.
     # Together they may be the largest, though none of them is; under about a third of the time they are no advice.
     if moving > max(0.35, shares.get(Category.MATMUL, 0)):
         kind, share = "moving memory", moving

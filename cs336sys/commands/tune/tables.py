@@ -40,7 +40,8 @@ def choice_tables(
     """
     best = choice.fitting[:_MOST_ROWS]
     facts = {"fitting": len(choice.fitting), "limit_gib": choice.limit / GIB}
-    facts["runnable"] = len(choice.predicted) + sum(choice.unknown.values())  # Unlike what was measured, but they run.
+    # With ``unknown`` ones, which run, too: they are unlike all that was measured, so that nobody can predict them.
+    facts["runnable"] = len(choice.predicted) + sum(choice.unknown.values())
     notes = [sentence(__package__, "predicted", **facts), *error_notes(rates)]
     if not is_ours:
         notes.append(sentence(__package__, "user model"))

@@ -29,9 +29,9 @@ def probe(device: str) -> None:
     """Run the kernel and print "ok", or what went wrong."""
     x = torch.arange(100, dtype=torch.float32, device=device)
     result = torch.zeros(1, device=device)
-    repair_interpreter()
+    repair_interpreter()  # As all that runs kernels here does.
     try:
-        use_private_caches()
+        use_private_caches()  # Or refuse those that other users can write to.
         _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)
         total = result.item()
     except Exception as error:
