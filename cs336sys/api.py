@@ -243,8 +243,7 @@ def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
                     obj=request,
                 )
         except SENTENCES as error:
-            # Without the frames of typer and of the command.
-            raise error.with_traceback(None) from None
+            raise error.with_traceback(None) from None  # Without the frames of typer and of the command.
         except Exception as error:
             if (sentence := sentence_of(error)) is None:
                 raise

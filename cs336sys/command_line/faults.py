@@ -21,8 +21,7 @@ from cs336sys.tables.outputs import writing_stdout
 def say(sentence: str) -> None:
     """Write a line to standard error, if that can be written: no measurement is lost because its log is."""
     with contextlib.suppress(OSError):
-        # Strangers may have named files and ranges.
-        typer.echo(printable(sentence), err=True)
+        typer.echo(printable(sentence), err=True)  # Strangers may have named files and ranges.
 
 
 def exit_code_of(run: Callable[[], Any]) -> int:
@@ -40,8 +39,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     except KeyboardInterrupt as interrupt:
         return interruption_code(interrupt)
     except SystemExit as ended:
-        # rich raises it where nobody reads the help that it prints.
-        if isinstance(ended.__context__, BrokenPipeError):
+        if isinstance(ended.__context__, BrokenPipeError):  # rich raises it where nobody reads the help that it prints.
             return errors.READER_LEFT
         raise
     except Exception as error:
@@ -84,8 +82,7 @@ def end_like_ctrl_c_on_sigterm() -> None:
     waits for that one in a collective would raise nothing.
     """
     identity = None
-    # A command that starts ranks says what is wrong with their variables.
-    with contextlib.suppress(errors.UsageError):
+    with contextlib.suppress(errors.UsageError):  # A command that starts ranks says what is wrong with their variables.
         identity = started_outside()
     if identity is None:
         signal.signal(signal.SIGTERM, _terminate)

@@ -83,8 +83,7 @@ class Job:
                 rule = "must be an option of sbatch without its dashes: constraint=h200"
                 raise UsageError(f"--sbatch '{option}': {rule}")
             name = option.partition("=")[0]
-            # sbatch would take the last of both, and we start the command for the first.
-            if name in _OPTIONS_OF_SLURM:
+            if name in _OPTIONS_OF_SLURM:  # sbatch would take the last of both, and we start the command for the first.
                 raise UsageError(f"--sbatch '{option}': give --{_OPTIONS_OF_SLURM[name]} to cs336sys slurm instead")
 
 

@@ -46,8 +46,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
 def reset_peak_resident() -> float | None:
     """Reset the peak of the process's main memory to what it holds now, and return that in GiB; None without Linux."""
     try:
-        # 5 resets the peak, VmHWM: man 5 proc_pid_clear_refs.
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM: man 5 proc_pid_clear_refs.
     except OSError:
         return None
     return _status_gib("VmRSS")

@@ -47,8 +47,7 @@ def describe_machine() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     drivers = {gpu.driver for gpu in read_gpus()}
-    # major * 10000 + minor * 100 + patch, since version 9.
-    cudnn = torch.backends.cudnn.version()
+    cudnn = torch.backends.cudnn.version()  # major * 10000 + minor * 100 + patch, since version 9.
     return {
         "gpu": ", ".join(dict.fromkeys(names)) or None,
         "gpu_count": count,
@@ -135,8 +134,7 @@ def nccl_version() -> str | None:
 def _relevant_variables() -> dict[str, str]:
     prefixes = tuple(name for name in RELEVANT_VARIABLES if name.endswith("_"))
     return {
-        # A path would name this machine's folders or its user.
-        name: "(a path)" if "/" in value else value
+        name: "(a path)" if "/" in value else value  # A path would name this machine's folders or its user.
         for name, value in sorted(os.environ.items())
         if name in RELEVANT_VARIABLES or name.startswith(prefixes)
     }

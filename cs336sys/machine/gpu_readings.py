@@ -51,8 +51,7 @@ def nvml_reader(uuid: str) -> ReadGpu | None:
         except pynvml.NVMLError:
             return None
 
-    # Never shut down: NVML counts its users, and this process ends soon.
-    ask(pynvml.nvmlInit)
+    ask(pynvml.nvmlInit)  # Never shut down: NVML counts its users, and this process ends soon.
     gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
     if gpu is None:
         return None

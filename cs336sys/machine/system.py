@@ -82,13 +82,12 @@ def cpu_cores() -> int | None:
 def memory_gib() -> tuple[float | None, float | None]:
     """Return the (total, available) main memory in GiB of this machine, or of the container that confines us."""
     sizes_kib = re.findall(r"(?m)^(\w+):\s*(\d+)", _read_text("/proc/meminfo"))
-    values = {name: int(size) / 2**20 for name, size in sizes_kib}
-    total, available = values.get("MemTotal"), values.get("MemAvailable")
+    sizes_gib = {name: int(size) / 2**20 for name, size in sizes_kib}
+    total, available = sizes_gib.get("MemTotal"), sizes_gib.get("MemAvailable")
     limit, used = container_memory_limit_bytes(), _read_text("/sys/fs/cgroup/memory.current")
-    # What the container may still take can be more than the machine has left.
     if total is not None and limit is not None and limit / 2**30 < total:
         total = limit / 2**30
-        if available is not None:
+        if available is not None:  # What the container may still take can be more than the machine has left.
             available = min(available, total - int(used or 0) / 2**30)
     return total, available
 
@@ -179,8 +178,7 @@ def _gpu_state(values: list[str]) -> GpuState:
     index, uuid, name, driver, *numbers, limits = values
     total_mib, free_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
     total, free = (None if mib is None else mib / MIB_PER_GIB for mib in (total_mib, free_mib))
-    # What the driver does not tell is "[N/A]" or the like.
-    version = None if driver.startswith("[") else driver
+    version = None if driver.startswith("[") else driver  # What the driver does not tell is "[N/A]" or the like.
     limit_names = clock_limits_of(int(limits, 16) if limits.startswith("0x") else 0)
     sensors = (clock, max_clock, temperature, power, power_limit)
     return GpuState(int(index), uuid, name, version, total, free, *sensors, limit_names)

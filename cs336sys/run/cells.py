@@ -73,8 +73,7 @@ class _Child:
                 return None
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
-            # It may have died in the middle of a message.
-            kills_before = self.kills_before
+            kills_before = self.kills_before  # It may have died in the middle of a message.
             cause = "closed its connection"
             if self.guarded.has_ended(_EXIT_S):
                 cause = cause_of_death(self.guarded.process.returncode, kills_before)
@@ -88,8 +87,7 @@ class _Child:
             return Outcome("error", reason=f"cannot read the measuring process's answer: {_first_sentences(error)}")
 
     def send(self, configuration: dict[str, Any]) -> None:
-        # That the process has died is noticed when its answer is read.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # That the process has died is noticed when its answer is read.
             self.connection.send(configuration)
 
 
@@ -130,8 +128,7 @@ class Worker:
         self._child = child = _Child(*call_guarded(f"{__name__}:{_serve.__name__}", self._measure, self._arguments))
         message = child.receive(timeout_s)
         if isinstance(message, Run):
-            # A replaced worker goes on with its predecessor's run.
-            self.run = self.run or message
+            self.run = self.run or message  # A replaced worker goes on with its predecessor's run.
             self._is_busy = False
             return None
         self.close()
@@ -164,8 +161,7 @@ class Worker:
             remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())
             message = child.receive(remaining)
             if isinstance(message, str):
-                # From its first message on, only the cell's own limit counts.
-                limit_s = timeout_s
+                limit_s = timeout_s  # From its first message on, only the cell's own limit counts.
                 progress(message)
                 continue
             if message is None:
@@ -282,8 +278,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
             return True
-        # Compilers wrap what the compiled code raised.
-        error = error.__cause__
+        error = error.__cause__  # Compilers wrap what the compiled code raised.
     return False
 
 

@@ -118,8 +118,7 @@ class JoinedWorker:
         """Measure one cell; no time limit can end it, because there is no other process to end."""
         from cs336sys.run.cells import guarded, release_memory
 
-        # Standard output is for results; what a cell prints is log.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results; what a cell prints is log.
             outcome = guarded(self._measure_cell, configuration, progress)
         release_memory()
         return outcome
@@ -158,8 +157,7 @@ class JoinedWorker:
 
     def wait_for_report(self) -> None:
         """Tell the others that rank 0 has reported; on these, wait for that, but not long."""
-        # Rank 0 may host the store, which is gone with it.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # Rank 0 may host the store, which is gone with it.
             if self.is_first:
                 _shared_store().set("cs336sys-reported", "")
             else:

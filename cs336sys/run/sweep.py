@@ -348,8 +348,7 @@ class _RunningSweep:
     def _resumed_cells(self) -> dict[str, Cell]:
         """Return the cells that were measured before, by configuration; say which are not taken, and why."""
         cells: dict[str, Cell] = {}
-        # Without a worker it is not known which machine this is.
-        if self.results is not None and self.run is not None:
+        if self.results is not None and self.run is not None:  # Without a worker it is not known which machine this is.
             cells, notes = known_cells(
                 self.results, self.command, self.configurations, self.run, take_any=self.options.resume_any
             )

@@ -52,8 +52,7 @@ class _Mlflow:
     def __init__(self, command: str):
         from mlflow import MlflowClient
 
-        # It reports that it makes a new store.
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # It reports that it makes a new store.
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
@@ -101,8 +100,7 @@ class _WeightsAndBiases:
             run.log(dict(cell.figures))
             run.summary.update(dict(cell.texts))
             for path in cell.files:
-                # A copy, because the file may be gone when the run is synchronised.
-                copy = Path(run.dir, path.name)
+                copy = Path(run.dir, path.name)  # A copy, because the file may be gone when the run is synchronised.
                 copy.write_bytes(path.read_bytes())
                 run.save(str(copy), base_path=run.dir, policy="end")
         finally:
@@ -210,6 +208,5 @@ def _one_line(error: Exception) -> str:
 
 
 def _close(tracker: Tracker) -> None:
-    # What is wrong with a tracker is reported where it tracks.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # What is wrong with a tracker is reported where it tracks.
         tracker.close()

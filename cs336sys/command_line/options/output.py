@@ -57,8 +57,7 @@ class OutputOptions:
         from cs336sys.tables.tidy import tidy
 
         if self.table or self.columns or self.sort:
-            # Tables of no cells have all columns.
-            self.select([tidy(command, tables([], None))])
+            self.select([tidy(command, tables([], None))])  # Tables of no cells have all columns.
 
     def select(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
         """Select the tables and columns of these names, in their groups, or raise a UsageError where there are none."""

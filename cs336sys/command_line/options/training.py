@@ -180,8 +180,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
             set_aside_others()
         course_package().require_needed()
         if self.debug:
-            # Read by the processes that measure.
-            os.environ[DEBUG_VARIABLE] = "1"
+            os.environ[DEBUG_VARIABLE] = "1"  # Read by the processes that measure.
         precisions = self.precisions()
         has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None  # torch is not imported here
         sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()

@@ -96,8 +96,7 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     }
     factor = bus_factor(workload.collective, workload.world_size)  # 0 of a single rank, which sends nothing.
     for name, times in samples.items():
-        # bytes / us are 1e6 bytes/s.
-        derived[f"{name}_algbw_gbps"] = workload.size_bytes / times.mean / 1e3
+        derived[f"{name}_algbw_gbps"] = workload.size_bytes / times.mean / 1e3  # bytes / us are 1e6 bytes/s.
         derived[f"{name}_busbw_gbps"] = factor * derived[f"{name}_algbw_gbps"] if factor else None
     return Outcome("ok", samples, derived)
 
@@ -239,8 +238,7 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
         return [1e6 * (end - start) for start, end in pairwise(clock_s)]
     stream = torch.cuda.current_stream(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    # The first record() creates the event, which takes longer than recording it.
-    for mark in marks:
+    for mark in marks:  # The first record() creates the event, which takes longer than recording it.
         mark.record(stream)
     dist.barrier()
     marks[0].record(stream)

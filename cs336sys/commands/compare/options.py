@@ -59,8 +59,7 @@ def compare(
     try:
         output.emit(comparison_tables(matched.pairs, compared, confidence))
     except UsageError as error:
-        # Raised last: a column that is missing because the cells of B failed must not hide a regression.
-        fault = error
+        fault = error  # Raised last: a column that is missing because the cells of B failed must not hide a regression.
     slower, unknown = [], []
     if limit_percent is not None:
         slower = [f"regression: {sentence}" for sentence in regressions(matched.pairs, compared, limit_percent)]

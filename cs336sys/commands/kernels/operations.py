@@ -222,8 +222,7 @@ OPERATIONS: dict[str, Operation] = {
         implementations=_implementations(
             functools.partial(rms_norm, eps=EPS), _eager_rms_norm, quack=_quack_rms_norm, liger=_liger_rms_norm
         ),
-        # Forward: x, y. Backward: x and the gradients of both.
-        moved_tensors=(2, 3),
+        moved_tensors=(2, 3),  # Forward: x, y. Backward: x and the gradients of both.
     ),
     "add-rms-norm": DifferentiatedFunction(
         inputs=lambda workload, random, generator: {
@@ -282,7 +281,6 @@ OPERATIONS: dict[str, Operation] = {
         },
         reference=lambda workload: reference_weighted_sum,
         implementations=_implementations(weighted_sum, reference_weighted_sum),
-        # Forward: x. Backward: x and its gradient.
-        moved_tensors=(1, 2),
+        moved_tensors=(1, 2),  # Forward: x. Backward: x and its gradient.
     ),
 }

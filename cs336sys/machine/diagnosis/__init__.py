@@ -12,8 +12,7 @@ def diagnose() -> list[Check]:
     """
     checks = [software.check_python(), software.check_torch()]
     if checks[-1].verdict == "missing":
-        # The other checks need torch.
-        return checks
+        return checks  # The other checks need torch.
     from cs336sys.machine.diagnosis import gpu
 
     checks += [*gpu.check_devices(read_gpus()), software.check_triton()]

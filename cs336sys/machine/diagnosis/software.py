@@ -146,8 +146,7 @@ def check_attention() -> list[Check]:
 
     if not torch.cuda.is_available():
         return [Check("attention calls", "no CUDA GPU to launch kernels on")]
-    # In a process of its own: machine/ must not import kernels/.
-    module = "cs336sys.kernels.attention.native_probe"
+    module = "cs336sys.kernels.attention.native_probe"  # In a process of its own: machine/ must not import kernels/.
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return [faulty("attention calls", "no answer", fix="attention probe", module=module)]
