@@ -52,8 +52,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
         else:
             say(f"error: {sentence}")
         return getattr(error, "exit_code", 1)
-    # Outside of its standalone mode typer returns the code of a typer.Exit.
-    return code if isinstance(code, int) else 0
+    return code if isinstance(code, int) else 0  # Out of standalone mode typer returns a typer.Exit's code.
 
 
 def sentence_of(error: Exception) -> str | None:

@@ -101,8 +101,7 @@ class _Command(_CommandBase, TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except UsageError:
-            # The refused value may be the file's, and the user has to know that there is a file.
-            settings_file.tell_settings(ctx)
+            settings_file.tell_settings(ctx)  # The refused value may be the file's, of which the user has to know.
             raise
         if not ctx.resilient_parsing:  # which completion and ``show`` of saved arguments ask for: they run nothing
             settings_file.check_variables(ctx, self.get_params(ctx))
@@ -147,8 +146,7 @@ class LazyGroup(_CommandBase, TyperGroup):
         return typer.main.get_command(command)
 
     def format_help(self, ctx, formatter):
-        # A list of commands needs only their docstrings, which are read without importing them.
-        listed = copy.copy(self)
+        listed = copy.copy(self)  # Lists of commands need only their docstrings, read without importing them.
         vars(listed)["get_command"] = self._described
         super(LazyGroup, listed).format_help(ctx, formatter)
 

@@ -132,8 +132,7 @@ def slurm(
 def _ranks_and_gpus(name: str, command_options: dict[str, Any], nodes: int, gpus: int | None) -> tuple[bool, int]:
     """Return whether torchrun starts the command's ranks, and the GPUs of each machine: ``gpus``, or those needed."""
     world_size = command_options.get("world_size")
-    # A command that starts ranks takes several numbers of them; tune takes one.
-    if isinstance(world_size, list | tuple):
+    if isinstance(world_size, list | tuple):  # Commands that start ranks take several numbers, tune one.
         # fsdp=2,tp=4 takes 8 ranks; the commands' default is 2.
         mesh_sizes = re.findall(r"=\s*(\d+)", command_options.get("mesh") or "")
         needed_ranks = max(world_size or [math.prod(map(int, mesh_sizes)) if mesh_sizes else 2])

@@ -118,8 +118,7 @@ class GpuReadings:
             return None
         end_s, end_j = readings[-1]
         first_s, first_j = next(reading for reading in readings if reading[0] >= end_s - last_s)
-        # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
-        if end_s - first_s < 1.0:
+        if end_s - first_s < 1.0:  # The counter advances every 20 to 100 ms: a tenth of that.
             return None
         # The first reading comes a little later than that time begins: the same power is assumed before it.
         return (end_j - first_j) / (end_s - first_s) * last_s

@@ -154,8 +154,7 @@ class Worker:
         assert child is not None
         limit_s = min((limit for limit in (timeout_s, self._silence_s) if limit is not None), default=None)
         sent_s = time.monotonic()
-        # Set before it is sent: an interruption between the two lines must not find a worker that seems idle.
-        self._is_busy = True
+        self._is_busy = True  # Before it is sent: an interruption in between must not find an idle worker.
         child.send(configuration)
         while True:
             remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())
@@ -298,7 +297,6 @@ def release_memory() -> None:
 
     from cs336sys.machine.device import free_gpu_memory
 
-    # Else nothing was compiled, and this would import the compiler, in more than a second.
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules:  # Else this would import the compiler, in more than a second.
         torch.compiler.reset()
     free_gpu_memory()

@@ -164,8 +164,7 @@ def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: 
 
 
 def _print_above(bar: "Progress", line: bytes) -> None:
-    # rich first computes where the bar is and writes later; its thread must not redraw the bar in between.
-    with bar.live._lock:
+    with bar.live._lock:  # rich computes where the bar is, writes later, and must not redraw it in between.
         bar.console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
 
 

@@ -98,8 +98,7 @@ def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, A
             input_paths += paths
             continue
         for path in paths:
-            # Standard output and a folder take the output of several options.
-            if str(path) != "-" and not path.is_dir():
+            if str(path) != "-" and not path.is_dir():  # Both take the output of several options.
                 option = f"--{name.replace('_', '-')} {path}"
                 other = written.setdefault(os.path.realpath(path), option)
                 if other != option:

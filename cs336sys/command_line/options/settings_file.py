@@ -29,7 +29,7 @@ def with_config_first(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--config FILE`` before the command, wherever it stood."""
     for number, argument in enumerate(arguments):
         if argument == "--config" or argument.startswith("--config="):
-            end = number + (2 if argument == "--config" else 1)
+            end = number + (2 if argument == "--config" else 1)  # FILE is the next argument, or in this one.
             return [*arguments[number:end], *arguments[:number], *arguments[end:]]
     return list(arguments)
 
@@ -164,8 +164,7 @@ def tell_settings(ctx: Any) -> None:
     names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not names:
         return
-    # Wrong variables of ranks do not matter here: the command itself refuses them.
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(UsageError):  # The command itself refuses wrong variables of ranks.
         if not is_first_rank():
             return
     say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in names)}")

@@ -176,8 +176,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
     def workloads(self, modes: Sequence[str] = ("train",), **settings: Any) -> list[Workload]:
         """Return all combinations of list options, in their order, with these ``settings``; or raise a UsageError."""
         if self.model is not None:
-            # A cs336_basics next to a user's model is the user's, and need not be one that this program trains.
-            set_aside_others()
+            set_aside_others()  # A cs336_basics next to a user's model is the user's: this program need not train it.
         course_package().require_needed()
         if self.debug:
             os.environ[DEBUG_VARIABLE] = "1"  # Read by the processes that measure.

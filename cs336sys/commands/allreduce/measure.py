@@ -198,9 +198,9 @@ def exact_data(dtype: str, ranks: int) -> list[Tensor]:
     """Return one period of each rank's data, int64: it differs between ranks and neighbours, and sums are exact."""
     # Sums are exact up to this integer: of more ranks, the others send zeros.
     contributing_ranks = min(ranks, _LARGEST_EXACT[dtype])
-    values = _LARGEST_EXACT[dtype] // contributing_ranks + 1
+    value_count = _LARGEST_EXACT[dtype] // contributing_ranks + 1  # From 0 on.
     positions = torch.arange(_PERIOD)  # In the data of each rank they are shifted by 7 more.
-    return [(positions + 7 * rank) % _PERIOD % values * (rank < contributing_ranks) for rank in range(ranks)]
+    return [(positions + 7 * rank) % _PERIOD % value_count * (rank < contributing_ranks) for rank in range(ranks)]
 
 
 def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:

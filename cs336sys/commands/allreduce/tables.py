@@ -183,8 +183,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
             line = fit_of(group, timing)
             if line is None:
                 continue
-            # Where larger messages took no longer, nothing is known of the bandwidth.
-            is_finite = math.isfinite(line.bytes_per_s)
+            is_finite = math.isfinite(line.bytes_per_s)  # Else larger messages took no longer.
             row = sweep._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
             row["bandwidth_gbps"] = line.bytes_per_s / 1e9 if is_finite else None
             row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None

@@ -51,7 +51,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         peak_gib = peak_memory_gib(device)
         busy_ms = _profile_busy_ms(built.step, progress)
         measured_ms = samples["wall"].measured
-        drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)
+        drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)  # The measured steps come last, after the warm-up.
         observed: dict[str, Any] = {"gpu_readings": readings.columns()}
         if drawn_j is not None:
             observed["step_energy_j"] = drawn_j / len(measured_ms)

@@ -103,10 +103,10 @@ class OptimizerStep(Operation):
         return {"end_to_end": 7 * 4 * workload.elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
 
     def _tensors(self, workload: KernelWorkload, device: torch.device) -> tuple[list[Tensor], list[Tensor], Function]:
-        """Return parameters, their copies, and what makes random gradients."""
+        """Return parameters, their copies in half precision (none in fp32), and what makes random gradients."""
         random, _ = random_tensors(workload, device)
         values = random((workload.tokens, workload.width), torch.float32).tensor_split(NUM_PARAMETERS)
-        parameters = [value.clone().requires_grad_() for value in values if value.numel()]
+        parameters = [value.clone().requires_grad_() for value in values if value.numel()]  # Of few tokens, fewer.
         copied = parameters if workload.dtype != "fp32" else []
         settings: Any = {"dtype": DTYPES[workload.dtype], "requires_grad": False}
         return parameters, [torch.empty_like(parameter, **settings) for parameter in copied], random
@@ -246,7 +246,7 @@ OPERATIONS: dict[str, Operation] = {
             "eager": _rope_by_table,
             "compiled": lambda workload: torch.compile(_rope_by_table(workload), dynamic=False),
         },
-        moved_tensors=(2, 2),
+        moved_tensors=(2, 2),  # Forward: x, y. Backward: the gradients of both.
     ),
     "swiglu": DifferentiatedFunction(
         inputs=lambda workload, random, generator: {
@@ -255,8 +255,7 @@ OPERATIONS: dict[str, Operation] = {
         },
         reference=lambda workload: reference_swiglu,
         implementations=_implementations(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
-        # Forward: gate, up, product. Backward: gate and up again, and the gradients of all three.
-        moved_tensors=(3, 5),
+        moved_tensors=(3, 5),  # Forward: gate, up, product. Backward: gate, up, the gradients of all three.
     ),
     "linear-cross-entropy": DifferentiatedFunction(
         inputs=_classifier_inputs,

@@ -91,7 +91,7 @@ def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: 
         yield
         keep_loss()
 
-    step.warmup_of_capture = min(step.warmup_of_capture, len(batches))
+    step.warmup_of_capture = min(step.warmup_of_capture, len(batches))  # Each warm-up step uses up a batch.
     step.capture(around_warmup=on_batch)
     for number, batch in enumerate(on_device[len(losses) :], len(losses) + 1):
         if number % 20 == 1:

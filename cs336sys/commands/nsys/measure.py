@@ -167,8 +167,7 @@ def _run_annotated(
     progress("profiling")
     whole_run = phase(run_name(workload.configuration()), marks, wait_for=device)
     with _annotated(step, marks) as run_step, profiler, whole_run:
-        # A profiler takes a while to start; what runs then is not counted.
-        with phase(WARM_UP, marks, wait_for=device):
+        with phase(WARM_UP, marks, wait_for=device):  # While the profiler starts: it is not counted.
             step()
         for _ in range(workload.steps):
             run_step()

@@ -96,7 +96,7 @@ def _train_step(
     else:
         targets = torch.randn(_BATCH, _OUT_FEATURES, device=device)
     compute_loss = LOSSES[loss_function]
-    seen: dict[str, set[torch.dtype]] = {}
+    seen: dict[str, set[torch.dtype]] = {}  # By part; parameters and gradients could have several.
 
     for part, module in (("fc1", model.fc1), ("ln", model.ln), ("logits", model.fc2)):
         module.register_forward_hook(lambda _, inputs, output, part=part: seen.update({part: {output.dtype}}))

@@ -113,7 +113,7 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
 
 def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
     """Refuse options of ``shard`` that mean nothing with ``--board``."""
-    reasons = {
+    reasons = {  # False for an option that was not given.
         f"--model {model}": model is not None and "--board measures the leaderboard's model",
         f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",
         f"--plot {plot}": plot is not None and "--board does not record a rank's memory at six moments",

@@ -62,7 +62,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return a row for each cell; ``scaling`` is over one rank with the same batch and strategy, or else ``none``."""
+    """Return a row for each cell; ``scaling``: speed-up over one rank on the same batch, by its strategy or ``none``."""
 
     def same_work(cell: Cell) -> str:
         return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
@@ -94,6 +94,7 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
         *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
         *named_columns("total_gib"),
     )
+    # The allocator's history may have been too short to measure two steps.
     without_history = [cell.configuration["strategy"] for cell in cells if not memory_of(cell)["measured"]]
     rows = []
     for cell in cells:

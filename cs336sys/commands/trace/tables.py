@@ -101,7 +101,7 @@ def _group_kernels(analysis: Analysis, key: Callable[[KernelGroup], str]) -> lis
     results = []
     for name, kernels in groups.items():
         times = _gpu(analysis)
-        for column in ("count", "ms", "own_ms"):
+        for column in ("count", "ms", "own_ms"):  # A value for each step; own_ms counts each instant once.
             times[column] = sum(sum(getattr(kernel, column)) for kernel in kernels) / steps
         times["share_percent"] = 100 * times["ms"] / total_ms if total_ms else None
         results.append((name, kernels, times))

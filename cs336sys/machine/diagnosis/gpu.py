@@ -17,8 +17,7 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 def check_devices(gpus: list[GpuState]) -> list[Check]:
     """Return all checks of the GPUs but that of running a kernel; ``gpus`` are those that nvidia-smi sees."""
-    # First, because torch's questions below make this process one of those that use the GPUs.
-    processes = check_processes()
+    processes = check_processes()  # First: torch's questions below make this process use the GPUs, too.
     checks = [check_gpu(gpus)]
     if gpus:
         checks += [check_driver(gpus), check_memory(gpus), processes, check_clocks(gpus), check_readings()]
