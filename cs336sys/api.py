@@ -164,8 +164,8 @@ class Results(Tables):
         """
         from cs336sys.commands.registry import invocations, saved_pictures, shown_cells
 
-        file = Path("plot.png" if path is None else path)  # Without a path, nothing is written to it.
-        check_plot(None if path is None else file)
+        file = Path("plot.png" if path is None else path)  # Without a path, nothing is written to it, or checked.
+        check_plot(file if path is not None else None)
         calls = invocations([self.saved])
         presentation = saved_presentations(_ROOT)
         pictures = [saved_pictures(call, shown_cells(call), presentation(call)) for call in calls]

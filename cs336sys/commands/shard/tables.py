@@ -62,7 +62,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return a row for each cell; ``scaling``: speed-up over one rank on the same batch, by its strategy or ``none``."""
+    """Return a row for each cell; ``scaling``: speed-up over one rank on that batch, by its strategy or ``none``."""
 
     def same_work(cell: Cell) -> str:
         return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
