@@ -116,7 +116,7 @@ def slurm(
     line = shlex.join(arguments)
     # tune without --measure has nothing to save, and report saves in a folder of its own.
     if "save" in command_options and command_options.get("measure", True) and not command_options["save"]:
-        # A job that is started again has its old number, and resumes.
+        # A job that is started again has its old number, and resumes if the command can.
         line += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + " --resume" * ("resume" in command_options)
     facts = {"job": job, "name": name, "command": line, "on_ranks": on_ranks, "python": shlex.quote(sys.executable)}
     script = package_templates().get_template("commands/slurm.jinja").render(facts)

@@ -171,10 +171,10 @@ class JoinedWorker:
 
 
 def _shared_store(*timeout_s: float) -> Any:
-    """Return the store by which ranks that torchrun or Slurm started share values."""
+    """Return the store by which ranks that torchrun or Slurm started share values; the first call waits for them."""
     from cs336sys.parallel.ranks.launch import outside_store
 
     return outside_store(*timeout_s)
 
 
-_values_shared = itertools.count()
+_values_shared = itertools.count()  # Makes keys of the store unique: all ranks share values in one order.

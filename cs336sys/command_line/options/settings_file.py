@@ -50,7 +50,7 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     if config is None and file is not None and tables:  # Most pyproject.toml have no table of ours, whoever owns them.
         _refuse_other_owner(file)
     ctx.meta[_FILE], ctx.meta[_IS_NAMED] = file, config is not None
-    ctx.meta[_PLACE] = f"{file}: tool.cs336sys." if is_pyproject else f"{file}: "
+    ctx.meta[_PLACE] = f"{file}: tool.cs336sys." if is_pyproject else f"{file}: "  # How errors begin to name a key.
     ctx.default_map = tables
     check_tables(ctx, commands)
 

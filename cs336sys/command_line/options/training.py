@@ -180,7 +180,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
         course_package().require_needed()
         if self.debug:
             os.environ[DEBUG_VARIABLE] = "1"  # Read by the processes that measure.
-        precisions = self.precisions()
+        precisions = self.precisions()  # None: the size's own.
         has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None  # torch is not imported here
         sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()
         user = self._user_code()

@@ -111,7 +111,7 @@ def hardware_of_rank() -> RankHardware:
     """Return the hardware of the rank that runs this."""
     device = group_device()
     if device.type == "cpu":
-        return RankHardware(platform.node(), None, container_memory_limit_bytes())
+        return RankHardware(platform.node(), gpu_uuid=None, memory_bytes=container_memory_limit_bytes())
     torch.cuda.empty_cache()  # Memory that torch has cached is free for the tensors, too.
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return RankHardware(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)

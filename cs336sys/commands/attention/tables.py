@@ -96,7 +96,7 @@ def _flash_row(cell: Cell, baseline: Cell | None, gpu: str) -> dict[str, Any]:
 
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
     """Build the table of ``--dry-run``: the cells, those of plain attention with the memory that they will need."""
-    cells = [Cell(command, dict(configuration), "ok") for configuration in configurations]
+    cells = [Cell(command, dict(configuration), status="ok") for configuration in configurations]  # For titles.
     rows = [
         cell.configuration
         | (_predicted_memory(cell) if cell.configuration["implementation"] in PLAIN_ATTENTION else {})

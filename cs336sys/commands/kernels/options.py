@@ -71,7 +71,7 @@ def kernels(
     from cs336sys.commands.kernels.tables import kernel_tables, plot_kernels
 
     kernel, plot = chosen.kernel, chosen.plot
-    if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):
+    if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):  # adamw is a step that updates in place.
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
     tables = partial(kernel_tables, baseline=chosen.checked_baseline)
     output.check(plot=plot)

@@ -123,12 +123,12 @@ def precision_cells(precisions: list[str], device: torch.device, run_id: str) ->
         error = abs(total - TERMS * TERM)
         errors = {"absolute_error": error, "relative_error_percent": 100 * error / (TERMS * TERM)}
         configuration = {"accumulation": name, "device": device.type}
-        cells.append(Cell("precision", configuration, "ok", derived={"sum": total} | errors, run_id=run_id))
+        cells.append(Cell("precision", configuration, status="ok", derived={"sum": total} | errors, run_id=run_id))
     for precision, loss in product(precisions, LOSSES):
         configuration = {"precision": precision, "loss_function": loss, "device": device.type}
         try:
             dtypes = autocast_dtypes(precision, loss, device)
-            cells.append(Cell("precision", configuration, "ok", derived=dtypes, run_id=run_id))
+            cells.append(Cell("precision", configuration, status="ok", derived=dtypes, run_id=run_id))
         except CapabilityError as error:
-            cells.append(Cell("precision", configuration, "unsupported", reason=str(error), run_id=run_id))
+            cells.append(Cell("precision", configuration, status="unsupported", reason=str(error), run_id=run_id))
     return cells

@@ -293,7 +293,7 @@ def _waiting_ms(analysis: Analysis) -> float | None:
 
 
 def trace_tables(analyses: Sequence[Analysis], ranks: RankMatching | None, shown: DisplayOptions) -> list[Table]:
-    """Build all tables; with several ranks, those of kernels are of the first alone."""
+    """Build all tables; with several ranks, those of steps, kernels and calls are of the first alone."""
     first = analyses[0]
     profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [

@@ -114,7 +114,7 @@ class SearchOptions:
         if local_gpu is not None:
             return _USABLE_SHARE * local_gpu.memory_gib * GIB
         name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)  # As --gpu's help says.
-        sheet = datasheet(GPUS.get(name.lower(), name))
+        sheet = datasheet(GPUS.get(name.lower(), name))  # By torch's name, which --rates has already.
         if sheet is None:
             raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
         return _USABLE_SHARE * sheet.memory_bytes

@@ -56,7 +56,7 @@ def check_architecture() -> Check:
     built = torch.cuda.get_arch_list()
     devices = range(torch.cuda.device_count())
     if torch.version.hip:
-        # "gfx942:sramecc+:xnack-"
+        # AMD's names go on with features: "gfx942:sramecc+:xnack-".
         names = [torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0] for index in devices]
         has_code = [name in built for name in names]
     else:
