@@ -32,7 +32,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     except errors.ReaderLeft as left:
         return left.exit_code
     except errors.SENTENCES as error:
-        if errors.DEBUG_VARIABLE in os.environ and error.__cause__ is not None:  # It explains another.
+        if errors.DEBUG_VARIABLE in os.environ and error.__cause__ is not None:  # Made of another, which it shows.
             traceback.print_exc()
         say(f"error: {error}")
         return error.exit_code

@@ -55,7 +55,7 @@ class _CommandBase:
         except Exception as raised:
             error: Any = raised  # Click's type or typer's copy of it: by its name, as in faults.sentence_of().
             if type(error).__name__ == "NoSuchOption" and error.option_name[:2] != "--":
-                # Of -size click names -s, a flag by its rules.
+                # Of -size click names -s.
                 typed = next((word for word in args if word.startswith(error.option_name)), error.option_name)
                 error.option_name = typed.partition("=")[0]
             if extra := re.search(r"unexpected extra argument.*? \((.*)\)", getattr(error, "message", "")):

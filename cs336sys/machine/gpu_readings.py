@@ -118,7 +118,7 @@ class GpuReadings:
             return None
         end_s, end_j = readings[-1]
         first_s, first_j = next(reading for reading in readings if reading[0] >= end_s - last_s)
-        if end_s - first_s < 1.0:  # The counter advances every 20 to 100 ms: a tenth of that.
+        if end_s - first_s < 1.0:  # The driver's counter may be 0.1 s old: a tenth.
             return None
         # The first reading comes a little later than that time begins: the same power is assumed before it.
         return (end_j - first_j) / (end_s - first_s) * last_s

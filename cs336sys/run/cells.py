@@ -72,8 +72,8 @@ class _Child:
             if not self.connection.poll(timeout_s):
                 return None
             message = self.connection.recv_bytes()
-        except (EOFError, OSError):
-            kills_before = self.kills_before  # It may have died in the middle of a message.
+        except (EOFError, OSError):  # It may have died in the middle of a message.
+            kills_before = self.kills_before
             cause = "closed its connection"
             if self.guarded.has_ended(_EXIT_S):
                 cause = cause_of_death(self.guarded.process.returncode, kills_before)
@@ -154,7 +154,7 @@ class Worker:
         assert child is not None
         limit_s = min((limit for limit in (timeout_s, self._silence_s) if limit is not None), default=None)
         sent_s = time.monotonic()
-        self._is_busy = True  # Before it is sent: an interruption in between must not find an idle worker.
+        self._is_busy = True  # Before it is sent: an interruption in between must not take it for idle.
         child.send(configuration)
         while True:
             remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())

@@ -100,7 +100,7 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory of its tensors."""
     rows = []
     for workload in workloads:
-        # As asked for, unless it can be rounded to elements that all ranks share: else size_bytes raises below.
+        # The size that was asked for, kept where it is too small: then ``size_bytes`` below raises a UsageError.
         row = workload.configuration() | {"size_bytes": workload.message_bytes}
         try:
             rank_bytes = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)

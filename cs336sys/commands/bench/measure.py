@@ -209,7 +209,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         for number in range(workload.warmup):
             telling(f"warm-up {number + 1}/{workload.warmup}")
             timer.run()
-        peak_gib = peak_memory_gib(device)  # Since build_step() has reset it.
+        peak_gib = peak_memory_gib(device)  # Of the warm-up: build_step() has reset it.
         peak_alone_gib = None if peak_gib is None else peak_gib - others_gib
         warm_steps[name] = _WarmStep(built, timer, checks[name], peak_alone_gib)
     with reading_gpu(device) as readings:

@@ -44,7 +44,7 @@ def random_tensors(
     workload: KernelWorkload, device: torch.device, seed_offset: int = 0
 ) -> tuple[Random, torch.Generator]:
     """Return a function that draws normal tensors of a shape, the same for every implementation, and its generator."""
-    generator = torch.Generator(device).manual_seed(workload.seed + seed_offset)  # Gradients have other numbers.
+    generator = torch.Generator(device).manual_seed(workload.seed + seed_offset)  # 1 for gradients.
 
     def random(shape: tuple[int, ...], dtype: torch.dtype = DTYPES[workload.dtype]) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)

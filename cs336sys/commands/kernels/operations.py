@@ -106,7 +106,7 @@ class OptimizerStep(Operation):
         """Return parameters, their copies in half precision (none in fp32), and what makes random gradients."""
         random, _ = random_tensors(workload, device)
         values = random((workload.tokens, workload.width), torch.float32).tensor_split(NUM_PARAMETERS)
-        parameters = [value.clone().requires_grad_() for value in values if value.numel()]  # Of few tokens, fewer.
+        parameters = [value.clone().requires_grad_() for value in values if value.numel()]  # Few rows: fewer parts.
         copied = parameters if workload.dtype != "fp32" else []
         settings: Any = {"dtype": DTYPES[workload.dtype], "requires_grad": False}
         return parameters, [torch.empty_like(parameter, **settings) for parameter in copied], random

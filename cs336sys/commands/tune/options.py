@@ -305,7 +305,7 @@ class _Predictor:
     def with_one_more_gpu(self, choices: Choice) -> Choice | None:
         """Return the choice with one more GPU, for settings of the fastest; None if so many cannot share a step."""
         best, space = choices.fitting[0].configuration.training, self.space
-        # Strategy and checkpoints are chosen again: they share and save memory, of which another GPU brings more.
+        # Strategy and checkpoints are chosen again: another GPU may change which of them fit, and which are fastest.
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
         fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
         # Some strategies refuse our AdamW (space.refusal()), all take torch's.
