@@ -126,7 +126,7 @@ class LazyGroup(_CommandBase, TyperGroup):
         if ctx.default_map:
             settings_file.check_tables(ctx, self.modules)
         rest = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:
+        if not ctx.resilient_parsing:  # Which completion asks for: it runs nothing.
             settings_file.check_variables(ctx, self.get_params(ctx), self.modules)
         return rest
 

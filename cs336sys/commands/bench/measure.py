@@ -95,7 +95,7 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     if step.workload.cuda_graph == "on":
         progress("capturing")
         step.capture()
-        build_s = time.perf_counter() - started_s
+        build_s = time.perf_counter() - started_s  # With what counting took, of a user's model.
     return BuiltStep(step, flop_columns, build_s)
 
 

@@ -164,6 +164,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
             # From a quarter of the smallest to one bucket of all.
             curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, _CURVE_POINTS).tolist()
             predicted_ms = [1e3 * communication.overhead_on_link_s(total_bytes, size, link) for size in curve_bytes]
+            # The handout's names: s bytes in n buckets at a bandwidth of w, and a cost of o for each call.
             drawing.plot([size / 1e6 for size in curve_bytes], predicted_ms, color="C7", label="model: s / (n w) + n o")
         exposed_ms = [cell.derived["exposed_ms"] for cell in sweep]
         drawing.plot(sizes_mb, exposed_ms, "o", color="C1", label="measured: exposed")

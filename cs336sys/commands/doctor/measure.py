@@ -45,13 +45,13 @@ def _product_tflops(device: torch.device, precision: str, side: int) -> float:
         median_ms = _median_ms(lambda: left @ right, device)
     finally:
         torch.set_float32_matmul_precision(setting_before)
-    return 2 * side**3 / median_ms / 1e9
+    return 2 * side**3 / median_ms / 1e9  # From FLOPs a ms.
 
 
 def _copied_gbps(source: torch.device, target: torch.device, size_bytes: int) -> float:
     values = torch.zeros(size_bytes, dtype=torch.uint8, device=source)
     copies = torch.empty_like(values, device=target)
-    return size_bytes / _median_ms(lambda: copies.copy_(values), source) / 1e6
+    return size_bytes / _median_ms(lambda: copies.copy_(values), source) / 1e6  # From bytes a ms.
 
 
 def _median_ms(call: Callable[[], Any], device: torch.device) -> float:
@@ -63,7 +63,7 @@ def _launch_us(device: torch.device) -> float:
     value = torch.zeros(1, device=device)
 
     def launch() -> None:
-        for _ in itertools.repeat(None, _LAUNCHES):
+        for _ in itertools.repeat(None, _LAUNCHES):  # The cheapest loop, as timeit has it.
             value.add_(1.0)
 
     return 1e3 * time_calls(launch, torch.device("cpu"), _WARMUP_MS, _REPETITION_MS).median / _LAUNCHES

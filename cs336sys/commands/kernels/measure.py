@@ -159,6 +159,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
 def _odd_rows_case(
     function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, tokens: int
 ) -> OddCase:
+    """Prepare a number of rows that no tile divides, on inputs that nobody knows before."""
     odd_workload = replace(workload, tokens=tokens, seed=secrets.randbits(60))
     run = functools.partial(operation.results, function, odd_workload, device)
     return f"{tokens} rows", run, operation.expected(odd_workload, device)

@@ -204,7 +204,7 @@ def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: s
 def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute logits of a chunk of tokens at a time, and again in the backward pass."""
     losses = [
-        checkpoint(_cross_entropy, hidden_chunk, weight, target_chunk, "sum", use_reentrant=False)
+        checkpoint(_cross_entropy, hidden_chunk, weight, target_chunk, reduction="sum", use_reentrant=False)
         for hidden_chunk, target_chunk in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     ]
     return torch.stack(losses).sum() / targets.numel()

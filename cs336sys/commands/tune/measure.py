@@ -124,9 +124,9 @@ def _update_seconds(workload: Workload, parameters: int) -> float:
 def _median_seconds(run: Callable[..., Any], *arguments: Any) -> float:
     """Return the median time of a call, after one that is not measured."""
     run(*arguments)
-    times: list[float] = []
-    while len(times) < _REPETITIONS and sum(times) < _LONGEST_S:
-        started = time.perf_counter()
+    times_s: list[float] = []
+    while len(times_s) < _REPETITIONS and sum(times_s) < _LONGEST_S:
+        started_s = time.perf_counter()
         run(*arguments)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        times_s.append(time.perf_counter() - started_s)
+    return statistics.median(times_s)

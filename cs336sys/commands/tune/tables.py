@@ -134,7 +134,7 @@ def million_token_ms(cells: Sequence[Cell]) -> Measured:
     for cell in cells:
         step = cell.samples["step"]
         rounds.append(replace(step, measured=tuple(scale * value for value in step.measured), warmup=()))
-    return Measured((tuple(rounds),))
+    return Measured((tuple(rounds),))  # One run, of these rounds.
 
 
 def fully_measured(groups: dict[str, list[Cell]]) -> dict[str, list[Cell]]:
