@@ -484,8 +484,8 @@ def refuse_what_does_not_fit(
 
     Too little memory of a GPU, and any with ``force``, is only warned of: there a cell fails, while a machine stalls.
 
-    Ranks on GPUs are not checked: each has a GPU of its own, and is compared on as many blocks as that holds. Nor are
-    ranks that torchrun or Slurm started, which may be on several machines.
+    Ranks on GPUs are not refused: each has a GPU of its own, and checks its training on as many blocks as that holds.
+    Nor are ranks that torchrun or Slurm started, which may be on several machines.
     """
     needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}  # 0.0: not predicted.
     if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):

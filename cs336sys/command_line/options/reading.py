@@ -164,7 +164,7 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
         (word for value_type, word in _VALUE_WORDS.items() if value_type in types), "<name>"
     )
     if option.show_default is True:
-        option.show_default = default not in (None, [], ())
+        option.show_default = default not in (None, [], ())  # These say nothing.
     if Path in types:
         # Typer before 0.29 makes a path of a text only when it calls the command; slurm reads options and calls none.
         option.path_type = Path  # type: ignore[assignment]  # it takes any class
