@@ -111,8 +111,7 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
             latest[command] = latest_alike[command, conditions] = by_run[command, run_id]
         for cell in results.cells:
             by_run[cell.command, cell.run_id].cells[configuration_key(cell.configuration)] = cell
-    # Runs that were resumed share an invocation.
-    return list({id(invocation): invocation for invocation in by_run.values()}.values())
+    return list({id(invocation): invocation for invocation in by_run.values()}.values())  # Resumed runs share one.
 
 
 # Errors that tables and pictures raise for cells that another version, or another program, has written.
@@ -225,8 +224,7 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
         try:
             saved_tables(single, shown_cells(single), presentation)
         except UsageError as error:
-            # The error's sentence is about the invocation. What _refusing_faults() made it from says it of the cell.
-            cause = error.__cause__
+            cause = error.__cause__  # The error is about the invocation; its cause says what is wrong with the cell.
             faults[key] = fault_words(cause) if isinstance(cause, FAULTS) else f"cannot be shown: {error}"
     if len(faults) == len(invocation.cells):
         return []

@@ -75,8 +75,7 @@ def show(
     )
     pictured = [] if plot is None and html is None else sound
     pictures = [saved_pictures(invocation, cells, presentation(invocation)) for invocation, cells, _ in pictured]
-    # Refuses files that cannot be written before anything is.
-    files_to_draw = list(drawings(pictures, plot, counts)) if plot is not None else []
+    files_to_draw = list(drawings(pictures, plot, counts)) if plot is not None else []  # Checks all before writing any.
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
     for path, draw in files_to_draw:

@@ -133,8 +133,7 @@ def _ranks_and_gpus(name: str, command_options: dict[str, Any], nodes: int, gpus
     """Return whether torchrun starts the command's ranks, and the GPUs of each machine: ``gpus``, or those needed."""
     world_size = command_options.get("world_size")
     if isinstance(world_size, list | tuple):  # Commands that start ranks take several numbers, tune one.
-        # fsdp=2,tp=4 takes 8 ranks; the commands' default is 2.
-        mesh_sizes = re.findall(r"=\s*(\d+)", command_options.get("mesh") or "")
+        mesh_sizes = re.findall(r"=\s*(\d+)", command_options.get("mesh") or "")  # fsdp=2,tp=4 takes 8; 2 by default.
         needed_ranks = max(world_size or [math.prod(map(int, mesh_sizes)) if mesh_sizes else 2])
         gpus_per_node = gpus or math.ceil(needed_ranks / nodes)
         if world_size:
@@ -184,12 +183,10 @@ def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     if ranks is not None:
         command_options["world_size"] = [ranks]
     groups = command.callback.read_options(command_options | saved)  # By the name of the command's parameter.
-    # Only verify has this one. It has no --dry-run; making its cells refuses what does not go together.
-    if "verification" in groups:
+    if "verification" in groups:  # Of verify, which has no --dry-run: making its cells refuses what cannot go together.
         groups["verification"].workloads(groups["model"])
     if name in _PLANNED:  # Its --dry-run starts no process.
-        # The files that options name, saved cells and trackers are the job's: this plan touches none.
-        declared = command.callback.declared
+        declared = command.callback.declared  # This plan touches no file, saved cell or tracker: they are the job's.
         written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}
         context.params |= {option: value for option, value in _LEFT_OUT.items() if option in command_options}

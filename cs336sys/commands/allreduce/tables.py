@@ -189,8 +189,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
             row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None
             row["half_bandwidth_bytes"] = line.half_bandwidth_bytes if is_finite else None
             row["average_busbw_gbps"] = _average_busbw(group) if timing == "back_to_back" else None
-            # Two sizes are always on a line.
-            deviation = line.largest_deviation(*_points(group, timing)) if len(group) > 2 else None
+            deviation = line.largest_deviation(*_points(group, timing)) if len(group) > 2 else None  # Two always fit.
             row["deviation_percent"] = None if deviation is None else 100 * deviation
             rows.append(row)
     columns = (

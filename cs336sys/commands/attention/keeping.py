@@ -30,8 +30,7 @@ LEAST_SPEEDUP = 1.03
 def measure_and_keep(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``flash --keep-settings``, after the choice of settings for its shape where it asks for one."""
     notes = []
-    # Later rounds measure with the settings that the first has kept.
-    if configuration.get("keep_settings") and configuration.get("round", 1) == 1:
+    if configuration.get("keep_settings") and configuration.get("round", 1) == 1:  # Later rounds use what it keeps.
         workload = AttentionWorkload.from_configuration(configuration)
         notes = keep_settings(workload, choose_device(workload.device), progress)
     outcome = measure_own_attention(configuration, progress)

@@ -279,8 +279,7 @@ def _errors_if_supported(attention: Attention, workload: AttentionWorkload, devi
     except (NotImplementedError, AssertionError) as error:
         if workload.implementation not in FLASH_ATTENTION_4:
             raise
-        # How the package says that it has no kernel for these shapes on this GPU, in either pass.
-        reason = str(error) or "it does not say why"
+        reason = str(error) or "it does not say why"  # How the package refuses a shape on this GPU, in either pass.
         raise CapabilityError(f"{workload.implementation} does not take this: {reason}") from error
     except RuntimeError as error:
         # How torch says that the chosen backend cannot serve a call; the second is the CPU's.

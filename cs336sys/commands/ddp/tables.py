@@ -172,8 +172,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
             label, point = bucket_name(cell.configuration["bucket_mb"]), (size_mb, value_ms)
             drawing.annotate(label, point, textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
         drawing.set_xscale("log")
-        # Half of the label of the largest bucket stands next to the curve's end, and a label is as high as this.
-        drawing.margins(x=0.08, y=0.08)
+        drawing.margins(x=0.08, y=0.08)  # Room for half a label next to the curve's end, and for its height.
         drawing.set_ylim(bottom=min(0.0, *exposed_ms))
         drawing.set(xlabel="mean bucket, MB", ylabel="overhead, ms")
         names = (str(sweep[0].configuration[name]) for name in ("size", *settings))

@@ -32,8 +32,7 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
     peers = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
     # Links are slower than memory: a quarter of the bytes takes long enough.
     links_gbps = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
-    # Within the GPU, bytes read and written count.
-    copy_gbps, launch_us = 2 * _copied_gbps(device, device, _COPY_BYTES), _launch_us(device)
+    copy_gbps, launch_us = 2 * _copied_gbps(device, device, _COPY_BYTES), _launch_us(device)  # Reads and writes count.
     return Ceilings(torch.cuda.get_device_name(device), tflops, copy_gbps, launch_us, min(links_gbps, default=None))
 
 

@@ -35,8 +35,7 @@ def check_model(workload: Workload) -> list[Check]:
             for check in (_imports, _trains, _blocks, _attention, _kernels, _compiles, _waits, _starts_in_parts):
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
-        # `check` is the one that failed.
-        name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")
+        name = {_imports: "imports", _trains: "trains", _blocks: "blocks"}.get(check, "model")  # The failed one.
         fix = "imports fail" if check is _imports else "fails"
         return [*checks, _faulty(name, str(error), fix=fix, verdict="missing")]
     return [*checks, *_commands(checks)]
@@ -104,8 +103,7 @@ class _InPlaceChanges(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # With the version that was saved; holding the tensors keeps their addresses unique.
-        self._saved: list[tuple[Tensor, int]] = []
+        self._saved: list[tuple[Tensor, int]] = []  # With its version then; holding tensors keeps addresses unique.
         self._stacks: dict[int, list[tuple[Path, int]]] = {}  # The stack of the first change, by address.
 
     def save(self, tensor: Tensor) -> Tensor:

@@ -235,8 +235,7 @@ OPERATIONS: dict[str, Operation] = {
             _eager_add_rms_norm,
             quack=functools.partial(_quack_rms_norm, prenorm=True),
         ),
-        # Forward: x, residual, their sum, y. Backward: the sum, both outputs' gradients, one that both inputs share.
-        moved_tensors=(4, 4),
+        moved_tensors=(4, 4),  # Forward: x, residual, sum, y. Backward: sum, outputs' gradients, one for both inputs.
     ),
     "rope": DifferentiatedFunction(
         inputs=lambda workload, random, generator: {"x": random((1, workload.tokens, workload.width))},

@@ -208,8 +208,7 @@ def _profile_under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path,
     try:
         report = nsight_systems.profile(nsys, command, folder)
     finally:
-        # What the profiled process says about its failure replaces what nsys makes of it, an error of profile().
-        if outcome_file.exists():
+        if outcome_file.exists():  # What it says about its failure replaces an error of profile(), which knows less.
             outcome = Outcome(**json.loads(outcome_file.read_text()))
             if outcome.status != "ok":
                 raise _ProfiledRunFailed(outcome)

@@ -124,8 +124,7 @@ def _show_report(source: list[Path], range_names: list[str], profiling: Profiler
     recorded_names = report.capture.range_names()
     names = []
     for text in range_names:
-        # Programs may have commas in their ranges' names.
-        names += [text] if text in recorded_names else split_list([text], "--range", str)
+        names += [text] if text in recorded_names else split_list([text], "--range", str)  # Names may hold commas.
     try:
         profile = summarize(report.capture, names, report.timelines)
     except UsageError as error:

@@ -47,8 +47,7 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
         is_of_part = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
         total_ns[kernel.range if is_of_part else _OTHER] += kernel.total_ns
     keys = {SCORES: "scores_ms", FINAL_MATMUL: "final_ms", SOFTMAX: "softmax_ms", _OTHER: "other_ms"}
-    # In ms of a step, whose forward pass has these ranges.
-    row = {key: total_ns[part] / measured.steps / 1e6 for part, key in keys.items()}
+    row = {key: total_ns[part] / measured.steps / 1e6 for part, key in keys.items()}  # In ms of a step.
     matmul_ms, softmax_ms = row["scores_ms"] + row["final_ms"], row["softmax_ms"]
     if not matmul_ms or not softmax_ms:
         return row
@@ -113,8 +112,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
         "phase": row.name,
         "gpu": row.gpu,
         "unprofiled_ms": unprofiled,
-        # Whole steps with ranges, but without a profiler.
-        "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
+        "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,  # Ranges, no profiler.
         **{"wall_ms": wall_ms, "span_ms": span_ms, "busy_ms": busy_ms, "kernel_ms": kernel_ms},
         "idle_percent": idle_percent,
         "launch_bound": launch_bound,

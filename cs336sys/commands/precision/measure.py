@@ -101,8 +101,7 @@ def _train_step(
     for part, module in (("fc1", model.fc1), ("ln", model.ln), ("logits", model.fc2)):
         module.register_forward_hook(lambda _, inputs, output, part=part: seen.update({part: {output.dtype}}))
     with warnings.catch_warnings():
-        # torch warns where it cannot autocast (refused below) or a norm has no fused kernel for mixed dtypes.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # No autocast (refused below), or no fused kernel of a norm for mixed dtypes.
         with torch.autocast(device.type, autocast_dtype):
             if not torch.is_autocast_enabled(device.type):
                 raise RuntimeError(f"torch {torch.__version__} does not autocast to {autocast_dtype} on {device.type}")

@@ -106,8 +106,7 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
         sides.setdefault(cell.configuration["side"], []).append(Analysis.from_json(cell.derived["trace"]))
     if len(sides) == 1:
         return trace_tables(next(iter(sides.values())), ranks, shown)
-    # Sentences on damage say by the label in which capture it is.
-    first = [replace(sides[name][0], label=name) for name in (BEFORE, AFTER)]
+    first = [replace(sides[name][0], label=name) for name in (BEFORE, AFTER)]  # Damage is told by these labels.
     difference = compare_captures(*first)
     sentences = [*damage_sentences(first), *difference_sentences(difference)]
     title = f"trace: {file_words(sides[BEFORE])} before, {file_words(sides[AFTER])} after"

@@ -207,11 +207,9 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     """
     from matplotlib.patches import Patch
 
-    # Without a profile an empty picture: what failed stands in the table.
-    rows = share_table(measured, labels).rows if measured else []
+    rows = share_table(measured, labels).rows if measured else []  # Without any, an empty picture: the table says why.
     phases = list(dict.fromkeys(str(row["phase"]) for row in rows))
-    # By size, which labels the axes: bars, each a name and its rows by phase.
-    groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}
+    groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}  # Bars (name, rows by phase) by size.
     for row in rows:
         bars = groups.setdefault(str(row.get("size", "")), [])
         keys = [label.key for label in labels if label.key not in ("size", "parameters")]
