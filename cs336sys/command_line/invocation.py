@@ -87,6 +87,8 @@ class _CommandBase:
 
 
 class _Command(_CommandBase, TyperCommand):
+    """A command whose options a settings file, variables and, from Python, a Request can set."""
+
     def make_parser(self, ctx):
         if isinstance(ctx.obj, Request):
             return RequestParser(ctx.obj, self.get_params(ctx))

@@ -62,6 +62,8 @@ Measure = Callable[[dict[str, Any], Progress], Outcome]
 
 @dataclass(frozen=True)
 class _Child:
+    """The process of a :class:`Worker`, and the pipe to it."""
+
     guarded: Guarded
     connection: multiprocessing.connection.Connection
     kills_before: int | None = field(default_factory=out_of_memory_kills)  # At the child's start.

@@ -255,6 +255,7 @@ class _RunningSweep:
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         # A worker process could not find a function that the user has passed as an object.
         needs_this_process = any(named_object(str(value)) for cell in configurations for value in cell.values())
+        # Ranks, and a worker that a timeout can end, are such processes.
         if needs_this_process and (self.across_ranks or options.cell_timeout is not None):
             option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
             raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
@@ -286,9 +287,9 @@ class _RunningSweep:
                     self._tell_interruption(interrupt)
                     raise
             if self.ranks is not None and self.stopped:
-                last = self.cells[-1]
+                last = self.cells[-1]  # Which is why the ranks stopped: see _go_through().
                 say(f"rank {self.ranks.identity.rank}: {last.status}: {last.reason}; {self._count_words}")
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt as interrupt:  # Raised again above, or before or after all cells.
             self._tell_interruption(interrupt)
         finally:
             if self.tracking is not None:
