@@ -133,6 +133,13 @@ def test_changes_add_up_to_the_difference(runs):
     assert "of several ranks, the first of each side is compared" in found["verdict"]["notes"]
 
 
+def test_a_page_takes_no_option_of_tables_away(runs):
+    shown = invoke(runs / "before", "--html", runs / "page.html", "--columns", "verdict", "--format", "csv")
+    assert shown.stdout.startswith("table,verdict\n")
+    for option in ("--columns", "--sort"):
+        assert "choose from" in invoke(runs / "before", "--html", runs / "page.html", option, "nothing").stderr
+
+
 def test_the_page_loads_nothing_and_shows_hostile_names_as_text(runs):
     page = runs / "page.html"
     result = invoke(runs / "before", "--against", runs / "after", "--html", page)

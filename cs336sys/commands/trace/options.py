@@ -105,8 +105,8 @@ def trace(
     cells = [cell for side, of_side in captures.items() for cell in capture_cells(side, of_side, shown, run_id)]
     tables = saved_trace_tables(cells, reading.top, reading.full_names)
     _record_and_save(save, run_id, first_analyses[0], cells)
-    # With a page, tables are printed if their place, format or names were asked for; else the verdict alone.
-    if html is None or output.output is not None or output.format is not None or output.table:
+    # With a page, tables are printed if anything of their output was chosen; else the verdict alone.
+    if html is None or any(vars(output).values()):
         output.emit(tables)
     else:
         output.write(tables[:1])

@@ -17,7 +17,7 @@ def calls_and_fix() -> tuple[str, str | None]:
     """Return how calls run here, and what would let them run in C++, if anything."""
     reason = native_call.why_off()
     if reason is not None:
-        fix = "`apt-get install g++`, or set CXX."
+        fix = None if torch.version.hip else "`apt-get install g++`, or set CXX."
         if not native_call.KNOWN_TRITON:
             fix = f'`python -m pip install "triton=={native_call.KNOWN_LAUNCHERS[-1]}.*"`, if this torch allows it.'
         return f"through Python: {reason}", fix

@@ -741,6 +741,9 @@ def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
         "through Python: there is no C++ compiler: install g++ or set CXX",
         "`apt-get install g++`, or set CXX.",
     )
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.version, "hip", "6.4")  # No compiler would help.
+        assert native_probe.calls_and_fix()[1] is None
     monkeypatch.setattr(native_call, "compiler", lambda: "g++")
     broken = tmp_path / "native_call.so"
     monkeypatch.setattr(native_call, "library_path", lambda: broken)
