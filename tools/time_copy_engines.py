@@ -100,7 +100,7 @@ def time_messages(rounds: int, device: torch.device) -> list[str]:
             average()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL watches from a thread of its own.
                 average()
             calls[f"copy engines, parts of {part_mb} MB"] = graph.replay
         for label, times_ms in zip(calls, time_in_turn(list(calls.values()), rounds, device), strict=True):
