@@ -88,9 +88,11 @@ def time_messages(rounds: int, device: torch.device) -> list[str]:
     for message_gb in MESSAGES_GB:
         tensor = torch.zeros(message_gb * 10**9 // 2, dtype=torch.bfloat16, device=device)
         calls: dict[str, Callable[[], None]] = {"NCCL": functools.partial(dist.all_reduce, tensor)}
+        kept = []  # Graphs do not hold the boxes that their copies fill.
         for part_mb in PARTS_MB:
             parts = tensor.split(part_mb * 10**6 // 2)
             engines = copy_engines.CopyEngines(None, copy_engines.places_in_box([parts[0].nbytes])[1], device)
+            kept.append(engines)
 
             def average(engines: copy_engines.CopyEngines = engines, parts: Sequence[torch.Tensor] = parts) -> None:
                 for number, part in enumerate(parts):
@@ -107,7 +109,7 @@ def time_messages(rounds: int, device: torch.device) -> list[str]:
             median_ms = statistics.median(times_ms)
             # Of two ranks, the bytes of a message over its time are the bus bandwidth, too.
             rows.append(f"| {message_gb} GB | {label} | {median_ms:.2f} | {message_gb * 1e3 / median_ms:.1f} |")
-        del tensor, parts, calls
+        del tensor, parts, calls, kept
     return rows
 
 
