@@ -1,8 +1,12 @@
 """Every way to average gradients, and what tests see of it."""
 
 import contextlib
-import functools
 
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import batch, network, share, weights
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336sys.parallel import collectives
@@ -17,22 +21,12 @@ MODES = {
     "one bucket": lambda module, **options: BucketedDDP(module, None, **options),
 }
 
-EVERY_MODE = list(MODES)
-
 TORCH_MODES = {
     "torch": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "torch, small buckets": lambda module: DistributedDataParallel(module, bucket_cap_mb=0.0001),
 }
 
-
-def by_mode(function):
-    """Let a function of a way to average, and of other arguments, return its results for every way."""
-
-    @functools.wraps(function)
-    def in_every_mode(*args):
-        return {mode: function(wrap, *args) for mode, wrap in MODES.items()}
-
-    return in_every_mode
+each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def finish(wrapped):
@@ -45,6 +39,32 @@ def gradients(module):
         name: None if parameter.grad is None else parameter.grad.detach().cpu().clone()
         for name, parameter in module.named_parameters()
     }
+
+
+def train_alone(dtype=torch.float32, steps=4):
+    """The oracle: one process, the whole batch."""
+    model = network(0, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        inputs, targets = batch(step, dtype)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def train(mode, dtype=torch.float32, steps=4):
+    """Weights after training from rank 0's start; ``zero_grad`` in both modes in turn."""
+    model = network(dist.get_rank(), dtype).to(collectives.group_device())
+    wrapped = (MODES | TORCH_MODES)[mode](model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    for step in range(steps):
+        inputs, targets = batch(step, dtype)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        nn.functional.mse_loss(wrapped(share(inputs)), share(targets)).backward()
+        finish(wrapped)
+        optimizer.step()
+    return weights(model)
 
 
 @contextlib.contextmanager

@@ -1,67 +1,168 @@
 """What changes after wrapping is refused until refresh(), which takes it up as one process would."""
 
-import ddp_changes_ranks
 import pytest
-from ddp_modes import EVERY_MODE
+import torch
+import torch.distributed as dist
+from ddp_modes import MODES, each_mode, finish
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import batch, error_of, share, weights
+from torch import nn
+
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.gradient_slices import mark_slice
+
+
+class Adaptable(nn.Module):
+    """Has a tied bias, a frozen bias and places for adapters."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.third = nn.Linear(7, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.third.bias = self.second.bias
+        self.last = nn.Linear(6, 5)
+        self.last.bias.requires_grad_(False)
+        self.adapters = nn.ModuleList()
+        self.double()
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for adapter in self.adapters:
+            x = x + adapter(x)
+        return self.last(torch.tanh(self.third(torch.tanh(self.second(x)))))
+
+
+def add(model):
+    model.adapters.append(nn.Linear(6, 6).double())
+    model.adapters.append(nn.Linear(6, 6).double().requires_grad_(False))
+    model.register_buffer("added", torch.rand(3))
+
+
+def assign(model):
+    state = {"weight": torch.randn(6, 6).double(), "bias": torch.randn(6).double()}
+    model.second.load_state_dict(state, assign=True)
+
+
+def tie(model):
+    model.third.weight = model.second.weight
+
+
+def untie(model):
+    model.third.bias = nn.Parameter(torch.randn(6).double())
+
+
+def remove(model):
+    model.third = nn.Identity()
+
+
+def unfreeze(model):
+    model.last.bias.requires_grad_(True)
+
+
+def resize(model):
+    model.last.weight.data = model.last.weight.data[:4].clone()
+    model.last.bias.data = model.last.bias.data[:4].clone()
+
 
 REFUSALS = {
-    "add": "adapters.0.weight was added",
-    "assign": "second.weight was replaced (as load_state_dict() with assign=True does)",
-    "tie": "third.weight was tied to second.weight",
-    "untie": "third.bias was untied from second.bias",
-    "remove": "third.weight was removed",
-    "unfreeze": "last.bias was unfrozen",
-    "resize": "last.weight was changed from (5, 6) to (4, 6)",
+    add: "adapters.0.weight was added",
+    assign: "second.weight was replaced (as load_state_dict() with assign=True does)",
+    tie: "third.weight was tied to second.weight",
+    untie: "third.bias was untied from second.bias",
+    remove: "third.weight was removed",
+    unfreeze: "last.bias was unfrozen",
+    resize: "last.weight was changed from (5, 6) to (4, 6)",
 }
 
 
+def train_step(model, number):
+    """On a wrapper's share, or in one process on the whole batch."""
+    is_wrapped = hasattr(model, "finish_gradient_synchronization")
+    inputs, targets = map(share, batch(number, torch.float64)) if is_wrapped else batch(number, torch.float64)
+    outputs = model(inputs)
+    nn.functional.mse_loss(outputs, targets[:, : outputs.size(1)]).backward()
+    if is_wrapped:
+        finish(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    model.zero_grad()
+
+
+@on_ranks(2)
+@each_mode
 @pytest.mark.parametrize("change", REFUSALS)
-def test_changed_module_is_refused_and_trains_after_refresh(ranks, change):
-    expected = ddp_changes_ranks.train_alone(change)
-    first, second = ranks(2).run(ddp_changes_ranks.change_in_training, change)
-    for mode in EVERY_MODE:
-        sentence = f"{REFUSALS[change]} after it was wrapped: call refresh() on every rank"
-        refusal = ("UsageError", sentence)
+def test_changed_module_is_refused_and_trains_after_refresh(mode, change):
+    rank, alone, x = dist.get_rank(), Adaptable(0), torch.ones(2, 7).double()
+    wrapped = MODES[mode](Adaptable(rank))
+    for model, seed in ((alone, 100), (wrapped, 100 + rank)):
+        train_step(model, 0)
+        torch.manual_seed(seed)
+        change(alone if model is alone else wrapped.module)
+
+    def pass_through_module():
+        wrapped.module(x).sum().backward()
+        finish(wrapped)
+
+    refusal = ("UsageError", f"{REFUSALS[change]} after it was wrapped: call refresh() on every rank")
+    assert error_of(wrapped, x) == refusal
+    with torch.no_grad():
         # Without gradients, functional_call() may have given the module other values.
-        evaluated = None if change in ("assign", "untie") else refusal
-        assert first[mode][0] == second[mode][0] == [refusal, evaluated, refusal]
-        # Buffers and frozen parameters that were added are rank 0's, too.
-        assert_same(first[mode][1], expected, rtol=1e-12, atol=1e-12)
-        assert_same(second[mode][1], first[mode][1])
+        assert error_of(wrapped, x) == (None if change in (assign, untie) else refusal)
+    assert error_of(pass_through_module) == refusal
+    wrapped.zero_grad()
+    wrapped.refresh()
+    for number in (1, 2):
+        train_step(alone, number)
+        train_step(wrapped, number)
+    # Buffers and frozen parameters that were added are rank 0's, too.
+    assert_same(weights(wrapped.module), weights(alone), rtol=1e-12, atol=1e-12)
+    assert_same(weights(wrapped.module), gather_objects(weights(wrapped.module))[0])
 
 
-def test_refresh_is_refused_on_every_rank_if_they_changed_differently(ranks):
-    for added, assigned, of_wrapper in ranks(2).run(ddp_changes_ranks.changed_on_one_rank):
-        for error, new in ((added, "adapters.0.weight, adapters.0.bias"), (assigned, "second.weight, second.bias")):
-            assert error[0] == "UsageError"
-            assert error[1].startswith(f"ranks differ in what they train: new: nothing on rank 0, new: {new}")
-        assert of_wrapper == ("UsageError", "head.weight was added to the wrapper: add it to the module in it")
+@on_ranks(2)
+def test_refresh_is_refused_on_every_rank_if_they_changed_differently():
+    for change, new in ((add, "adapters.0.weight, adapters.0.bias"), (assign, "second.weight, second.bias")):
+        wrapped = NaiveDDP(Adaptable(0))
+        if dist.get_rank() == 1:
+            change(wrapped.module)
+        kind, message = error_of(wrapped.refresh)
+        assert kind == "UsageError"
+        assert message.startswith(f"ranks differ in what they train: new: nothing on rank 0, new: {new}")
+    wrapped = NaiveDDP(Adaptable(0))
+    wrapped.head = nn.Linear(2, 2)
+    refusal = ("UsageError", "head.weight was added to the wrapper: add it to the module in it")
+    assert error_of(wrapped.refresh) == refusal
 
 
-def test_parameters_frozen_in_turns_need_no_refresh(ranks):
-    expected = ddp_changes_ranks.freeze_in_turns_alone()
-    for result in ranks(2).run(ddp_changes_ranks.freeze_in_turns):
-        for mode in EVERY_MODE:
-            assert_same(result[mode], expected, rtol=1e-12, atol=1e-12)
+@on_ranks(2)
+@each_mode
+def test_parameters_frozen_in_turns_need_no_refresh(mode):
+    """As of a discriminator in a GAN."""
+    wrapped, alone = MODES[mode](Adaptable(0)), Adaptable(0)
+    for number in range(4):
+        for model, root in ((wrapped, wrapped.module), (alone, alone)):
+            root.second.requires_grad_(number % 2 == 0)
+            train_step(model, number)
+    assert_same(weights(wrapped.module), weights(alone), rtol=1e-12, atol=1e-12)
 
 
-def test_parameters_that_ranks_do_not_have_in_common_are_refused(ranks):
-    for of_each, of_all, own, shortened in ranks(2).run(ddp_changes_ranks.not_the_same_on_all_ranks):
-        assert of_each == of_all
-        assert of_each == (
+@on_ranks(2)
+def test_parameters_that_ranks_do_not_have_in_common_are_refused():
+    for ranks in (None, range(dist.get_world_size()), [dist.get_rank()]):
+        module = nn.Linear(2, 2)
+        mark_slice(module.weight, ranks)
+        refusal = (
             "UsageError",
             "weight is a slice, and other ranks hold other slices of it: wrap a module whose parameters are whole, or "
             "give a group of ranks that hold the same slice",
         )
-        assert own is None
-        assert shortened == (
-            "UsageError",
-            "0 (Embedding) has max_norm=1.0, by which each rank would shorten other rows in its forward pass: choose "
-            "max_norm=None, and shorten rows after each step",
-        )
-
-
-def test_gradients_that_the_caller_keeps_do_not_change(ranks):
-    before, kept = ranks(1).run(ddp_changes_ranks.kept_gradients)[0]
-    assert_same(kept, before)
+        assert error_of(NaiveDDP, module) == (None if ranks == [dist.get_rank()] else refusal)
+    assert error_of(NaiveDDP, nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))) == (
+        "UsageError",
+        "0 (Embedding) has max_norm=1.0, by which each rank would shorten other rows in its forward pass: choose "
+        "max_norm=None, and shorten rows after each step",
+    )

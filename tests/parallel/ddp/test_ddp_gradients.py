@@ -1,129 +1,187 @@
-"""Gradients that are missing, repeated, kept apart, of several dtypes or not finite are averaged, or named."""
+"""Gradients that are missing, repeated, of several dtypes, sparse or in a graph are averaged, or named."""
 
-import ddp_gradients_ranks
+import contextlib
+import copy
+
 import pytest
 import torch
-from ddp_modes import EVERY_MODE
+import torch.distributed as dist
+from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches
+from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
+from small_models import PartlyUsed, WithoutGradient, batch, error_of, network, penalized_loss, share, weights
+from torch import nn
+
+from cs336sys.parallel.collectives import gather_objects, group_device
 
 
-def means(results):
-    """Mean over ranks of dictionaries of tensors."""
-    return {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+def mean_over_ranks(tensors):
+    """Of this rank's and its peers' dictionaries of tensors."""
+    of_ranks = gather_objects(tensors)
+    return {name: sum(part[name] for part in of_ranks) / len(of_ranks) for name in tensors}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_one(ranks, world_size):
-    whole = sum(12.0 * (rank + 1) for rank in range(world_size)) / world_size
-    for result in ranks(world_size).run(ddp_gradients_ranks.unused_on_some_ranks):
-        for mode in EVERY_MODE:
-            on_all, on_first, on_none = result[mode]
-            assert_same(on_first, dict_of(used=whole, sometimes=12.0 / world_size, never=None))
-            assert_same(on_all, dict_of(used=whole, sometimes=whole, never=None))
-            assert_same(on_none, dict_of(used=whole, sometimes=None, never=None))
+@on_ranks(2, 3, gpus=True)
+@each_mode
+def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_one(mode):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = sum(12.0 * (number + 1) for number in range(world_size)) / world_size
+    wrapped = MODES[mode](PartlyUsed().to(group_device()))
+    for used_on, sometimes in ((range(world_size), whole), ((0,), 12.0 / world_size), ((), None)):
+        wrapped.zero_grad()
+        wrapped(12.0 * (rank + 1), rank in used_on).backward()
+        finish(wrapped)
+        assert_same(gradients(wrapped.module), dict_of(used=whole, sometimes=sometimes, never=None))
 
 
-def test_backward_function_that_returns_none_counts_as_zero(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.none_gradients):
-        for mode in EVERY_MODE:
-            assert_same(result[mode], dict_of(used=2.0, sometimes=2.0, never=None))
+@on_ranks(2)
+@each_mode
+def test_backward_function_that_returns_none_counts_as_zero(mode):
+    wrapped = MODES[mode](PartlyUsed())
+    through = WithoutGradient.apply if dist.get_rank() == 1 else torch.clone
+    ((through(wrapped.module.sometimes) * 4.0).sum() + (wrapped.module.used * 2.0).sum()).backward()
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), dict_of(used=2.0, sometimes=2.0, never=None))
 
 
-def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.second_backward):
-        for mode in EVERY_MODE:
-            errors, averaged = result[mode]
-            for kind, message in errors:
-                assert kind == "UsageError"
-                assert "got a gradient from a second backward pass before finish_gradient_sync" in message
-                assert "no_sync()" in message
-            assert_same(averaged, dict_of(used=3.0, sometimes=3.0, never=None))
+@on_ranks(2)
+@each_mode
+def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(mode):
+    wrapped = MODES[mode](PartlyUsed())
+    for context in (contextlib.nullcontext, wrapped.no_sync):
+        wrapped(1.0, True).backward()
+        with context():
+            kind, message = error_of(wrapped(1.0, True).backward)
+        assert kind == "UsageError"
+        assert "got a gradient from a second backward pass before finish_gradient_sync" in message
+        assert "no_sync()" in message
+        finish(wrapped)
+        wrapped.zero_grad()
+    wrapped(2.0 * (dist.get_rank() + 1), True).backward()
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), dict_of(used=3.0, sometimes=3.0, never=None))
 
 
-def test_no_sync_keeps_gradients_apart_until_finish(ranks):
-    for rank, result in enumerate(ranks(2).run(ddp_gradients_ranks.accumulate_without_the_last_pass)):
-        for mode in EVERY_MODE:
-            error, once, alone, averaged = result[mode]
-            assert error[0] == "UsageError"
-            assert_same(once, dict_of(used=18.0, sometimes=18.0, never=None))
-            assert_same(alone, dict_of(used=12.0 * (rank + 1), sometimes=12.0 * (rank + 1), never=None))
-            assert_same(averaged, once)
+@on_ranks(2)
+@each_mode
+def test_no_sync_keeps_gradients_apart_until_finish(mode):
+    wrapped, factor = MODES[mode](PartlyUsed()), 12.0 * (dist.get_rank() + 1)
+    with wrapped.no_sync():
+        wrapped(factor, True).backward()
+    assert_same(gradients(wrapped.module), dict_of(used=factor, sometimes=factor, never=None))
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), dict_of(used=18.0, sometimes=18.0, never=None))
 
 
-def test_each_dtype_is_averaged_exactly_in_its_own(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.mixed_dtypes, 2.0):
-        for mode in EVERY_MODE:
-            averaged, sent = result[mode]
-            assert [gradient.dtype for gradient in averaged] == list(ddp_gradients_ranks.MixedDtypes.DTYPES)
-            assert all((gradient == 3.0).all() for gradient in averaged)
-            assert len(sent) == (6 if mode in ("naive", "overlap") else 4)
+class MixedDtypes(nn.Module):
+    DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(3, dtype=dtype) for dtype in self.DTYPES])
+
+    def forward(self, factor):
+        return sum((part * factor).double().sum() for part in self.parts)
 
 
-def test_parameters_that_are_not_contiguous(ranks):
-    results = ranks(2).run(ddp_gradients_ranks.permuted_parameters)
-    for mode in EVERY_MODE:
-        expected = means([result[mode][1] for result in results])
-        for averaged, _, weights in (result[mode] for result in results):
-            assert_same(averaged, expected)
-            assert_same(weights, results[0][mode][2])
+@on_ranks(2)
+@each_mode
+def test_each_dtype_is_averaged_exactly_in_its_own(mode):
+    wrapped = MODES[mode](MixedDtypes())
+    with recorded_launches() as launches:
+        wrapped(2.0 * (dist.get_rank() + 1)).backward()
+        finish(wrapped)
+    for part, dtype in zip(wrapped.module.parts, MixedDtypes.DTYPES, strict=True):
+        assert torch.equal(part.grad, torch.full((3,), 3.0, dtype=dtype))
+    assert len(launches) == (6 if mode in ("naive", "overlap") else 4)
 
 
+class Permuted(nn.Module):
+    """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.transposed = nn.Parameter(torch.randn(3, 5).t())
+        self.image = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.sliced = nn.Parameter(torch.randn(3, 8)[:, ::2])
+
+    def forward(self, x):
+        image = self.image(x.expand(1, 2, 5, 5).contiguous(memory_format=torch.channels_last))
+        return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
+
+
+@on_ranks(2)
+@each_mode
+def test_parameters_that_are_not_contiguous(mode):
+    wrapped, x = MODES[mode](Permuted()), torch.tensor(dist.get_rank() + 1.0)
+    alone = copy.deepcopy(wrapped.module)
+    for module in (alone, wrapped):
+        module(x).backward()
+    if dist.get_rank() == 1 and mode in ("naive", "flat"):
+        # As a caller may leave it: the same numbers in another order in memory.
+        parameter = wrapped.module.transposed
+        parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), mean_over_ranks(gradients(alone)))
+    assert_same(weights(wrapped.module), gather_objects(weights(wrapped.module))[0])
+
+
+@on_ranks(2)
+@each_mode
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float64])
-def test_gradient_dtype_is_sent_and_the_result_keeps_its_own(ranks, gradient_dtype):
-    results = ranks(2).run(ddp_gradients_ranks.smaller_traffic, gradient_dtype)
-    for mode in EVERY_MODE:
-        sent = [
-            {name: gradient.to(gradient_dtype) for name, gradient in result[mode][1].items() if gradient is not None}
-            for result in results
-        ]
-        expected = {name: mean.to(torch.float32) for name, mean in means(sent).items()}
-        for averaged, _, launches in (result[mode] for result in results):
-            assert_same({name: averaged[name] for name in expected}, expected)
-            assert all(dtype == gradient_dtype and len(elements) == 1 for _, elements, dtype in launches)
+def test_gradient_dtype_is_sent_and_the_result_keeps_its_own(mode, gradient_dtype):
+    wrapped, inputs = MODES[mode](network(0), gradient_dtype=gradient_dtype), batch(dist.get_rank())[0]
+    alone = copy.deepcopy(wrapped.module)
+    alone(inputs).sum().backward()
+    with recorded_launches() as launches:
+        for _ in range(2):
+            wrapped.zero_grad()
+            launches.clear()
+            wrapped(inputs).sum().backward()
+            finish(wrapped)
+    sent = {name: value.to(gradient_dtype) for name, value in gradients(alone).items() if value is not None}
+    expected = {name: mean.to(torch.float32) for name, mean in mean_over_ranks(sent).items()}
+    averaged = gradients(wrapped.module)
+    assert_same({name: averaged[name] for name in expected}, expected)
+    assert all(dtype == gradient_dtype and len(elements) == 1 for _, elements, dtype in launches)
 
 
-def test_nan_of_one_rank_is_seen_by_all(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.not_a_number):
-        for mode in EVERY_MODE:
-            assert result[mode]["used"].isnan().all()
+@on_ranks(2)
+@each_mode
+def test_sparse_gradient_is_named(mode):
+    wrapped = MODES[mode](nn.Embedding(5, 3, sparse=True))
+
+    def step():
+        wrapped(torch.tensor([1, 2])).sum().backward()
+        finish(wrapped)
+
+    message = "weight has a sparse gradient, which cannot be averaged: choose sparse=False"
+    assert error_of(step) == ("UsageError", message)
 
 
-def test_sparse_gradient_is_named(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.sparse_gradient):
-        assert set(result.values()) == {
-            ("UsageError", "weight has a sparse gradient, which cannot be averaged: choose sparse=False")
-        }
+@on_ranks(2, gpus=True)
+@each_mode
+def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(mode):
+    alone = network(0, torch.float64)
+    penalized_loss(alone, *batch(0, torch.float64)).backward()
+    wrapped = MODES[mode](network(0, torch.float64).to(group_device()))
+    penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), gradients(alone), atol=1e-12)
 
-
-def assert_penalties_are_right_or_refused(results):
-    expected = ddp_gradients_ranks.penalized_alone()
-    for result in results:
-        for mode in EVERY_MODE:
-            penalized, errors = result[mode]
-            assert_same(penalized, expected, atol=1e-12)
-            for kind, message in errors:
-                assert kind == "UsageError"
-                _, _, reason = message.partition(" got its gradient with ")
-                assert reason == (
-                    "create_graph=True, and the average over ranks is in no graph: take gradients to differentiate "
-                    "again by torch.autograd.grad, and call backward() without it"
-                )
-
-
-def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(ranks):
-    assert_penalties_are_right_or_refused(ranks(2).run(ddp_gradients_ranks.gradient_penalty))
-
-
-@pytest.mark.multigpu
-def test_gradient_penalty_on_two_gpus(two_gpus):
-    assert_penalties_are_right_or_refused(two_gpus.run(ddp_gradients_ranks.gradient_penalty))
-
-
-@pytest.mark.multigpu
-def test_parameter_without_gradient_on_two_gpus(two_gpus):
-    for result in two_gpus.run(ddp_gradients_ranks.unused_on_some_ranks):
-        for mode in EVERY_MODE:
-            on_all, on_first, on_none = result[mode]
-            assert_same(on_first, dict_of(used=18.0, sometimes=6.0, never=None))
-            assert_same(on_all, dict_of(used=18.0, sometimes=18.0, never=None))
-            assert_same(on_none, dict_of(used=18.0, sometimes=None, never=None))
+    partly = MODES[mode](PartlyUsed().to(group_device()))
+    errors = [error_of(partly(1.0, True).backward, create_graph=True)]
+    partly.zero_grad()
+    with partly.no_sync():
+        errors.append(error_of(partly(1.0, True).square().backward, create_graph=True))
+    partly.zero_grad()
+    used = partly.module.used
+    (used.grad,) = torch.autograd.grad(used.square().sum(), used, create_graph=True)
+    errors.append(error_of(finish, partly))
+    for kind, message in errors:
+        assert kind == "UsageError"
+        assert message.partition(" got its gradient with ")[2] == (
+            "create_graph=True, and the average over ranks is in no graph: take gradients to differentiate again by "
+            "torch.autograd.grad, and call backward() without it"
+        )

@@ -1,24 +1,68 @@
 """Gradients are averaged where they are, and no mode needs more memory than torch's."""
 
-import ddp_memory_ranks
-import pytest
+import gc
+import time
+import weakref
 
-from cs336sys.parallel.ranks import launch
+import torch
+from ddp_modes import MODES, TORCH_MODES, each_mode, finish
+from on_ranks import on_ranks
+from small_models import batch, network
+from torch import nn
 
-
-def test_gradients_are_averaged_where_they_are(ranks):
-    for mode, (stayed, together) in ranks(2).run(ddp_memory_ranks.gradient_memory)[0].items():
-        assert stayed == [True] * 3, mode
-        assert together == [mode == "flat"] * 3, mode
-
-
-def test_flat_buffer_leaves_its_memory_to_the_next_forward_pass(ranks):
-    assert ranks(2).run(ddp_memory_ranks.flat_buffer_is_dropped) == [(True, False)] * 2
+from cs336sys.parallel.ddp import FlatDDP
 
 
-@pytest.mark.multigpu
+@on_ranks(2)
+@each_mode
+def test_gradients_are_averaged_where_they_are(mode):
+    wrapped = MODES[mode](network(0))
+    for step in range(3):
+        wrapped.zero_grad(set_to_none=step != 1)
+        wrapped(batch(step)[0]).sum().backward()
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        before = [parameter.grad.data_ptr() for parameter in trained]
+        finish(wrapped)
+        assert [parameter.grad.data_ptr() for parameter in trained] == before
+        blocks = {parameter.grad.untyped_storage().data_ptr() for parameter in trained}
+        assert (len(blocks) == 1) == (mode == "flat")
+
+
+@on_ranks(2)
+def test_flat_buffer_leaves_its_memory_to_the_next_forward_pass():
+    wrapped = FlatDDP(network(0))
+    wrapped(batch(0)[0]).sum().backward()
+    finish(wrapped)
+    buffer = weakref.ref(next(parameter.grad._base for parameter in wrapped.parameters() if parameter.requires_grad))
+    assert buffer() is not None
+    wrapped.zero_grad()
+    # Gloo's thread holds what it communicated a moment longer.
+    deadline = time.monotonic() + 60
+    while buffer() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert buffer() is None
+
+
+@on_ranks(gpus=True)
 def test_no_mode_needs_more_memory_than_torch():
-    for peaks in launch.run(ddp_memory_ranks.peak_memory_mib, world_size=2, backend="nccl"):
-        # Weights, gradients and AdamW's two moments are 128 MiB; a second copy of the gradients would be 32 more.
-        assert peaks["torch"] > 128
-        assert all(peak < peaks["torch"] + 4 for peak in peaks.values()), peaks
+    """Of 8 layers with 4 MiB of fp32 weights each."""
+    gc.collect()
+    before, peaks = torch.cuda.memory_allocated(), {}
+    for mode in (*MODES, "torch"):
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+        wrapped = (MODES | TORCH_MODES)[mode](model)
+        # Fused, because others need memory of their own.
+        optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            wrapped(torch.ones(16, 1024, device="cuda")).sum().backward()
+            finish(wrapped)
+            optimizer.step()
+        peaks[mode] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del model, wrapped, optimizer
+        gc.collect()
+    # Weights, gradients and AdamW's two moments are 128 MiB; a second copy of the gradients would be 32 more.
+    assert peaks["torch"] > 128
+    assert all(peak < peaks["torch"] + 4 for peak in peaks.values()), peaks

@@ -1,85 +1,147 @@
 """All-reduces run in one order on all ranks, while the backward pass runs, whoever comes late."""
 
-import ddp_order_ranks
-import ddp_training_ranks
-import pytest
+import random
+import time
+
 import torch
-from ddp_modes import EVERY_MODE
+import torch.distributed as dist
+from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches, train
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import Branches, batch, error_of, network
+
+from cs336sys.parallel import collectives
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+MEANS = {f"branches.{i}": torch.full((3,), 1.5 * (i + 1)) for i in range(4)}
 
 
-def test_launch_order_is_the_same_when_gradients_become_ready_in_another(ranks):
+@on_ranks(2)
+@each_mode
+def test_launch_order_is_the_same_when_gradients_become_ready_in_another(mode):
     """A hook that launches at once would add one branch's gradient to another's without an error."""
-    results = ranks(2).run(ddp_order_ranks.differently_ordered, [(0, 1, 2, 3), (2, 0, 3, 1)])
-    for mode in EVERY_MODE:
-        (averaged, first_ready, launches), (others, second_ready, other_launches) = (result[mode] for result in results)
-        assert first_ready == [3, 2, 1, 0]
-        assert second_ready == [1, 3, 0, 2]
-        assert launches == other_launches
-        assert [name for names in launches for name in names.split(", ")] == [f"branches.{i}" for i in (3, 2, 1, 0)]
-        assert_same(averaged, {f"branches.{i}": torch.full((3,), 1.5 * (i + 1)) for i in range(4)})
-        assert_same(averaged, others)
+    rank = dist.get_rank()
+    wrapped, ready = MODES[mode](Branches()), []
+    for index, branch in enumerate(wrapped.module.branches):
+        branch.register_post_accumulate_grad_hook(lambda _, index=index: ready.append(index))
+    with recorded_launches() as launches:
+        wrapped([(0, 1, 2, 3), (2, 0, 3, 1)][rank], rank + 1.0).backward()
+        finish(wrapped)
+    assert ready == [[3, 2, 1, 0], [1, 3, 0, 2]][rank]
+    assert ", ".join(names for names, *_ in launches) == ", ".join(f"branches.{i}" for i in (3, 2, 1, 0))
+    assert_same(gradients(wrapped.module), MEANS)
 
 
-def test_delays_change_nothing(ranks):
-    expected = ranks(2).run(ddp_training_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
-    for seed in range(3):
-        for result in ranks(2).run(ddp_order_ranks.train_with_delays, seed):
-            for mode in EVERY_MODE:
-                assert_same(result[mode], expected[mode])
+@on_ranks(2, gpus=True)
+def test_delays_change_nothing():
+    """Every rank comes late to other collectives than its peers; on GPUs both with launches and with gradients."""
+    on_gpu = collectives.group_device().type == "cuda"
+    expected = {mode: train(mode, steps=2) for mode in MODES}
+    for seed in range(5 if on_gpu else 3):
+        chance = random.Random(f"{seed} {dist.get_rank()}")
+
+        def delay(chance=chance):
+            time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
+            if on_gpu:
+                # Cycles: up to 50 ms, in which a collective that did not wait for this stream would read old gradients.
+                torch.cuda._sleep(chance.choice((0, 0, 100_000_000)))
+
+        with recorded_launches(delay):
+            for mode in MODES:
+                assert_same(train(mode, steps=2), expected[mode])
 
 
-def test_launches_overlap_the_backward_pass_where_they_should(ranks):
-    for result in ranks(2).run(ddp_order_ranks.launches_in_time):
-        # In backward order: last.weight, second.bias, second.weight (tied), norm.bias, norm.weight, first.bias,
-        # first.weight: 260, 52, 676, 52, 52, 52 and 364 bytes.
-        sizes = {mode: [sum(elements) for _, elements, _ in launches] for mode, (_, _, launches) in result.items()}
-        assert sizes["naive"] == sizes["overlap"] == [65, 13, 169, 13, 13, 13, 91]
-        assert sizes["bucketed"] == [65 + 13, 169, 13 + 13 + 13, 91]
-        assert sizes["one bucket"] == [65 + 13 + 169 + 13 + 13 + 13 + 91]
-        # One tensor, every gradient from a multiple of 64 elements on.
-        assert [elements for _, elements, _ in result["flat"][2]] == [[128 + 64 + 192 + 64 + 64 + 64 + 128]]
-        for mode in ("naive", "flat"):
-            assert result[mode][:2] == (0, 0)
-        assert result["one bucket"][:2] == (0, 1)
-        for mode, least in (("overlap", 5), ("bucketed", 2)):
-            before_last, in_backward, launches = result[mode]
-            assert before_last >= least
-            assert in_backward == len(launches)
+# In backward order: last.weight, second.bias, second.weight (tied), norm.bias, norm.weight, first.bias, first.weight:
+# 260, 52, 676, 52, 52, 52 and 364 bytes. Flat: one tensor, every gradient from a multiple of 64 elements on.
+LAUNCHED = {
+    "naive": [[65], [13], [169], [13], [13], [13], [91]],
+    "flat": [[128 + 64 + 192 + 64 + 64 + 64 + 128]],
+    "overlap": [[65], [13], [169], [13], [13], [13], [91]],
+    "bucketed": [[65 + 13], [169], [13 + 13 + 13], [91]],
+    "one bucket": [[65 + 13 + 169 + 13 + 13 + 13 + 91]],
+}
 
 
-def test_collective_of_the_caller_comes_in_order_though_ranks_lack_other_gradients(ranks):
-    alone = [ddp_order_ranks.chained_alone(rank) for rank in range(2)]
+@on_ranks(2)
+@each_mode
+def test_launches_overlap_the_backward_pass_where_they_should(mode):
+    wrapped, before_last = MODES[mode](network(0)), []
+    with recorded_launches() as launches:
+        wrapped.module.first.weight.register_hook(lambda _: before_last.append(len(launches)))
+        wrapped(batch(0)[0]).sum().backward()
+        in_backward = len(launches)
+        finish(wrapped)
+    assert [[sum(elements)] for _, elements, _ in launches] == LAUNCHED[mode]
+    assert mode != "flat" or [len(elements) for _, elements, _ in launches] == [1]
+    assert before_last[0] >= {"overlap": 5, "bucketed": 2}.get(mode, 0)
+    assert in_backward == (0 if mode in ("naive", "flat") else len(launches))
+    assert mode in ("overlap", "bucketed") or before_last == [0]
+
+
+# By rank, the branches of two modules that it uses.
+USED = (((0, 1), (0,)), ((0,), (1, 0)))
+
+
+def chain(first, second, rank):
+    of_first, of_second = USED[rank]
+    return second(of_second, first(of_first, rank + 1.0))
+
+
+def chained_alone(rank):
+    first, second = Branches(2), Branches(2)
+    chain(first, second, rank).backward()
+    return gradients(first), gradients(second)
+
+
+@on_ranks(2)
+def test_collective_of_the_caller_comes_in_order_though_ranks_lack_other_gradients():
+    """A sum of the caller's, of as many elements; flat sharded optimizers move weights by the gradients."""
     expected = [
-        {name: sum(0 if one[name] is None else one[name] for one in of_ranks) / 2 for name in of_ranks[0]}
-        for of_ranks in zip(*alone, strict=True)
+        {name: sum(0 if part[name] is None else part[name] for part in of_ranks) / 2 for name in of_ranks[0]}
+        for of_ranks in zip(*map(chained_alone, range(2)), strict=True)
     ]
-    results = ranks(2).run(ddp_order_ranks.collective_between)
-    for mode in results[0]:
-        for steps in zip(*(result[mode] for result in results), strict=True):
-            losses = [loss for loss, *_ in steps]
-            for _, total, averages in steps:
-                assert (total == sum(losses)).all(), mode
-                for average, wanted in zip(averages, expected, strict=True):
-                    assert_same(average, wanted)
+    for mode in [*MODES, "flat sharded"]:
+        first, second = modules = Branches(2), Branches(2)
+        if mode == "flat sharded":
+            options = {"flat": True, "bucket_size_mb": 1e-5, "lr": 1.0}
+            averaging = [ShardedOptimizer(module.parameters(), torch.optim.SGD, **options) for module in modules]
+        else:
+            first, second = averaging = [MODES[mode](module) for module in modules]
+        for order in (1, -1):
+            loss = chain(first, second, dist.get_rank())
+            loss.backward()
+            dist.all_reduce(total := loss.detach().expand(3).clone())
+            assert (total == sum(collectives.gather_objects(loss.item()))).all(), mode
+            for wrapped in averaging[::order]:
+                finish(wrapped)
+            averages = [gradients(module) for module in modules]
+            if mode == "flat sharded":
+                for optimizer in averaging:
+                    optimizer.step()
+                averages = [{name: 1.0 - weight.detach() for name, weight in m.named_parameters()} for m in modules]
+                with torch.no_grad():
+                    for parameter in [*first.parameters(), *second.parameters()]:
+                        parameter.fill_(1.0)
+            for wrapped, average, wanted in zip(averaging, averages, expected, strict=True):
+                assert_same(average, wanted)
+                wrapped.zero_grad()
 
 
-def test_second_pass_over_other_parameters_is_refused_where_the_first_has_launched(ranks):
-    for result in ranks(2).run(ddp_order_ranks.separate_passes):
-        for mode in EVERY_MODE:
-            error, averaged = result[mode]
-            if mode in ("naive", "flat"):
-                assert error is None
-            else:
-                assert error[0] == "UsageError"
-                assert "run all passes of a step but the last under no_sync()" in error[1]
-            assert_same(averaged, {f"branches.{i}": torch.full((3,), 1.5 * (i + 1)) for i in range(4)})
-
-
-@pytest.mark.multigpu
-def test_delays_change_nothing_on_two_gpus(two_gpus):
-    expected = two_gpus.run(ddp_training_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
-    for seed in range(5):
-        for result in two_gpus.run(ddp_order_ranks.train_with_delays, seed):
-            for mode in EVERY_MODE:
-                assert_same(result[mode], expected[mode])
+@on_ranks(2)
+@each_mode
+def test_second_pass_over_other_parameters_is_refused_where_the_first_has_launched(mode):
+    wrapped, factor = MODES[mode](Branches()), dist.get_rank() + 1.0
+    wrapped((0, 1), 1.0).backward()
+    error = error_of(wrapped((2, 3), 1.0).backward)
+    if mode in ("naive", "flat"):
+        assert error is None
+    else:
+        assert error[0] == "UsageError"
+        assert "run all passes of a step but the last under no_sync()" in error[1]
+    finish(wrapped)
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped((0, 1), factor).backward()
+    wrapped((2, 3), factor).backward()
+    finish(wrapped)
+    assert_same(gradients(wrapped.module), MEANS)

@@ -1,48 +1,48 @@
 """Data parallel training equals training in one process, bitwise where that is possible."""
 
-import ddp_training_ranks
 import pytest
-import small_models
 import torch
-from ddp_modes import EVERY_MODE, MODES, TORCH_MODES
+import torch.distributed as dist
+from ddp_modes import MODES, TORCH_MODES, each_mode, finish, train, train_alone
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import Products, factors
 from world_sizes import WORLD_SIZES
 
+from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ranks import launch
 
 
-def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_ranks(ranks):
+@on_ranks(2, gpus=True)
+def test_all_modes_and_torch_train_to_bitwise_equal_weights():
     """Possible at two ranks alone: a + b is b + a, while longer sums depend on how messages are cut."""
-    results = ranks(2).run(ddp_training_ranks.train_all, [*MODES, *TORCH_MODES])
-    for result in results:
-        for weights in result.values():
-            assert_same(weights, results[0]["torch"])
+    expected = gather_objects(train("torch"))[0]
+    for mode in [*MODES, *TORCH_MODES]:
+        assert_same(train(mode), expected)
 
 
-def test_training_in_fp32_equals_one_process_within_rounding(ranks):
-    expected = ddp_training_ranks.train_alone()
-    for weights in ranks(2).run(ddp_training_ranks.train_all, EVERY_MODE)[0].values():
-        assert_same(weights, expected, rtol=1e-5, atol=1e-6)
+@on_ranks(2)
+@each_mode
+def test_training_in_fp32_equals_one_process_within_rounding(mode):
+    assert_same(train(mode), train_alone(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_mean_of_integer_gradients_is_exact(ranks, world_size):
-    expected = [sum(parts) / world_size for parts in zip(*map(small_models.factors, range(world_size)), strict=True)]
-    for result in ranks(world_size).run(ddp_training_ranks.average_integers):
-        for mode in EVERY_MODE:
-            assert all(torch.equal(ours, exact) for ours, exact in zip(result[mode], expected, strict=True)), mode
+@on_ranks(*WORLD_SIZES)
+@each_mode
+def test_mean_of_integer_gradients_is_exact(mode):
+    world_size = dist.get_world_size()
+    wrapped = MODES[mode](Products())
+    wrapped(factors(dist.get_rank())).backward()
+    finish(wrapped)
+    for part, *parts in zip(wrapped.module.parts, *map(factors, range(world_size)), strict=True):
+        assert torch.equal(part.grad, sum(parts) / world_size)
 
 
-@pytest.mark.multigpu
-def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus(two_gpus):
-    for result in two_gpus.run(ddp_training_ranks.train_all, [*MODES, *TORCH_MODES]):
-        for weights in result.values():
-            assert_same(weights, result["torch"])
+def train_in_fp64():
+    return [train(mode, torch.float64) for mode in MODES]
 
 
 @pytest.mark.gpu
 def test_training_on_one_gpu_equals_training_without_ranks():
-    expected = ddp_training_ranks.train_alone(torch.float64)
-    (result,) = launch.run(ddp_training_ranks.train_all, EVERY_MODE, torch.float64, world_size=1, backend="nccl")
-    for weights in result.values():
-        assert_same(weights, expected, atol=1e-10)
+    for weights in launch.run(train_in_fp64, world_size=1, backend="nccl")[0]:
+        assert_same(weights, train_alone(torch.float64), atol=1e-10)

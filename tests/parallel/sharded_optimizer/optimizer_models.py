@@ -2,11 +2,12 @@
 
 import contextlib
 
+import pytest
 import small_models
 import torch
 import torch.distributed as dist
 from cs336_basics.optimizer import AdamW
-from small_models import batch, share
+from small_models import batch, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
@@ -14,6 +15,7 @@ from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 MODES = ("default", "flat")
+each_mode = pytest.mark.parametrize("mode", MODES)
 
 # 800 bytes hold one to four of the network's vectors in fp32, and no matrix.
 SMALL_MB = 0.0008
@@ -56,15 +58,10 @@ def sharded(mode, model, optimizer_cls=torch.optim.AdamW, *, overlap=False, para
     """The module to run and the optimizer: in mode "alone" the class itself, by default with an averaging wrapper."""
     params = model.parameters() if params is None else params
     if mode == "alone":
+        options.pop("bucket_size_mb", None)
         return model, optimizer_cls(params, **options)
-    options = {"bucket_size_mb": SMALL_MB} | options
-    optimizer = ShardedOptimizer(
-        params,
-        optimizer_cls,
-        flat=mode == "flat",
-        module=model if overlap else None,
-        **options,
-    )
+    options = {"bucket_size_mb": SMALL_MB, "flat": mode == "flat", "module": model if overlap else None} | options
+    optimizer = ShardedOptimizer(params, optimizer_cls, **options)
     return (model if mode == "flat" else NaiveDDP(model)), optimizer
 
 
@@ -73,15 +70,34 @@ def finish(wrapped):
         wrapped.finish_gradient_synchronization()
 
 
+def wait_for_parameters(optimizer):
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait_for_parameters()
+
+
 def train_step(wrapped, optimizer, step, dtype=torch.float32, set_to_none=True):
-    """One step on this rank's share, or without ranks on the whole batch; returns the loss on it."""
+    """One step on this rank's share, or in mode "alone" on the whole batch; returns the loss on it."""
     optimizer.zero_grad(set_to_none=set_to_none)
-    inputs, targets = map(share, batch(step, dtype)) if dist.is_initialized() else batch(step, dtype)
+    is_alone = not isinstance(optimizer, ShardedOptimizer) and not isinstance(wrapped, NaiveDDP)
+    inputs, targets = batch(step, dtype) if is_alone else map(share, batch(step, dtype))
     loss = nn.functional.mse_loss(wrapped(inputs), targets)
     loss.backward()
     finish(wrapped)
     optimizer.step()
     return loss.item()
+
+
+def train(mode, name="AdamW", dtype=torch.float32, steps=4, overlap=False):
+    """Weights after training from rank 0's start; ``zero_grad`` in both ways in turn."""
+    is_sent = not (mode == "alone" or (mode == "flat" and not overlap))
+    model = network(dist.get_rank() if is_sent else 0, dtype)
+    optimizer_cls, settings = CLASSES[name]
+    model = model if mode == "alone" else model.to(collectives.group_device())
+    wrapped, optimizer = sharded(mode, model, optimizer_cls, overlap=overlap, **settings)
+    for step in range(steps):
+        train_step(wrapped, optimizer, step, dtype, set_to_none=step % 2 == 0)
+    wait_for_parameters(optimizer)
+    return weights(model)
 
 
 LAUNCHED = (collectives.MeanScatter, collectives.SliceGather, collectives.Broadcasts)

@@ -1,12 +1,20 @@
 """What a program changes between steps is used, as in one process, or refused by name on every rank."""
 
-import optimizer_changes_ranks
+import contextlib
+import copy
+
 import pytest
 import torch
-from optimizer_models import MODES
+import torch.distributed as dist
+from on_ranks import on_ranks
+from optimizer_models import Network, each_mode, finish, network, replaced, sharded, train_step
 from same_tensors import assert_same
+from small_models import Branches, PartlyUsed, batch, error_of, share, weights
+from torch import nn
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+from cs336sys.parallel import collectives
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 NOT_DROPPED = (
     "UsageError",
@@ -15,126 +23,389 @@ NOT_DROPPED = (
 )
 
 
-def test_gradients_in_slices_are_dropped_by_the_optimizer_and_by_the_model(ranks):
-    expected = optimizer_changes_ranks.zeroed_alone()
-    for histories in ranks(2).run(optimizer_changes_ranks.zeroed):
-        for case, history in histories.items():
-            for after, exact in zip(history, expected[case], strict=True):
-                assert_same(after, exact, rtol=1e-6)
+@on_ranks(2)
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_in_slices_are_dropped_by_the_optimizer_and_by_the_model(who, set_to_none, first):
+    """``sometimes`` has a gradient in the first of three steps alone.
+
+    Args:
+        first: whether before the backward pass, else after the step.
+    """
+    trained = []
+    for mode, factor in (("flat", 1.5 if dist.get_rank() else 0.5), ("alone", 1.0)):
+        model = PartlyUsed()
+        _, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
+        zeroing = optimizer if who == "optimizer" else model
+        for step in range(3):
+            if first:
+                zeroing.zero_grad(set_to_none=set_to_none)
+            model(4.0 * (step + 1) * factor, step == 0).backward()
+            optimizer.step()
+            if not first:
+                zeroing.zero_grad(set_to_none=set_to_none)
+            trained.append(weights(model))
+    for step in range(3):
+        assert_same(trained[step], trained[3 + step], rtol=1e-6)
 
 
-def test_passes_of_one_rank_are_dropped_and_what_cannot_be_dropped_is_refused(ranks):
-    for found, errors in ranks(2).run(optimizer_changes_ranks.dropped):
-        assert found == {
-            "a pass of one rank": -1.0,
-            "after a step, by PartlyUsed": -3.0,
-            "after a step, by ShardedOptimizer": -5.0,
-            "after that": -7.0,
-            "after all": -2.0,
-        }
-        assert errors.pop("accumulated over a step") == errors.pop("dropped by hand") == NOT_DROPPED
-        for what, sentence in {
-            "by the model, under way": "call zero_grad() of the optimizer instead, on every rank",
-            "after clipping": "a parameter got a gradient after the gradients of this step were completed",
-            "and a step": "a parameter got a gradient after the gradients of this step were completed",
-        }.items():
-            kind, message = errors.pop(what)
-            assert kind == "UsageError"
-            assert sentence in message
-        assert not errors
+@on_ranks(2)
+def test_passes_of_one_rank_are_dropped_and_what_cannot_be_dropped_is_refused():
+    model, is_first = PartlyUsed(), dist.get_rank() == 0
+    _, optimizer = sharded("flat", model, torch.optim.SGD, params=model.named_parameters(), lr=1.0)
 
+    def step(factor=2.0):
+        model(factor, False).backward()
+        optimizer.step()
+        return model.used[0].item()
 
-def test_passes_of_one_rank_are_dropped_whatever_buckets_it_has_launched(ranks):
-    for norms in ranks(2).run(optimizer_changes_ranks.passes_of_one_rank):
-        assert norms.pop("refusal") == "UsageError"
-        assert len(set(norms.values())) == 1
-
-
-@each_mode
-def test_backward_pass_through_weights_that_a_step_changed_is_an_error_on_every_rank(ranks, mode):
-    for (kind, message), untouched in ranks(2).run(optimizer_changes_ranks.stepped_before_backward, mode):
-        assert kind == "RuntimeError"
-        assert "has been modified by an inplace operation" in message
-        assert untouched is None
-
-
-def test_slices_are_refused(ranks):
-    for errors in ranks(2).run(optimizer_changes_ranks.slices):
-        for kind, message in errors:
-            assert kind == "UsageError"
-            assert message.startswith("module.0.weight is a slice that this rank has of a parameter, made by FSDP or")
-
-
-@each_mode
-def test_state_that_is_dropped_begins_anew(ranks, mode):
-    expected = optimizer_changes_ranks.resets("alone")
-    assert not torch.equal(expected["cleared"]["first.weight"], expected["some"]["first.weight"])
-    for found in ranks(2).run(optimizer_changes_ranks.resets, mode):
-        for how, weights in found.items():
-            assert_same(weights, expected[how], atol=1e-12)
-
-
-def test_weights_set_between_steps_are_what_master_copies_become(ranks):
-    for found in ranks(2).run(optimizer_changes_ranks.masters):
-        for how, master in found.items():
-            assert torch.equal(master, torch.full((4, 64), 2.0) - 0.001), how
-
-
-def test_options_that_mix_elements_or_differ_between_ranks_are_refused(ranks):
-    for errors in ranks(2).run(optimizer_changes_ranks.options):
-        for what, error in errors.items():
-            assert error == (
-                "UsageError",
-                "ranks differ in what they train: nothing on rank 0, group 0 with lr=0.2 on rank 1"
-                if what.startswith("differ")
-                else "flat=True cannot shard Normed, whose update is not computed element by element: choose "
-                "flat=False",
-            )
-
-
-@each_mode
-def test_parameters_that_come_and_go_are_refused_or_taken_up(ranks, mode):
-    for errors, adapter, is_trained in ranks(2).run(optimizer_changes_ranks.parameters, mode):
-        assert {kind for kind, _ in errors.values()} == {"UsageError"}
-        assert {what: message for what, (_, message) in errors.items()} == {
-            "added": "adapter.weight was added after it was wrapped: call refresh() on every rank",
-            "listed": "parameters were put into a group after it was sharded: call refresh() on every rank",
-            "replaced": "first.weight was replaced (as load_state_dict() with assign=True does) after it was wrapped: "
-            "call refresh() on every rank",
-            "replaced, refreshed": "first.weight was replaced in the module by a parameter that is in no group: build "
-            "the optimizer anew",
-            "taken out": "parameter 1 was taken out of its group after it was sharded: freeze it by "
-            "requires_grad_(False), or build the optimizer anew",
-        }
-        assert (adapter == 1.0).all()
-        assert is_trained
-
-
-def test_adapter_whose_gradients_nothing_averages_is_refused(ranks):
-    for first, (kind, message) in ranks(2).run(optimizer_changes_ranks.adapters):
-        assert first is None
+    def require_error(call, sentence):
+        kind, message = error_of(call)
         assert kind == "UsageError"
-        assert message.startswith("sometimes of the module is in no group and was changed, by a gradient that nothing ")
+        assert sentence in message
+
+    if is_first:
+        model(100.0, True).backward()
+    optimizer.zero_grad()
+    assert step() == -1.0
+    for who, moved in ((model, -3.0), (optimizer, -5.0)):
+        # As a generator's loss gives gradients to a discriminator, on one rank.
+        if is_first:
+            model(100.0, True).backward()
+        who.zero_grad()
+        assert step() == moved
+    assert error_of(step, 1.0) == NOT_DROPPED
+    optimizer.zero_grad()
+    assert step() == -7.0
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert error_of(step, 1.0) == NOT_DROPPED
+    model.zero_grad()
+    model(1.0, False).backward()
+    model.zero_grad()
+    require_error(optimizer.step, "call zero_grad() of the optimizer instead, on every rank")
+    optimizer.zero_grad()
+    assert model.used[0].item() == -7.0
+    model(100.0, False).backward()
+    optimizer.clip_grad_norm_(1.0)
+    if not is_first:
+        with optimizer.no_sync():
+            model(1.0, False).backward()
+    for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        require_error(call, "a parameter got a gradient after the gradients of this step were completed")
+    optimizer.zero_grad()
+    before = model.used[0].item()
+    assert step() == before - 2.0
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_passes_of_one_rank_are_dropped_whatever_buckets_it_has_launched():
+    """Flat, with eight buckets: the norm after passes that rank 0 alone had were dropped."""
+    is_first, norms, inputs = dist.get_rank() == 0, set(), torch.ones(2, 8)
+    for case in ("one pass", "after the model's", "after an empty step", "failed", "of the model"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+        options = {"lr": 0.0, "overlap": True, "bucket_size_mb": 1e-5}
+        _, optimizer = sharded("flat", model, torch.optim.SGD, **options)
+        if case == "after the model's":
+            model(inputs).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        if case == "after an empty step":
+            optimizer.step()
+        if case == "failed":
+            hidden = model[:4](inputs)
+            error_of(model[4:](Fails.apply(hidden) if is_first else hidden).sum().backward)
+        elif is_first:
+            model(inputs).sum().backward()
+        if case == "of the model":
+            model.zero_grad()
+            assert error_of(optimizer.step)[0] == "UsageError"
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        norms.add(optimizer.clip_grad_norm_(1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(norms) == 1
+
+
+@on_ranks(2)
 @each_mode
-def test_part_that_is_saved_after_a_step_waits_for_its_parameters(ranks, mode):
-    for parts, later in ranks(2).run(optimizer_changes_ranks.saved_parts, mode):
-        assert_same(parts, later)
+def test_backward_pass_through_weights_that_a_step_changed_is_an_error_on_every_rank(mode):
+    model = Branches()
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=1.0)
+    changed, untouched = (model.branches[index].square().sum() for index in range(2))
+    model.branches[0].square().sum().backward()
+    finish(wrapped)
+    optimizer.step()
+    optimizer.zero_grad()
+    kind, message = error_of(changed.backward)
+    assert kind == "RuntimeError"
+    assert "has been modified by an inplace operation" in message
+    assert error_of(untouched.backward) is None
 
 
+@on_ranks(2)
 @each_mode
-def test_weights_changed_while_updates_arrive_are_refused(ranks, mode):
-    for kind, message in ranks(2).run(optimizer_changes_ranks.changed_on_the_way, mode):
-        assert kind == "UsageError"
-        assert "was changed while the last step's updates arrived: call wait_for_parameters()" in message
+def test_slices_are_refused(mode):
+    fully = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    options = {"flat": mode == "flat", "lr": 1.0}
+    kind, message = error_of(ShardedOptimizer, fully.named_parameters(), torch.optim.SGD, **options)
+    assert kind == "UsageError"
+    assert message.startswith("module.0.weight is a slice that this rank has of a parameter, made by FSDP or")
 
 
+def reset(optimizer, how):
+    if how == "cleared":
+        optimizer.state.clear()
+    elif how == "reassigned":
+        optimizer.state = type(optimizer.state)(dict)
+    else:
+        for parameter in optimizer.param_groups[0]["params"][:3]:
+            optimizer.state[parameter] = {}
+
+
+@on_ranks(2)
 @each_mode
-def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(ranks, mode):
-    for overlapped, expected in ranks(2).run(optimizer_changes_ranks.called_inside, mode):
-        assert_same(overlapped, expected, atol=1e-12)
+@pytest.mark.parametrize("how", ["cleared", "reassigned", "some"])
+def test_state_that_is_dropped_begins_anew(mode, how):
+    trained = []
+    for trained_by, dropped in ((mode, how), ("alone", how), ("alone", "nothing")):
+        model = network(0, torch.float64)
+        wrapped, optimizer = sharded(trained_by, model, lr=0.01)
+        for step in range(4):
+            if step == 2 and dropped != "nothing":
+                reset(optimizer, dropped)
+            train_step(wrapped, optimizer, step, torch.float64)
+        trained.append(weights(model))
+    assert_same(trained[0], trained[1], atol=1e-12)
+    assert not torch.equal(trained[1]["first.weight"], trained[2]["first.weight"]) or how == "some"
 
 
-def test_optimizers_of_parts_keep_the_order_of_their_collectives(ranks):
-    assert ranks(2).run(optimizer_changes_ranks.parts_apart) == [[-1.0, -1.0, -5.0, -3.0]] * 2
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["in place", "loaded"])
+def test_weights_set_between_steps_are_what_master_copies_become(how):
+    model = nn.Linear(64, 4, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    _, optimizer = sharded("flat", model, torch.optim.SGD, master_dtype=torch.float32, lr=0.001)
+    for step in range(2):
+        if step == 1 and how == "in place":
+            nn.init.constant_(model.weight, 2.0)
+        elif step == 1:
+            model.load_state_dict({"weight": torch.full((4, 64), 2.0)})
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = collectives.gather_objects(optimizer.consolidated_state_dict())[0]
+    assert torch.equal(state["state"][0]["master_parameter"], torch.full((4, 64), 2.0) - 0.001)
+
+
+class Normed(torch.optim.SGD):
+    """SGD, unless a group asks for steps of a norm of 1: then no longer element by element."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group.get("normed") and parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_options_that_mix_elements_are_refused():
+    first, second, third = ([parameter] for parameter in PartlyUsed().parameters())
+    refusal = (
+        "UsageError",
+        "flat=True cannot shard Normed, whose update is not computed element by element: choose flat=False",
+    )
+    groups = [{"params": first}, {"params": second, "normed": True}]
+    assert error_of(ShardedOptimizer, groups, Normed, flat=True, lr=1.0) == refusal
+    optimizer = ShardedOptimizer([{"params": first}, {"params": second}], Normed, flat=True, lr=1.0)
+    assert error_of(optimizer.add_param_group, {"params": third, "normed": True}) == refusal
+    saved = optimizer.consolidated_state_dict() or {"state": {}, "param_groups": []}
+    saved = copy.deepcopy(collectives.gather_objects(saved)[0])
+    saved["param_groups"][1]["normed"] = True
+    assert error_of(optimizer.load_state_dict, saved) == refusal
+    optimizer.param_groups[1]["normed"] = True
+    assert error_of(optimizer.step) == refusal
+
+
+@on_ranks(2)
+@each_mode
+def test_options_that_differ_between_ranks_are_refused(mode):
+    wrapped, optimizer = sharded(mode, PartlyUsed(), lr=0.1)
+    wrapped(1.0, True).backward()
+    finish(wrapped)
+    optimizer.param_groups[0]["lr"] = 0.1 if dist.get_rank() == 0 else 0.2
+    message = "ranks differ in what they train: nothing on rank 0, group 0 with lr=0.2 on rank 1"
+    assert error_of(optimizer.step) == ("UsageError", message)
+
+
+def two_groups(mode):
+    model = network(0, torch.float64)
+    groups = [{"params": list(model.first.parameters())}, {"params": list(model.last.parameters())}]
+    return model, *sharded(mode, model, torch.optim.SGD, overlap=True, params=groups, lr=0.1)
+
+
+@on_ranks(2)
+@each_mode
+def test_parameters_that_come_and_go_are_refused_or_taken_up(mode):
+    model, wrapped, optimizer = two_groups(mode)
+
+    def step():
+        inputs, targets = map(share, batch(0, torch.float64))
+        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        finish(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait_for_parameters()
+
+    model.adapter = nn.Linear(5, 5, dtype=torch.float64)
+    nn.init.constant_(model.adapter.weight, dist.get_rank() + 1.0)
+    message = "adapter.weight was added after it was wrapped: call refresh() on every rank"
+    assert error_of(optimizer.step) == ("UsageError", message)
+    optimizer.zero_grad()
+    optimizer.refresh()
+    assert (model.adapter.weight == 1.0).all()
+    if hasattr(wrapped, "refresh"):
+        wrapped.refresh()
+    step()
+    optimizer.param_groups[0]["params"].append(model.norm.weight)
+    message = "parameters were put into a group after it was sharded: call refresh() on every rank"
+    assert error_of(optimizer.step) == ("UsageError", message)
+    optimizer.zero_grad()
+    optimizer.refresh()
+    before = model.norm.weight.detach().clone()
+    step()
+    assert not torch.equal(before, model.norm.weight)
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+    assert error_of(optimizer.step) == (
+        "UsageError",
+        "first.weight was replaced (as load_state_dict() with assign=True does) after it was wrapped: call refresh() "
+        "on every rank",
+    )
+    message = "first.weight was replaced in the module by a parameter that is in no group: build the optimizer anew"
+    assert error_of(optimizer.refresh) == ("UsageError", message)
+
+
+@on_ranks(2)
+@each_mode
+def test_parameter_taken_out_of_its_group_is_refused(mode):
+    _, _, optimizer = two_groups(mode)
+    optimizer.param_groups[0]["params"].pop()
+    assert error_of(optimizer.step) == (
+        "UsageError",
+        "parameter 1 was taken out of its group after it was sharded: freeze it by requires_grad_(False), or build the "
+        "optimizer anew",
+    )
+
+
+@on_ranks(2)
+def test_adapter_whose_gradients_nothing_averages_is_refused():
+    model, errors = PartlyUsed(), []
+    optimizer = ShardedOptimizer([("used", model.used)], torch.optim.SGD, flat=True, module=model, lr=0.1)
+    other = torch.optim.SGD([model.sometimes], lr=0.1)
+    for _ in range(2):
+        model(1.0 + dist.get_rank(), True).backward()
+        errors.append(error_of(optimizer.step))
+        other.step()
+        optimizer.zero_grad()
+    first, (kind, message) = errors
+    assert first is None
+    assert kind == "UsageError"
+    assert message.startswith("sometimes of the module is in no group and was changed, by a gradient that nothing ")
+
+
+@contextlib.contextmanager
+def late_updates(mode):
+    """Within this, updates of parameters travel no sooner than they are awaited."""
+    operation = collectives.SliceGather if mode == "flat" else collectives.Broadcasts
+    start, wait = operation.start, collectives._Launched.wait
+
+    def late(self):
+        if isinstance(self, operation):
+            start(self)
+        wait(self)
+
+    with replaced(operation, start=lambda self: None), replaced(collectives._Launched, wait=late):
+        yield
+
+
+@on_ranks(2)
+@each_mode
+def test_part_that_is_saved_after_a_step_waits_for_its_parameters(mode):
+    model = network(0, torch.float64)
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=True, lr=0.1)
+    with late_updates(mode):
+        train_step(wrapped, optimizer, 0, torch.float64)
+        part = {name: value.clone() for name, value in model.second.state_dict().items()}
+        optimizer.wait_for_parameters()
+    assert_same(part, weights(model.second))
+
+
+class Inside(nn.Module):
+    """Calls a module of its child, and never the child, as OPT of transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.child = nn.Module()
+        self.child.network = Network()
+        self.double()
+
+    def forward(self, x):
+        return self.child.network(x)
+
+
+@on_ranks(2)
+@each_mode
+def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(mode):
+    trained = []
+    for overlap in (True, False):
+        model = Inside()
+        wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=overlap, lr=0.1)
+        with late_updates(mode):
+            for step in range(3):
+                train_step(wrapped, optimizer, step, torch.float64)
+            optimizer.wait_for_parameters()
+        trained.append(weights(model))
+    assert_same(*trained, atol=1e-12)
+
+
+@on_ranks(2)
+@each_mode
+def test_weights_changed_while_updates_arrive_are_refused(mode):
+    model = network(0, torch.float64)
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=True, lr=0.1)
+    train_step(wrapped, optimizer, 0, torch.float64)
+    nn.init.ones_(model.first.weight)
+    kind, message = error_of(model, batch(0, torch.float64)[0])
+    assert kind == "UsageError"
+    assert "was changed while the last step's updates arrived: call wait_for_parameters()" in message
+
+
+@on_ranks(2)
+def test_optimizers_of_parts_keep_the_order_of_their_collectives():
+    """Steps of 1 by an optimizer for each part, in a pass that reaches them all on rank 0."""
+    model = Branches()
+    parts = model.branches[:2], model.branches[2:]
+    optimizers = [
+        sharded("flat", nn.ParameterList(part), torch.optim.SGD, lr=1.0, bucket_size_mb=1e-9)[1] for part in parts
+    ]
+    for _ in range(2):
+        model((0, 1, 2, 3) if dist.get_rank() == 0 else (0, 2), 1.0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [branch[0].item() for branch in model.branches] == [-1.0, -1.0, -5.0, -3.0]

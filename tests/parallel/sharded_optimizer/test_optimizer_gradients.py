@@ -1,90 +1,129 @@
-"""Gradients that are missing, repeated, clipped, scaled or not finite are those of the class itself, or named."""
+"""Gradients that are missing, repeated, clipped, sparse or not finite are those of the class itself, or named."""
 
 import math
 
-import optimizer_gradients_ranks
 import pytest
-import small_models
 import torch
-from optimizer_models import MODES
+import torch.distributed as dist
+from on_ranks import on_ranks
+from optimizer_models import each_mode, finish, network, sharded
 from same_tensors import assert_same, dict_of
+from small_models import PartlyUsed, WithoutGradient, batch, error_of, penalized_loss, share, weights
+from torch import nn
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
+@on_ranks(2, 3)
 @each_mode
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameter_without_gradient_is_left_alone(ranks, mode, world_size):
-    model = small_models.PartlyUsed()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.5)
-    whole = sum(12.0 * (rank + 1) for rank in range(world_size)) / world_size
-    expected = []
-    for sometimes in (whole, 12.0 / world_size, None):
+def test_parameter_without_gradient_is_left_alone(mode):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = sum(12.0 * (number + 1) for number in range(world_size)) / world_size
+    model, alone = PartlyUsed(), PartlyUsed()
+    wrapped, optimizer = sharded(mode, model, lr=0.25, weight_decay=0.5)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.25, weight_decay=0.5)
+    for used_on, sometimes in ((range(world_size), whole), ((0,), 12.0 / world_size), ((), None)):
         optimizer.zero_grad()
-        model.used.grad = torch.full((3,), whole)
-        model.sometimes.grad = None if sometimes is None else torch.full((3,), sometimes)
+        wrapped(12.0 * (rank + 1), rank in used_on).backward()
+        finish(wrapped)
         optimizer.step()
-        expected.append(small_models.weights(model))
-    steps = {}
-    for history, own_steps in ranks(world_size).run(optimizer_gradients_ranks.unused_parameters, mode):
-        for after, exact in zip(history, expected, strict=True):
-            assert_same(after, exact, rtol=1e-6)
-        steps |= own_steps
-    assert steps == {"used": 3, "sometimes": 2}
+        alone.used.grad = torch.full((3,), whole)
+        alone.sometimes.grad = None if sometimes is None else torch.full((3,), sometimes)
+        plain.step()
+        assert_same(weights(model), weights(alone), rtol=1e-6)
+    steps = [
+        (name, float(optimizer.state[parameter]["step"]))
+        for name, parameter in model.named_parameters()
+        if "step" in optimizer.state.get(parameter, ())
+    ]
+    assert {step for of_rank in gather_objects(steps) for step in of_rank} == {("used", 3), ("sometimes", 2)}
 
 
+@on_ranks(2)
 @each_mode
-def test_backward_function_that_returns_none_counts_as_zero(ranks, mode):
-    for weights in ranks(2).run(optimizer_gradients_ranks.none_gradient, mode):
-        assert_same(weights, dict_of(used=-1.0, sometimes=-1.0, never=1.0))
+def test_backward_function_that_returns_none_counts_as_zero(mode):
+    model = PartlyUsed()
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=1.0)
+    through = WithoutGradient.apply if dist.get_rank() == 1 else torch.clone
+    ((through(model.sometimes) * 4.0).sum() + (model.used * 2.0).sum()).backward()
+    finish(wrapped)
+    optimizer.step()
+    assert_same(weights(model), dict_of(used=-1.0, sometimes=-1.0, never=1.0))
 
 
-def test_second_backward_is_an_error_and_the_next_step_is_good(ranks):
-    for (kind, message), weights in ranks(2).run(optimizer_gradients_ranks.second_backward):
-        assert kind == "UsageError"
-        assert "got a gradient from a second backward pass before finish_gradient_synchronization()" in message
-        assert "no_sync()" in message
-        assert_same(weights, dict_of(used=-2.0, sometimes=-2.0, never=1.0))
+@on_ranks(2)
+def test_second_backward_is_an_error_and_the_next_step_is_good():
+    model = PartlyUsed()
+    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0)
+    model(1.0, True).backward()
+    kind, message = error_of(model(1.0, True).backward)
+    assert kind == "UsageError"
+    assert "got a gradient from a second backward pass before finish_gradient_synchronization()" in message
+    assert "no_sync()" in message
+    optimizer.zero_grad()
+    model(2.0 * (dist.get_rank() + 1), True).backward()
+    optimizer.step()
+    assert_same(weights(model), dict_of(used=-2.0, sometimes=-2.0, never=1.0))
 
 
+@on_ranks(2)
 @each_mode
-def test_sparse_gradient_is_named(ranks, mode):
-    for kind, message in ranks(2).run(optimizer_gradients_ranks.sparse_gradient, mode):
-        assert kind == "UsageError"
-        assert "has a sparse gradient" in message
-        assert "choose sparse=False" in message
+def test_sparse_gradient_is_named(mode):
+    """By default without a wrapper, which would refuse it."""
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, flat=mode == "flat")
+
+    def step():
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    kind, message = error_of(step)
+    assert kind == "UsageError"
+    assert "has a sparse gradient" in message
+    assert "choose sparse=False" in message
 
 
-def test_gradient_scaler_steps_and_skips_alike_on_all_ranks(ranks):
-    for (good, scale), (skipped, smaller) in ranks(2).run(optimizer_gradients_ranks.scaled_steps):
-        assert good.tolist() == skipped.tolist() == [-1.0] * 3
-        assert (scale, smaller) == (4.0, 2.0)
-
-
+@on_ranks(2)
 @each_mode
-def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(ranks, mode):
-    expected = optimizer_gradients_ranks.penalized_alone()
-    for weights, (kind, message) in ranks(2).run(optimizer_gradients_ranks.gradient_penalty, mode):
-        assert_same(weights, expected, atol=1e-12)
-        assert kind == "UsageError"
-        assert " got its gradient with create_graph=True, and the average over ranks is in no graph" in message
+def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(mode):
+    model, alone = (network(0, torch.float64) for _ in range(2))
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.1)
+    penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
+    finish(wrapped)
+    optimizer.step()
+    penalized_loss(alone, *batch(0, torch.float64)).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_same(weights(model), weights(alone), atol=1e-12)
+    optimizer.zero_grad()
+    kind, message = error_of(wrapped(share(batch(0, torch.float64)[0])).sum().backward, create_graph=True)
+    assert kind == "UsageError"
+    assert " got its gradient with create_graph=True, and the average over ranks is in no graph" in message
 
 
+@on_ranks(2)
 @each_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
-def test_norm_is_that_of_all_gradients_and_nan_is_seen_by_all(ranks, mode, max_norm):
-    expected, weights = optimizer_gradients_ranks.clipped_alone(max_norm)
-    results = ranks(2).run(optimizer_gradients_ranks.clipped, mode, max_norm)
-    for norm, after, bad, skipped, good in results:
-        assert norm == pytest.approx(expected, rel=1e-6)
-        assert (norm, good) == (results[0][0], results[0][4])
-        assert_same(after, weights, atol=1e-7)
-        assert math.isnan(bad)
-        assert math.isfinite(good)
-        assert_same(skipped, after)
+def test_norm_is_that_of_all_gradients_and_nan_is_seen_by_all(mode, max_norm):
+    model, alone = (network(0, torch.float64) for _ in range(2))
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.1)
+    inputs, targets = batch(0, torch.float64)
 
+    def clip(rows, targets):
+        nn.functional.mse_loss(wrapped(rows), targets).backward()
+        finish(wrapped)
+        norm = optimizer.clip_grad_norm_(max_norm).item()
+        assert gather_objects(str(norm)) == [str(norm)] * 2
+        return norm
 
-@each_mode
-def test_nan_of_one_rank_is_in_the_parameters_of_all(ranks, mode):
-    for weights in ranks(2).run(optimizer_gradients_ranks.not_a_number, mode):
-        assert weights.isnan().all()
+    nn.functional.mse_loss(alone(inputs), targets).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm).item()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert clip(share(inputs), share(targets)) == pytest.approx(expected, rel=1e-6)
+    optimizer.step()
+    assert_same(weights(model), weights(alone), atol=1e-7)
+    optimizer.zero_grad()
+    inputs[-1] = torch.nan
+    assert math.isnan(clip(share(inputs), share(targets)))
+    optimizer.zero_grad()
+    assert math.isfinite(clip(share(targets).new_zeros(3, 7), share(targets)[:3]))

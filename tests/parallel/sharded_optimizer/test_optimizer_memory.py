@@ -3,62 +3,160 @@
 import dataclasses
 import math
 
-import optimizer_memory_ranks
 import pytest
 import torch
-from optimizer_models import MODES
+import torch.distributed as dist
+from on_ranks import on_ranks
+from optimizer_models import MODES, each_mode, finish, network, on_start, replaced, sharded
 from same_tensors import assert_same
+from small_models import batch, share
+from torch import nn
 
 from cs336sys.accounting.sharding.partition import greedy_partition
 from cs336sys.accounting.sharding.step import flat_optimizer_state, sharded_optimizer_state
+from cs336sys.parallel import collectives
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
-def test_whole_gradients_are_dropped_while_others_are_computed(ranks):
+class Sizes(nn.Module):
+    """Parameters of given shapes, each of which gets a gradient."""
+
+    def __init__(self, shapes, dtype):
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape in shapes])
+
+    def forward(self):
+        return sum(part.sum() for part in self.parts)
+
+
+@on_ranks(2)
+def test_whole_gradients_are_dropped_while_others_are_computed():
     """Eight buckets of 1024 bytes: three are alive at most, and none after the backward pass but two under way."""
-    for most, gone in ranks(2).run(optimizer_memory_ranks.whole_gradients_alive, 1024e-6):
-        assert most <= 3 * 1024
-        assert gone
+    model = Sizes([(256,)] * 8, torch.float32)
+    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=0.1, bucket_size_mb=1024e-6)
+    alive, most, wait = {}, [], collectives._Launched.wait
+
+    def started(operation, start, *args):
+        start(*args)
+        if isinstance(operation, collectives.MeanScatter):
+            alive[operation] = sum(whole.nbytes for whole in args[1])
+            most.append(sum(alive.values()))
+
+    def waited(operation):
+        wait(operation)
+        alive.pop(operation, None)
+
+    with on_start(started), replaced(collectives._Launched, wait=waited):
+        model().backward()
+    assert max(most) <= 3 * 1024
+    assert all(parameter.grad is None for parameter in model.parameters())
+    optimizer.step()
 
 
-def test_each_byte_is_communicated_once_each_way(ranks):
+@on_ranks(2)
+@each_mode
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_byte_is_communicated_once_each_way(mode, overlap):
     """Buckets of 800 bytes: last.weight alone, three vectors, the matrix alone, norm.weight, first.bias, first.weight.
 
     Alone is what is larger than 800 bytes. At two ranks, 240 elements are packed into 256, twice 48 into 64 each.
     """
-    sizes = [240, 48 + 48 + 48, 2304, 48, 336]
-    padded = [256, 64 + 64 + 64 + 64, 2304, 128, 384]
-    for overlap in (False, True):
-        for counts in ranks(2).run(optimizer_memory_ranks.communicated, "default", overlap):
-            assert counts == {"Broadcasts": (len(sizes), 4 * sum(sizes))}
-        for counts in ranks(2).run(optimizer_memory_ranks.communicated, "flat", overlap):
-            once = len(padded), 4 * sum(padded)
-            assert counts == {"MeanScatter": once, "SliceGather": once}
+    counts, model = {}, network(0)
+    wrapped, optimizer = sharded(mode, model, overlap=overlap, lr=0.01)
+
+    def count(operation, start, *args):
+        start(*args)
+        sent = operation._whole if isinstance(operation, collectives.SliceGather) else operation._tensors
+        if isinstance(operation, collectives.MeanScatter):
+            sent = args[1]
+        launches, total = counts.get(type(operation), (0, 0))
+        counts[type(operation)] = launches + 1, total + sum(tensor.nbytes for tensor in sent)
+
+    with on_start(count):
+        inputs, targets = map(share, batch(0))
+        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        finish(wrapped)
+        if mode == "flat":
+            # What is done is not done again.
+            optimizer.finish_gradient_synchronization()
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    once = 5, 4 * (256 + (64 + 64 + 64 + 64) + 2304 + 128 + 384)
+    assert (
+        counts
+        == {
+            "default": {collectives.Broadcasts: (5, 4 * (240 + (48 + 48 + 48) + 2304 + 48 + 336))},
+            "flat": {collectives.MeanScatter: once, collectives.SliceGather: once},
+        }[mode]
+    )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_whole_parameters_of_a_rank_travel_as_one(ranks, world_size):
+def mixed_parameters():
+    """Parameters of several dtypes and orders in memory; of 3 and of 65 elements, and one with gaps between them."""
+    torch.manual_seed(0)
+    tensors = {
+        "square": torch.randn(64, 64),
+        "vector": torch.randn(64),
+        "odd": torch.randn(3),
+        "transposed": torch.randn(64, 6).t(),
+        "half": torch.randn(64, 2).bfloat16(),
+        "half vector": torch.randn(128).bfloat16(),
+        "complex": torch.randn(8, 8, dtype=torch.complex64),
+        "complex transposed": torch.randn(16, 4, dtype=torch.complex64).t(),
+        "every other": torch.randn(6, 128)[:, ::2],
+        "another square": torch.randn(64, 64),
+        "nearly": torch.randn(65),
+        "wide": torch.randn(2, 32),
+        "image": torch.randn(4, 2, 4, 4).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.randn(()),
+    }
+    return {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+
+@on_ranks(1, 2, 3)
+def test_whole_parameters_of_a_rank_travel_as_one():
     """Alone stay those that are no multiple of 64 elements or have gaps, and the only one of a rank and dtype."""
-    parameters = optimizer_memory_ranks.mixed_parameters()
-    owners = greedy_partition([parameter.nbytes for parameter in parameters.values()], [0] * world_size)
-    alone, together = [], {}
-    for (name, parameter), owner in zip(parameters.items(), owners, strict=True):
+    parameters, initial = mixed_parameters(), mixed_parameters()
+    owners = greedy_partition([parameter.nbytes for parameter in initial.values()], [0] * dist.get_world_size())
+    expected, together, sent = [], {}, []
+    for (name, parameter), owner in zip(initial.items(), owners, strict=True):
         if name in ("odd", "nearly", "scalar", "every other"):
-            alone.append((owner, parameter.nbytes))
+            expected.append((owner, parameter.nbytes))
         else:
             together.setdefault((owner, parameter.dtype), {})[name] = parameter.nbytes
-    expected_moves = {name for members in together.values() if len(members) > 1 for name in members}
-    expected = sorted([*alone, *((owner, sum(members.values())) for (owner, _), members in together.items())])
-    for sent, moved, after, same_strides, offsets in ranks(world_size).run(optimizer_memory_ranks.moved_together):
-        assert sorted(sent) == expected
-        assert moved == expected_moves
-        assert_same(after, {name: parameter.detach() * 0.5 for name, parameter in parameters.items()})
-        assert same_strides
-        assert not any(offsets)
+    expected += [(owner, sum(members.values())) for (owner, _), members in together.items()]
+    before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    optimizer = ShardedOptimizer(parameters.items(), torch.optim.SGD, lr=1.0, bucket_size_mb=None)
+
+    def note(operation, start, *args):
+        start(*args)
+        sent.extend(
+            (source, tensor.nbytes) for source, tensor in zip(operation._sources, operation._tensors, strict=True)
+        )
+
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach() * 0.5
+    with on_start(note):
+        optimizer.step()
+    assert sorted(sent) == sorted(expected)
+    moved = {name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]}
+    assert moved == {name for members in together.values() if len(members) > 1 for name in members}
+    assert_same(parameters, {name: parameter.detach() * 0.5 for name, parameter in initial.items()})
+    for name, parameter in parameters.items():
+        assert parameter.stride() == initial[name].stride()
+        assert parameter.storage_offset() * parameter.element_size() % 128 == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+def storage_bytes(tensors):
+    """Memory under tensors, each piece once."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("mode", "dtype", "master_dtype"),
     [
@@ -68,8 +166,9 @@ def test_whole_parameters_of_a_rank_travel_as_one(ranks, world_size):
         ("flat", torch.bfloat16, torch.float32),
     ],
 )
-def test_bytes_held_are_those_on_paper(ranks, mode, dtype, master_dtype, world_size):
-    shapes, cap_mb = [(16, 24), (3,), (6, 64), (129,), (1,), (8, 8), (64,)], 0.0008
+def test_bytes_held_are_those_on_paper(mode, dtype, master_dtype):
+    """Between backward pass and step, and of the optimizer after it."""
+    shapes, cap_mb, world_size = [(16, 24), (3,), (6, 64), (129,), (1,), (8, 8), (64,)], 0.0008, dist.get_world_size()
     sizes = [math.prod(shape) for shape in shapes]
     if mode == "default":
         expected = sharded_optimizer_state(sizes, world_size, element_bytes=dtype.itemsize)
@@ -81,21 +180,58 @@ def test_bytes_held_are_those_on_paper(ranks, mode, dtype, master_dtype, world_s
             element_bytes=dtype.itemsize,
             master_bytes=0 if master_dtype is None else master_dtype.itemsize,
         )
-    results = ranks(world_size).run(optimizer_memory_ranks.held_bytes, mode, shapes, dtype, master_dtype, cap_mb)
-    assert results == [dataclasses.asdict(state) for state in expected]
+    model = Sizes(shapes, dtype)
+    options = {"master_dtype": master_dtype} if mode == "flat" else {}
+    wrapped, optimizer = sharded(mode, model, lr=0.1, bucket_size_mb=cap_mb, **options)
+    wrapped().backward()
+    finish(wrapped)
+    if mode == "flat":
+        optimizer.finish_gradient_synchronization()
+    local = optimizer.own_tensors
+    gradients = [p.grad for p in {*model.parameters(), *local} if p.grad is not None]
+    optimizer.step()
+    entries = [value for state in optimizer.state.values() for value in state.values()]
+    assert dataclasses.asdict(expected[dist.get_rank()]) == {
+        "parameters": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(gradients),
+        "optimizer_state": storage_bytes(value for value in entries if isinstance(value, torch.Tensor) and value.dim()),
+        "master_parameters": storage_bytes(tensor for tensor in local if tensor.dtype != dtype),
+    }
+
+
+def held_on_gpu():
+    """By mode: bytes held after a step and at its peak on this GPU, beside 16 parameters of 4 MiB."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    results = {}
+    for mode in ("none", "torch", *MODES):
+        model = Sizes([(1024, 1024)] * 16, torch.float32).cuda()
+        before = torch.cuda.memory_allocated()
+        if mode in MODES:
+            wrapped, optimizer = sharded(mode, model, bucket_size_mb=16.0, fused=True)
+        else:
+            wrapped = NaiveDDP(model)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            if mode == "torch":
+                optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            wrapped().backward()
+            finish(wrapped)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        results[mode] = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        del model, wrapped, optimizer
+        torch.cuda.empty_cache()
+    return results
 
 
 @pytest.mark.multigpu
 def test_optimizer_memory_halves_on_two_gpus():
-    """16 parameters of 4 MiB: beside parameters, AdamW's moments are 128 MiB on one GPU, 64 on each of two."""
+    """Beside parameters, AdamW's moments are 128 MiB on one GPU, 64 on each of two."""
     mib = 2**20
-    for held in launch.run(
-        optimizer_memory_ranks.held_on_gpu,
-        ["none", "torch", *MODES],
-        [(1024, 1024)] * 16,
-        world_size=2,
-        backend="nccl",
-    ):
+    for held in launch.run(held_on_gpu, world_size=2, backend="nccl"):
         assert 128 * mib <= held["none"][0] < 129 * mib
         for mode in MODES:
             assert 64 * mib <= held[mode][0] < 65 * mib

@@ -1,109 +1,238 @@
 """Communication runs in one order on all ranks, beside the passes; nothing is used before it has arrived."""
 
-import optimizer_order_ranks
-import optimizer_training_ranks
+import random
+import re
+import time
+
 import pytest
 import torch
-from optimizer_models import MODES
+import torch.distributed as dist
+from on_ranks import on_ranks
+from optimizer_models import MODES, each_mode, finish, on_start, replaced, sharded, train
 from same_tensors import assert_same
+from small_models import Branches, weights
+from torch import nn
 
-each_mode = pytest.mark.parametrize("mode", MODES)
-
-
-def test_delays_change_nothing(ranks):
-    expected = ranks(2).run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float32, 3)[0]
-    for seed in range(3):
-        for result in ranks(2).run(optimizer_order_ranks.train_with_delays, seed, ["AdamW"]):
-            for case, weights in result.items():
-                assert_same(weights, expected[case])
+from cs336sys.parallel import collectives
 
 
-def test_nothing_is_used_before_it_is_waited_for(ranks):
-    expected = ranks(2).run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float32, 3)[0]
-    for result in ranks(2).run(optimizer_order_ranks.train_with_lazy_operations, ["AdamW"]):
-        for case, weights in result.items():
-            assert_same(weights, expected[case])
+@on_ranks(2, gpus=True)
+def test_delays_change_nothing():
+    """Every rank comes late to other operations than its peers; on GPUs both with launches and with tensors."""
+    on_gpu = collectives.group_device().type == "cuda"
+    for mode in MODES:
+        for overlap in (False, True):
+            expected = train(mode, steps=3, overlap=overlap)
+            for seed in range(5 if on_gpu else 3):
+                chance = random.Random(f"{seed} {dist.get_rank()}")
+
+                def late(operation, start, *args, chance=chance):
+                    time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
+                    if on_gpu:
+                        # Cycles: up to 50 ms, in which an operation that did not wait for this stream would read old
+                        # values.
+                        torch.cuda._sleep(chance.choice((0, 0, 100_000_000)))
+                    start(*args)
+
+                with on_start(late):
+                    assert_same(train(mode, steps=3, overlap=overlap), expected)
+
+
+@on_ranks(2)
+@each_mode
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_used_before_it_is_waited_for(mode, overlap):
+    """Nothing is communicated before it is waited for: what is used too early is old. Poisoned until then."""
+    pending, wait = {}, collectives._Launched.wait
+    expected = train(mode, steps=3, overlap=overlap)
+
+    def postpone(operation, start, *args):
+        pending[operation] = lambda: start(*args)
+        if isinstance(operation, collectives.MeanScatter):
+            for own in args[0]:
+                own.fill_(torch.nan)
+        elif isinstance(operation, collectives.SliceGather):
+            for whole, own in zip(operation._whole, operation._slices, strict=True):
+                kept = own.clone()
+                whole.fill_(torch.nan)
+                own.copy_(kept)
+
+    def start_and_wait(operation):
+        if operation in pending:
+            pending.pop(operation)()
+        wait(operation)
+
+    with on_start(postpone), replaced(collectives._Launched, wait=start_and_wait):
+        assert_same(train(mode, steps=3, overlap=overlap), expected)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Layers that note when they run, and a parameter that is in none of them."""
+
+    depth = 4
+
+    def __init__(self, seen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seen = seen
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for number, block in enumerate(self.blocks[: self.depth]):
+            x = block(x)
+            if self.seen is not None:
+                self.seen.append(f"block {number}")
+        return x * self.scale
 
 
 LAYERS = ["scale", "embedding", *(f"blocks.{n}" for n in range(4))]
+# 170 bytes hold a layer's weight, 144, and bias, 24.
+LAYER_MB = 0.00017
 
 
-def forward_events(operation):
-    """Every layer's parameters are waited for right before it runs; the scale's were, within the step before."""
-    blocks = [event for n in range(4) for event in (f"wait for {operation} of blocks.{n}", f"block {n}")]
-    return [f"wait for {operation} of embedding", *blocks]
+def layers(operation):
+    names = operation.contents.removeprefix("gradients of ").split(", ")
+    return ", ".join(sorted({re.sub("(.linear)?.(weight|bias)", "", name) for name in names}))
 
 
-def before_start(events, operation):
-    """What happens before operations are started again, but for those of gradients."""
-    before = events[: events.index(f"start {operation} of scale")]
-    return [event for event in before if "MeanScatter" not in event]
-
-
-def test_flat_communicates_while_the_passes_run(ranks):
-    backward = []
-    for place, layer in enumerate(reversed(LAYERS)):
-        backward.append(f"start MeanScatter of {layer}")
+@on_ranks(2)
+@each_mode
+def test_communication_runs_while_the_passes_do(mode):
+    """In the second step; then what happens when a state dict is made, and in a step without the last block."""
+    gather = {"flat": "SliceGather", "default": "Broadcasts"}[mode]
+    # Every layer's parameters are waited for right before it runs; the scale's were, within the step before.
+    blocks = [event for n in range(4) for event in (f"wait for {gather} of blocks.{n}", f"block {n}")]
+    forward = [f"wait for {gather} of embedding", *blocks]
+    expected = [*forward, "backward done"]
+    if mode == "flat":
         # At most three buckets of whole gradients are alive.
-        backward += [f"wait for MeanScatter of {LAYERS[-1 - (place - 2)]}"] if place >= 2 else []
-    expected = [
-        *forward_events("SliceGather"),
-        *backward,
-        "backward done",
-        *(f"wait for MeanScatter of {layer}" for layer in ("embedding", "scale")),
-        *(f"start SliceGather of {layer}" for layer in LAYERS),
-        "wait for SliceGather of scale",
-        "step done",
-    ]
-    for events, in_state_dict, without_last in ranks(2).run(optimizer_order_ranks.order_of_events, "flat"):
-        assert events == expected
-        assert in_state_dict == [f"wait for SliceGather of {layer}" for layer in LAYERS[1:]]
-        assert before_start(without_last, "SliceGather") == forward_events("SliceGather")[:-1]
+        scatters = [f"start MeanScatter of {layer}" for layer in reversed(LAYERS)]
+        waits = [f"wait for MeanScatter of {layer}" for layer in reversed(LAYERS)]
+        passed = [event for pair in zip(scatters[2:], waits[:4], strict=True) for event in pair]
+        expected = [*forward, *scatters[:2], *passed, "backward done", *waits[4:]]
+    expected += [f"start {gather} of {layer}" for layer in LAYERS]
+    expected += [f"wait for {gather} of scale", "step done"]
+
+    seen, wait = [], collectives._Launched.wait
+    model = Stack(seen)
+    options = {"overlap": True, "params": model.named_parameters(), "bucket_size_mb": LAYER_MB}
+    wrapped, optimizer = sharded(mode, model, **options)
+
+    def note_start(operation, start, *args):
+        seen.append(f"start {type(operation).__name__} of {layers(operation)}")
+        start(*args)
+
+    def note_wait(operation):
+        if operation._works and not isinstance(operation, collectives.MeanReduction):
+            seen.append(f"wait for {type(operation).__name__} of {layers(operation)}")
+        wait(operation)
+
+    with on_start(note_start), replaced(collectives._Launched, wait=note_wait):
+        for _ in range(2):
+            seen.clear()
+            wrapped(torch.ones(2, 6)).sum().backward()
+            seen.append("backward done")
+            finish(wrapped)
+            optimizer.step()
+            seen.append("step done")
+            optimizer.zero_grad()
+        assert seen == expected
+        seen.clear()
+        model.state_dict()
+        assert seen == [f"wait for {gather} of {layer}" for layer in LAYERS[1:]]
+        optimizer.step()
+        seen.clear()
+        model.depth = 3
+        wrapped(torch.ones(2, 6))
+        optimizer.step()
+    # What happens before operations are started again, but for those of gradients.
+    before = seen[: seen.index(f"start {gather} of scale")]
+    assert [event for event in before if "MeanScatter" not in event] == forward[:-1]
 
 
-def test_whole_parameters_arrive_while_the_forward_pass_runs(ranks):
-    expected = [
-        *forward_events("Broadcasts"),
-        "backward done",
-        *(f"start Broadcasts of {layer}" for layer in LAYERS),
-        "wait for Broadcasts of scale",
-        "step done",
-    ]
-    for events, in_state_dict, without_last in ranks(2).run(optimizer_order_ranks.order_of_events, "default"):
-        assert events == expected
-        assert in_state_dict == [f"wait for Broadcasts of {layer}" for layer in LAYERS[1:]]
-        assert before_start(without_last, "Broadcasts") == forward_events("Broadcasts")[:-1]
+def compiled(mode, target, when):
+    """Weights after three steps, waits within the last forward pass, and graphs compiled in the last two.
+
+    Args:
+        target: what is compiled: the "blocks", the "model", what is "around" it, or None.
+        when: "before" the optimizer is built, and run once, or "after".
+    """
+    model, waits, wait = Stack(seen=None), [], collectives._Launched.wait
+    run, x = model, torch.ones(2, 6) * (1 + dist.get_rank())
+
+    def compile_target():
+        for module in {"blocks": model.blocks, "model": [model]}.get(target, []):
+            is_whole = target == "blocks" or when == "before"
+            module.compile(backend="aot_eager", dynamic=False, fullgraph=is_whole)
+        return torch.compile(model, backend="aot_eager", dynamic=False) if target == "around" else model
+
+    if when == "before":
+        run = compile_target()
+        run(x).square().sum().backward()
+        model.zero_grad()
+    options = {"overlap": True, "params": model.named_parameters(), "lr": 0.1, "bucket_size_mb": LAYER_MB}
+    wrapped, optimizer = sharded(mode, model, **options)
+    if when == "after":
+        run = compile_target()
+
+    def note(operation):
+        if operation._works and isinstance(operation, collectives.SliceGather | collectives.Broadcasts):
+            waits.append(layers(operation))
+        wait(operation)
+
+    for step in range(3):
+        with replaced(collectives._Launched, wait=note):
+            waits.clear()
+            loss = run(x).square().sum()
+        if step == 0:
+            torch._dynamo.utils.counters.clear()
+        loss.backward()
+        finish(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    recompiled = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    torch.compiler.reset()
+    return weights(model), waits, recompiled
 
 
+@on_ranks(2)
 @each_mode
 @pytest.mark.parametrize(
-    ("what", "when"),
+    ("target", "when"),
     [
         *(("blocks", "before"), ("model", "after")),
         *(
-            pytest.param(what, when, marks=pytest.mark.nightly)
-            for what, when in (("model", "before"), ("around", "before"), ("blocks", "after"), ("around", "after"))
+            pytest.param(target, when, marks=pytest.mark.nightly)
+            for target, when in (("model", "before"), ("around", "before"), ("blocks", "after"), ("around", "after"))
         ),
     ],
 )
-def test_compiled_modules_wait_in_every_step(ranks, mode, what, when):
-    eager, *_ = ranks(2).run(optimizer_order_ranks.compiled, mode, None, None)[0]
-    for weights, waits, recompiled in ranks(2).run(optimizer_order_ranks.compiled, mode, what, when):
-        assert_same(weights, eager, rtol=1e-6, atol=1e-6)
-        # Before each block; if all is compiled as one, before the model.
-        assert waits == (LAYERS if (what, when) == ("model", "before") else LAYERS[1:])
-        assert recompiled == 0
+def test_compiled_modules_wait_in_every_step(mode, target, when):
+    eager, *_ = compiled(mode, None, None)
+    trained, waits, recompiled = compiled(mode, target, when)
+    assert_same(trained, eager, rtol=1e-6, atol=1e-6)
+    # Before each block; if all is compiled as one, before the model.
+    assert waits == (LAYERS if (target, when) == ("model", "before") else LAYERS[1:])
+    assert recompiled == 0
 
 
-def test_gradients_ready_in_another_order_on_each_rank(ranks):
-    for weights in ranks(2).run(optimizer_order_ranks.differently_ordered, [(0, 1, 2, 3), (2, 0, 3, 1)]):
-        assert_same(weights, {f"branches.{i}": torch.full((3,), 1 - 1.5 * (i + 1)) for i in range(4)})
-
-
-@pytest.mark.multigpu
-def test_delays_change_nothing_on_two_gpus(two_gpus):
-    expected = two_gpus.run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float32, 3)[0]
-    for seed in range(5):
-        for result in two_gpus.run(optimizer_order_ranks.train_with_delays, seed, ["AdamW"]):
-            for case, weights in result.items():
-                assert_same(weights, expected[case])
+@on_ranks(2)
+def test_gradients_ready_in_another_order_on_each_rank():
+    model, rank = Branches(), dist.get_rank()
+    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0, bucket_size_mb=1e-9)
+    model([(0, 1, 2, 3), (2, 0, 3, 1)][rank], rank + 1.0).backward()
+    optimizer.step()
+    assert_same(weights(model), {f"branches.{i}": torch.full((3,), 1 - 1.5 * (i + 1)) for i in range(4)})

@@ -1,136 +1,233 @@
 """Training with a sharded optimizer equals training with the class itself, in either mode."""
 
-import optimizer_models
-import optimizer_training_ranks
 import pytest
-import small_models
 import torch
-from optimizer_models import CLASSES, MODES
+import torch.distributed as dist
+from on_ranks import on_ranks
+from optimizer_models import CLASSES, MODES, SMALL_MB, each_mode, finish, network, sharded, train, train_step
 from same_tensors import assert_same, assert_same_state, dict_of
+from small_models import PartlyUsed, Products, batch, factors, weights
 from torch import nn
 from world_sizes import WORLD_SIZES
 
+from cs336sys.parallel.collectives import gather_objects, group_device
+from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.ranks import launch
-
-each_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_equals_the_class_on_one_process(ranks, world_size):
-    names = [name for name in CLASSES if name != "Adafactor"] if world_size == 2 else ["AdamW", "SGD"]
-    results = ranks(world_size).run(optimizer_training_ranks.train_all, names, MODES, torch.float64)
-    for name in names:
-        expected, _ = optimizer_training_ranks.train_alone(name, torch.float64)
-        for result in results:
-            for mode in MODES:
-                for overlap in (False, True):
-                    assert_same(result[name, mode, overlap], expected, atol=1e-12)
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
-def test_whole_parameters_serve_a_class_that_mixes_elements(ranks):
-    expected, _ = optimizer_training_ranks.train_alone("Adafactor", torch.float64)
-    for result in ranks(2).run(optimizer_training_ranks.train_all, ["Adafactor"], ["default"], torch.float64):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-12)
-
-
-def test_both_modes_and_torch_train_to_bitwise_equal_weights_on_two_ranks(ranks):
-    expected = ranks(2).run(optimizer_training_ranks.torch_zero, 4)[0]
-    for result in ranks(2).run(optimizer_training_ranks.train_all, ["AdamW"]):
-        for weights in result.values():
-            assert_same(weights, expected)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @each_mode
-def test_step_along_integer_gradients_is_exact(ranks, mode, world_size):
-    parts = zip(*map(small_models.factors, range(world_size)), strict=True)
-    expected = [-sum(part) / world_size for part in parts]
-    for result in ranks(world_size).run(
-        optimizer_training_ranks.step_of_integers, mode, [1e-9, optimizer_models.SMALL_MB, None]
-    ):
-        for parameters in result.values():
-            assert all(torch.equal(ours, exact) for ours, exact in zip(parameters, expected, strict=True))
+def test_training_equals_the_class_on_one_process(mode):
+    for name in CLASSES if dist.get_world_size() == 2 else ("AdamW", "SGD"):
+        if (name, mode) != ("Adafactor", "flat"):
+            expected = train("alone", name, torch.float64)
+            for overlap in (False, True):
+                assert_same(train(mode, name, torch.float64, overlap=overlap), expected, atol=1e-12)
 
 
+@on_ranks(2, gpus=True)
+def test_both_modes_and_torch_train_to_bitwise_equal_weights():
+    # Its import takes seconds.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = network(0).to(group_device())
+    wrapped = NaiveDDP(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        train_step(wrapped, optimizer, step)
+    expected = gather_objects(weights(model))[0]
+    for mode in MODES:
+        for overlap in (False, True):
+            assert_same(train(mode, overlap=overlap), expected)
+
+
+@on_ranks(*WORLD_SIZES)
 @each_mode
-def test_closure_runs_once_with_gradients_on_every_rank(ranks, mode):
-    for rank, (loss, calls, weights) in enumerate(ranks(2).run(optimizer_training_ranks.closure_step, mode)):
-        assert loss == 12.0 * (rank + 1)
-        assert calls == [True]
-        assert_same(weights, dict_of(used=-2.0, sometimes=-2.0, never=1.0))
+@pytest.mark.parametrize("size", [1e-9, SMALL_MB, None])
+def test_step_along_integer_gradients_is_exact(mode, size):
+    module, world_size = Products(), dist.get_world_size()
+    wrapped, optimizer = sharded(mode, module, torch.optim.SGD, lr=1.0, bucket_size_mb=size)
+    wrapped(factors(dist.get_rank())).backward()
+    finish(wrapped)
+    optimizer.step()
+    for part, *parts in zip(module.parts, *map(factors, range(world_size)), strict=True):
+        assert torch.equal(part, -sum(parts) / world_size)
 
 
+@on_ranks(2)
 @each_mode
-def test_step_takes_the_class_arguments_and_calls_hooks(ranks, mode):
-    for weights, calls, seen in ranks(2).run(optimizer_training_ranks.step_arguments_and_hooks, mode):
-        assert_same(weights, dict_of(used=-0.5, sometimes=-0.5, never=1.0))
-        assert calls == 1 or mode == "flat"
-        assert seen == [("pre", {"factor": 0.5}), ("post", {"factor": 0.5})]
+def test_closure_runs_once_with_gradients_on_every_rank(mode):
+    model, calls, factor = PartlyUsed(), [], 2.0 * (dist.get_rank() + 1)
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=1.0)
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = wrapped(factor, True)
+        loss.backward()
+        finish(wrapped)
+        return loss.item()
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 6 * factor
+    assert calls == [True]
+    assert_same(weights(model), dict_of(used=-2.0, sometimes=-2.0, never=1.0))
 
 
+class Scaled(torch.optim.SGD):
+    """SGD whose step takes an argument and notes in its groups how often it was called."""
+
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return super().step(closure)
+
+
+@on_ranks(2)
+@each_mode
+def test_step_takes_the_class_arguments_and_calls_hooks(mode):
+    model, seen = PartlyUsed(), []
+    wrapped, optimizer = sharded(mode, model, Scaled, lr=1.0)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(("pre", kwargs)))
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: seen.append(("post", kwargs)))
+    wrapped(2.0 * (dist.get_rank() + 1), True).backward()
+    finish(wrapped)
+    optimizer.step(factor=0.5)
+    assert_same(weights(model), dict_of(used=-0.5, sometimes=-0.5, never=1.0))
+    assert mode == "flat" or optimizer.param_groups[0]["calls"] == 1
+    assert seen == [("pre", {"factor": 0.5}), ("post", {"factor": 0.5})]
+
+
+@on_ranks(3)
 @each_mode
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}, {"foreach": True}])
-def test_fewer_parameters_than_ranks(ranks, mode, options):
-    model = nn.Linear(3, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    for step in range(2):
-        model.weight.grad = torch.full((1, 3), 2.0 * (step + 1))
+def test_fewer_parameters_than_ranks(mode, options):
+    model, alone = (nn.Linear(3, 1, bias=False) for _ in range(2))
+    for module in (model, alone):
+        nn.init.ones_(module.weight)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.1, **options)
+    wrapped, optimizer = sharded(mode, model, lr=0.1, **options)
+    for step in range(1, 3):
+        alone.weight.grad = torch.full((1, 3), 2.0 * step)
+        plain.step()
+        optimizer.zero_grad()
+        (wrapped(torch.full((1, 3), float(step))) * (dist.get_rank() + 1)).sum().backward()
+        finish(wrapped)
         optimizer.step()
-    results = ranks(3).run(optimizer_training_ranks.few_parameters, mode, options)
-    for weight, _ in results:
-        torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-6, atol=0)
-    assert [states for _, states in results] == [1, 0, 0]
+    torch.testing.assert_close(model.weight, alone.weight, rtol=1e-6, atol=0)
+    assert len(optimizer.state) == (1 if dist.get_rank() == 0 else 0)
 
 
+@on_ranks(2)
 @each_mode
-def test_start_values_are_those_of_the_first_rank(ranks, mode):
-    first, second = ranks(2).run(optimizer_training_ranks.start_values, mode)
-    assert first == ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    assert second == ([1.0, 2.0, 4.0], [1.0, 2.0, 3.0])
+def test_start_values_are_those_of_the_first_rank(mode):
+    first = dist.get_rank() + 1.0
+    parameters = [nn.Parameter(torch.full((5,), first + n), requires_grad=n != 1) for n in range(3)]
+    optimizer = ShardedOptimizer(parameters[:2], torch.optim.SGD, lr=1.0, flat=mode == "flat")
+    assert [parameter[0].item() for parameter in parameters] == [1.0, 2.0, first + 2]
+    optimizer.add_param_group({"params": parameters[2:]})
+    assert [parameter[0].item() for parameter in parameters] == [1.0, 2.0, 3.0]
 
 
-def test_master_parameters_carry_what_bf16_rounds_away(ranks):
-    expected, masters = optimizer_training_ranks.with_masters_by_hand(5)
-    straight = ranks(2).run(optimizer_training_ranks.with_masters, 5, None)
-    for _, weights, _ in straight:
-        assert_same(weights, expected)
-    states = straight[0][2]["state"]
-    assert len(states) == len(masters)
-    for state, master in zip(states.values(), masters, strict=True):
-        assert state["exp_avg"].dtype == torch.float32
-        torch.testing.assert_close(state["master_parameter"], master, rtol=0, atol=0)
+def train_with_masters(resume_at):
+    """bf16 weights, state and losses of training with fp32 master parameters, once left and resumed."""
+    model, losses = network(0, torch.bfloat16), []
+    _, optimizer = sharded("flat", model, master_dtype=torch.float32, lr=0.001)
+    for step in range(5):
+        if step == resume_at:
+            start, state = model.state_dict(), gather_objects(optimizer.consolidated_state_dict())[0]
+            model = network(1, torch.bfloat16)
+            _, optimizer = sharded("flat", model, master_dtype=torch.float32, lr=0.5)
+            model.load_state_dict(start)
+            optimizer.load_state_dict(state)
+        losses.append(train_step(model, optimizer, step, torch.bfloat16))
+    return losses, weights(model), gather_objects(optimizer.consolidated_state_dict())[0]
+
+
+def train_with_masters_by_hand(ranks=2):
+    """fp32 parameters stepped along the mean of bf16 gradients, rounded to bf16."""
+    model = network(0, torch.bfloat16)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in trained]
+    optimizer = torch.optim.AdamW(masters, lr=0.001)
+    for step in range(5):
+        gradients = []
+        for x, y in zip(*(part.chunk(ranks) for part in batch(step, torch.bfloat16)), strict=True):
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            gradients.append([parameter.grad for parameter in trained])
+        for master, first, second in zip(masters, *gradients, strict=True):
+            master.grad = ((first + second) / ranks).float()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(trained, masters)
+    return weights(model), [master.detach() for master in masters]
+
+
+@on_ranks(2)
+def test_master_parameters_carry_what_bf16_rounds_away():
+    expected, masters = train_with_masters_by_hand()
+    losses, trained, state = train_with_masters(None)
+    assert_same(trained, expected)
+    for state_of_parameter, master in zip(state["state"].values(), masters, strict=True):
+        assert state_of_parameter["exp_avg"].dtype == torch.float32
+        torch.testing.assert_close(state_of_parameter["master_parameter"], master, rtol=0, atol=0)
         assert not torch.equal(master, master.bfloat16().float())
-    for (losses, weights, _), (resumed, same, _) in zip(
-        straight, ranks(2).run(optimizer_training_ranks.with_masters, 5, 2), strict=True
-    ):
-        assert losses == resumed
-        assert_same(same, weights)
+    resumed_losses, resumed, _ = train_with_masters(2)
+    assert resumed_losses == losses
+    assert_same(resumed, trained)
 
 
+class Permuted(nn.Module):
+    """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.transposed = nn.Parameter(torch.randn(64, 6).t())
+        self.image = nn.Conv2d(2, 4, (4, 4)).to(memory_format=torch.channels_last)
+        self.sliced = nn.Parameter(torch.randn(6, 128)[:, ::2])
+
+    def forward(self, x):
+        image = self.image(x.expand(1, 2, 5, 5).contiguous(memory_format=torch.channels_last))
+        return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
+
+
+@on_ranks(2)
 @each_mode
-def test_parameters_that_are_not_contiguous(ranks, mode):
-    expected, state = optimizer_training_ranks.permuted_alone()
-    for weights, consolidated in ranks(2).run(optimizer_training_ranks.permuted_parameters, mode):
-        assert_same(weights, expected, rtol=1e-6)
-        if consolidated is not None:
-            assert_same_state(consolidated, state, rtol=1e-5, atol=1e-7)
+def test_parameters_that_are_not_contiguous(mode):
+    """Saved and loaded in between, as another program may save them: in another order in memory."""
+    alone, start, state = Permuted(), Permuted().state_dict(), None
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for step in range(2):
+        plain.zero_grad()
+        alone(torch.tensor(1.0 + step)).backward()
+        plain.step()
+        model = Permuted()
+        model.load_state_dict(start)
+        wrapped, optimizer = sharded(mode, model, lr=0.1)
+        if state is not None:
+            for entries in state["state"].values():
+                entries.update({key: value.contiguous() for key, value in entries.items()})
+            optimizer.load_state_dict(state)
+        wrapped(torch.tensor(1.0 + step)).backward()
+        finish(wrapped)
+        optimizer.step()
+        start, state = weights(model), gather_objects(optimizer.consolidated_state_dict())[0]
+    assert_same(start, weights(alone), rtol=1e-6)
+    assert_same_state(state, plain.state_dict(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.multigpu
-def test_both_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus(two_gpus):
-    expected = two_gpus.run(optimizer_training_ranks.torch_zero, 4)[0]
-    for result in two_gpus.run(optimizer_training_ranks.train_all, ["AdamW"]):
-        for weights in result.values():
-            assert_same(weights, expected)
+def train_fused():
+    return [train(mode, "AdamW fused", torch.float64, overlap=overlap) for mode in MODES for overlap in (False, True)]
 
 
 @pytest.mark.gpu
 def test_fused_step_on_one_gpu_equals_the_class():
-    (result,) = launch.run(
-        optimizer_training_ranks.train_all, ["AdamW fused"], MODES, torch.float64, 4, world_size=1, backend="nccl"
-    )
-    expected, _ = optimizer_training_ranks.train_alone("AdamW", torch.float64)
-    for weights in result.values():
-        assert_same(weights, expected, atol=1e-10)
+    (result,) = launch.run(train_fused, world_size=1, backend="nccl")
+    for trained in result:
+        assert_same(trained, train("alone", "AdamW", torch.float64), atol=1e-10)
