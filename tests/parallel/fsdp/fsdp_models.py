@@ -7,10 +7,15 @@ import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
+from small_models import share
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.parallel import collectives
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.fsdp import FSDP
 
 
 class Block(nn.Module):
@@ -88,13 +93,64 @@ OPTIMIZERS = {
 }
 
 
+def train(
+    optimizer="adamw",
+    steps=4,
+    dtype=torch.float64,
+    micro_batches=1,
+    no_sync=True,
+    checkpoints=False,
+    evaluates=False,
+    **settings,
+):
+    """Whole weights after training from rank 0's start; ``zero_grad`` in both modes in turn.
+
+    Args:
+        evaluates: before weights change, run a forward pass with gradients and no backward pass.
+    """
+    model = network(dist.get_rank(), dtype)
+    model.checkpoints = checkpoints
+    sharded = FSDP(model, **settings)
+    stepper = OPTIMIZERS[optimizer](sharded.parameters())
+    for step in range(steps):
+        inputs, targets = map(share, batch(step))
+        stepper.zero_grad(set_to_none=step % 2 == 0)
+        parts = list(zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
+        for part, (x, y) in enumerate(parts):
+            is_last = part == len(parts) - 1
+            with contextlib.nullcontext() if is_last or not no_sync else sharded.no_sync():
+                (loss_of(sharded, x, y) / micro_batches).backward()
+        sharded.finish_gradient_synchronization()
+        if evaluates:
+            sharded(inputs)
+        stepper.step()
+    return on_cpu(sharded.gather_full_params())
+
+
+def mean_over_ranks(tensors):
+    """Of each tensor and those of this name on other ranks; None if there is none."""
+    of_ranks = gather_objects(on_cpu(tensors))
+    return {
+        name: None if first is None else sum(part[name] for part in of_ranks) / len(of_ranks)
+        for name, first in of_ranks[0].items()
+    }
+
+
+def shard_like_torch(model, parts, compute_dtype):
+    # Else it is of GPUs wherever there are any.
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
 def on_cpu(tensors):
     return {name: None if tensor is None else tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def gradients(sharded):
     """Of this rank's slices and of replicated parameters, by name."""
-    return on_cpu({name: parameter.grad for name, parameter in sharded.module.named_parameters()})
+    return gradients_of(sharded.module)
 
 
 def whole_gradients(sharded):
@@ -102,14 +158,15 @@ def whole_gradients(sharded):
     whole = {}
     for name, parameter in sharded.sharded_parameters.items():
         gradient = parameter.shard.grad
-        whole[name] = None
-        if gradient is not None:
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, gradient.cpu())
-            whole[name] = torch.cat(parts)
+        whole[name] = None if gradient is None else torch.cat(gather_objects(gradient.cpu()))
     for name, parameter in sharded.replicated_parameters.items():
         whole[name] = parameter.grad
     return on_cpu(whole)
+
+
+def gradients_of(module):
+    """Of a plain module, by name."""
+    return on_cpu({name: parameter.grad for name, parameter in module.named_parameters()})
 
 
 @contextlib.contextmanager

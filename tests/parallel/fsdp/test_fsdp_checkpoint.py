@@ -1,149 +1,301 @@
 """Checkpoints of fully sharded training: any number of ranks goes on where another stopped; nothing whole is lost."""
 
 import io
+import os
 import pickle
+from collections import Counter, OrderedDict
 
-import fsdp_checkpoint_ranks as checkpoint_ranks
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import PartlyUsed, error_of, share, with_file_limit
+from torch import nn
 from torch.distributed.checkpoint import metadata
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import safe_unpickle
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.fsdp.checkpoint import _model_state, _sharded_optimizer_state, load_checkpoint, save_checkpoint
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def build(optimizer="adamw", seed=0):
+    sharded = FSDP(network(seed))
+    stepper = OPTIMIZERS[optimizer](sharded.parameters())
+    return sharded, stepper, torch.optim.lr_scheduler.StepLR(stepper, step_size=1, gamma=0.5)
+
+
+def run_steps(sharded, optimizer, scheduler, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(sharded, *map(share, batch(step)))
+        loss.backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        scheduler.step()
+        dist.all_reduce(mean := loss.detach().clone())
+        losses.append((mean / dist.get_world_size()).item())
+    return losses
+
+
+def uninterrupted(optimizer):
+    """Losses and whole weights after four steps."""
+    trained = build(optimizer)
+    return run_steps(*trained, range(4)), on_cpu(trained[0].gather_full_params())
+
+
+def save_after_two_steps(path, optimizer):
+    sharded, stepper, scheduler = build(optimizer)
+    losses = run_steps(sharded, stepper, scheduler, range(2))
+    sharded.module.offset.fill_(3.0)
+    save_checkpoint(path, sharded, stepper, {"step": 2, "scheduler": scheduler.state_dict()})
+    return losses
+
+
+def resume(path, optimizer):
+    """Losses and whole weights of two more steps, after loading into another start."""
+    sharded, stepper, scheduler = build(optimizer, seed=5)
+    extra = load_checkpoint(path, sharded, stepper)
+    assert (sharded.module.offset == 3.0).all()
+    # As it was in the run that saved, until it saved.
+    sharded.module.offset.copy_(network(0).offset)
+    scheduler.load_state_dict(extra["scheduler"])
+    assert stepper.param_groups[0]["lr"] == (0.025 if optimizer == "sgd" else 0.0025)
+    losses = run_steps(sharded, stepper, scheduler, range(extra["step"], 4))
+    return losses, on_cpu(sharded.gather_full_params())
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "course", "fused", "sgd"])
-def test_training_goes_on_bitwise_on_as_many_ranks(ranks, tmp_path, optimizer):
-    losses, weights = ranks(2).run(checkpoint_ranks.uninterrupted, optimizer)[0]
-    first = ranks(2).run(checkpoint_ranks.save_after_two_steps, tmp_path / "saved", optimizer)[0]
-    for rest, resumed, offset, rate in ranks(2).run(checkpoint_ranks.resume, tmp_path / "saved", optimizer):
-        assert first + rest == losses
-        assert_same(resumed, weights)
-        assert (offset == 3.0).all()
-        assert rate == (0.025 if optimizer == "sgd" else 0.0025)
+def test_training_goes_on_bitwise_on_as_many_ranks(tmp_path, optimizer):
+    losses, weights = uninterrupted(optimizer)
+    first = save_after_two_steps(tmp_path / "saved", optimizer)
+    rest, resumed = resume(tmp_path / "saved", optimizer)
+    assert first + rest == losses
+    assert_same(resumed, weights)
     assert names_in(tmp_path) == ["saved"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (4, 2), (1, 3)])
 def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path, before, after):
     """The sums of other ranks round differently: in fp64."""
-    losses, weights = ranks(2).run(checkpoint_ranks.uninterrupted, "adamw")[0]
-    first = ranks(before).run(checkpoint_ranks.save_after_two_steps, tmp_path / "saved", "adamw")[0]
-    rest, resumed, _, _ = ranks(after).run(checkpoint_ranks.resume, tmp_path / "saved", "adamw")[0]
+    losses, weights = ranks(2).run(uninterrupted, "adamw")[0]
+    first = ranks(before).run(save_after_two_steps, tmp_path / "saved", "adamw")[0]
+    rest, resumed = ranks(after).run(resume, tmp_path / "saved", "adamw")[0]
     assert first + rest == pytest.approx(losses, rel=1e-12)
     assert_same(resumed, weights, atol=1e-11)
 
 
-def test_saving_again_keeps_the_checkpoint_before_it(ranks, tmp_path):
-    path = tmp_path / "saved"
-    for value in (1.0, 2.0, 3.0):
-        ranks(2).run(checkpoint_ranks.save_model, path, value)
+def layer(value=None):
+    """A sharded layer, whose parameters all have one value."""
+    sharded = FSDP(nn.Linear(3, 5))
+    for parameter in sharded.parameters() if value is not None else ():
+        nn.init.constant_(parameter, value)
+    return sharded
+
+
+def save_layers(path, *values):
+    for value in values:
+        save_checkpoint(path, layer(value), extra=value)
+
+
+def loaded_value(path):
+    sharded = layer()
+    value = load_checkpoint(path, sharded)
+    assert (sharded.gather_full_params()["weight"] == value).all()
+    return value
+
+
+def refusal(path, sharded, optimizer=None):
+    """Of a checkpoint that leaves weights as they are."""
+    before = sharded.gather_full_params()
+    kind, message = error_of(load_checkpoint, path, sharded, optimizer)
+    assert kind == "UsageError"
+    assert_same(sharded.gather_full_params(), before)
+    return message
+
+
+@on_ranks(2)
+def test_saving_again_keeps_the_checkpoint_before_it(tmp_path):
+    save_layers(tmp_path / "saved", 1.0, 2.0, 3.0)
     assert names_in(tmp_path) == ["saved", "saved.previous"]
-    for extra, weight, error, _ in ranks(2).run(checkpoint_ranks.load_model, path):
-        assert (extra, error) == (3.0, None)
-        assert (weight == 3.0).all()
-    assert ranks(2).run(checkpoint_ranks.load_model, tmp_path / "saved.previous")[0][0] == 2.0
+    assert loaded_value(tmp_path / "saved") == 3.0
+    assert loaded_value(tmp_path / "saved.previous") == 2.0
 
 
-@pytest.mark.parametrize("what", ["file", "metadata", "no file", "no metadata", "folder"])
-def test_checkpoint_that_is_not_whole_is_refused_and_the_one_before_is_named(ranks, tmp_path, what):
-    path = tmp_path / "saved"
-    for value in (1.0, 2.0):
-        ranks(2).run(checkpoint_ranks.save_model, path, value)
-    file = path / (".metadata" if "metadata" in what else "__1_0.distcp")
-    if what == "folder":
-        path.rename(tmp_path / "elsewhere")
-        reason = f"there is no checkpoint {path}"
-    elif what.startswith("no "):
-        file.unlink()
-        reason = "its .metadata cannot be read" if "metadata" in what else "__1_0.distcp has 0 of"
-    else:
-        file.write_bytes(file.read_bytes()[:-7])
-        reason = "its .metadata cannot be read" if what == "metadata" else "__1_0.distcp has"
-    for _, _, (kind, message), unchanged in ranks(2).run(checkpoint_ranks.load_model, path):
-        assert kind == "UsageError"
-        assert reason in message
-        assert message.endswith(f"; the one before it is {path}.previous")
-        assert unchanged
-    assert ranks(2).run(checkpoint_ranks.load_model, tmp_path / "saved.previous")[0][0] == 1.0
-
-
-def test_failure_while_saving_is_an_error_on_every_rank_and_what_was_there_is_whole(ranks, tmp_path):
-    path = tmp_path / "saved"
-    ranks(2).run(checkpoint_ranks.save_model, path, 1.0)
-    for kind, message in ranks(2).run(checkpoint_ranks.fail_to_save, path, "write"):
-        assert kind == "OSError"
-        assert "no space left on device" in message
-    assert ranks(2).run(checkpoint_ranks.load_model, path)[0][0] == 1.0
-    ranks(2).run(checkpoint_ranks.save_model, path, 2.0)
-    assert names_in(tmp_path) == ["saved", "saved.previous"]
-    (tmp_path / "file").write_text("in the way")
-    for kind, _ in ranks(2).run(checkpoint_ranks.fail_to_save, tmp_path / "file" / "saved", "folder"):
-        assert kind in ("NotADirectoryError", "FileExistsError")
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "reason"),
     [
-        ("shape", "belongs to another model: weight is (5, 3) there and (6, 3) here; bias is (5,) there and (6,) here"),
-        ("names", "0.weight is missing there and (5, 3) here; 0.bias is missing there and (5,) here; weight is (5"),
-        ("optimizer", "has no optimizer: load it without one"),
-        ("foreign", "has no optimizer: load it without one"),
+        ("file", "__1_0.distcp has"),
+        ("metadata", "its .metadata cannot be read"),
+        ("no file", "__1_0.distcp has 0 of"),
+        ("no metadata", "its .metadata cannot be read"),
+        ("folder", "there is no checkpoint"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(ranks, tmp_path, what, message):
-    ranks(2).run(checkpoint_ranks.save_model, tmp_path / "saved", 1.0)
-    for (kind, found), unchanged in ranks(2).run(checkpoint_ranks.load_into_another, tmp_path / "saved", what):
-        assert kind == "UsageError"
-        assert message in found
-        assert unchanged
-
-
-def test_optimizer_that_cannot_be_shared_out_is_refused(ranks, tmp_path):
-    for kind, message in ranks(2).run(checkpoint_ranks.save_with_momentum, tmp_path / "saved"):
-        assert kind == "UsageError"
-        assert "rows of weight is (7,) where the slice is (" in message
-    for what, reason in {"groups": "groups of [2] parameters, this one has [1, 1]", "foreign": "build it over"}.items():
-        for (kind, message), unchanged in ranks(2).run(checkpoint_ranks.load_into_another, tmp_path / "saved", what):
-            assert kind == "UsageError"
-            assert reason in message
-            assert unchanged
-
-
-def test_saving_before_the_first_step_and_between_accumulated_passes(ranks, tmp_path):
+def test_checkpoint_that_is_not_whole_is_refused_and_the_one_before_is_named(tmp_path, what, reason):
     path = tmp_path / "saved"
-    for empty, (undisturbed, saved) in ranks(2).run(
-        checkpoint_ranks.save_before_the_first_step_and_in_an_accumulation, path
+    save_layers(path, 1.0, 2.0)
+    file = path / (".metadata" if "metadata" in what else "__1_0.distcp")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if what == "folder":
+            path.rename(tmp_path / "elsewhere")
+        elif what.startswith("no "):
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-7])
+    dist.barrier()
+    message = refusal(path, layer())
+    assert reason in message
+    assert message.endswith(f"; the one before it is {path}.previous")
+    assert loaded_value(tmp_path / "saved.previous") == 1.0
+
+
+def no_space(self, plan, planner):
+    raise OSError("no space left on device")
+
+
+@on_ranks(2)
+def test_failure_while_saving_is_an_error_on_every_rank_and_what_was_there_is_whole(tmp_path):
+    path = tmp_path / "saved"
+    save_layers(path, 1.0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(dcp.FileSystemWriter, "write_data", no_space)
+        kind, message = error_of(save_checkpoint, path, layer())
+    assert kind == "OSError"
+    assert "no space left on device" in message
+    assert loaded_value(path) == 1.0
+    save_layers(path, 2.0)
+    assert names_in(tmp_path) == ["saved", "saved.previous"]
+    dist.barrier()
+    (tmp_path / "file").write_text("in the way")
+    kind, _ = error_of(save_checkpoint, tmp_path / "file" / "saved", layer())
+    assert kind in ("NotADirectoryError", "FileExistsError")
+
+
+def sgd(parameters, **settings):
+    return torch.optim.SGD(parameters, lr=0.1, **settings)
+
+
+@on_ranks(2)
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "saved"
+    save_layers(path, 1.0)
+    for module, part in (
+        (nn.Linear(3, 6), "weight is (5, 3) there and (6, 3) here; bias is (5,) there and (6,) here"),
+        (
+            nn.Sequential(nn.Linear(3, 5)),
+            "0.weight is missing there and (5, 3) here; 0.bias is missing there and (5,) here; weight is (5",
+        ),
     ):
-        assert empty
-        assert undisturbed.keys() == saved.keys()
-        for name, gradient in undisturbed.items():
-            assert gradient is saved[name] is None or torch.equal(gradient, saved[name])
+        assert f"belongs to another model: {part}" in refusal(path, FSDP(module))
+    for optimizer in (None, sgd(nn.Linear(3, 5).parameters())):
+        sharded = layer()
+        assert "has no optimizer: load it without one" in refusal(path, sharded, optimizer or sgd(sharded.parameters()))
 
 
-def test_plain_data_beside_the_model_comes_back_as_it_was(ranks, tmp_path):
-    for value in (checkpoint_ranks.PLAIN, torch.ones(3), None):
-        for extra, rate in ranks(2).run(checkpoint_ranks.save_and_load, tmp_path / "saved", value):
-            assert repr(extra) == repr(value)
-            assert rate == 0.25
+@on_ranks(2)
+def test_optimizer_that_cannot_be_shared_out_is_refused(tmp_path):
+    path, sharded = tmp_path / "saved", layer()
+    optimizer = sgd(sharded.parameters(), momentum=0.9)
+    sharded(torch.ones(2, 3)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    save_checkpoint(path, sharded, optimizer)
+    optimizer.state[sharded.module.weight]["rows"] = torch.zeros(7)
+    kind, message = error_of(save_checkpoint, path, sharded, optimizer)
+    assert kind == "UsageError"
+    assert "rows of weight is (7,) where the slice is (" in message
+    sharded = layer()
+    groups = sgd([{"params": [parameter]} for parameter in sharded.parameters()])
+    assert "groups of [2] parameters, this one has [1, 1]" in refusal(path, sharded, groups)
+    assert "build it over" in refusal(path, sharded, sgd(nn.Linear(3, 5).parameters()))
 
 
-def test_objects_are_refused_when_saving(ranks, tmp_path):
-    for errors, found in ranks(2).run(checkpoint_ranks.refuse_to_save, tmp_path / "folder" / "saved"):
-        for beginning, (kind, message) in errors.items():
-            assert kind == "UsageError"
-            assert message == (
-                f"{beginning}checkpoints hold tensors, numbers, strings, bools, None, and lists, tuples and dicts of "
-                "these, because loading anything else may run code"
-            )
-        assert not found
+@on_ranks(2)
+def test_saving_before_the_first_step_and_between_accumulated_passes(tmp_path):
+    path, (sharded, optimizer, _) = tmp_path / "saved", build()
+    save_checkpoint(path, sharded, optimizer)
+    load_checkpoint(path, sharded, optimizer)
+    assert len(optimizer.state) == 0
+    accumulated = []
+    for saves in (False, True):
+        sharded.zero_grad()
+        with sharded.no_sync():
+            loss_of(sharded, *map(share, batch(0))).backward()
+        if saves:
+            save_checkpoint(path, sharded, optimizer)
+        loss_of(sharded, *map(share, batch(1))).backward()
+        sharded.finish_gradient_synchronization()
+        accumulated.append({name: parameter.grad for name, parameter in sharded.named_parameters()})
+    assert_same(*accumulated)
 
 
+class RunsCode:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+PLAIN = {
+    "step": 2,
+    "scheduler": {"last_lr": [0.1, 1e-3], "milestones": Counter({3: 1}), "best": None, "mode": "min", ("a", 1): True},
+    "random": (torch.arange(5, dtype=torch.uint8), 2**70, complex(1, -1)),
+    "averages": OrderedDict(weight=torch.ones(2, 3, dtype=torch.bfloat16)),
+}
+
+
+@on_ranks(2)
+def test_plain_data_beside_the_model_comes_back_as_it_was(tmp_path):
+    for value in (PLAIN, torch.ones(3), None):
+        sharded = layer()
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=torch.tensor(0.25))
+        save_checkpoint(tmp_path / "saved", sharded, optimizer, value)
+        optimizer.param_groups[0]["lr"].fill_(0.0)
+        assert repr(load_checkpoint(tmp_path / "saved", sharded, optimizer)) == repr(value)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@on_ranks(2)
+def test_objects_are_refused_when_saving(tmp_path):
+    """More of them are in figures.txt."""
+    path, sharded = tmp_path / "folder" / "saved", layer()
+    named = sgd([{"params": sharded.parameters(), "name": RunsCode("")}])
+    with_state = sgd(sharded.parameters())
+    with_state.state[sharded.module.bias]["seen"] = {1}
+    code = f"is of type {__name__}.RunsCode: "
+    for beginning, optimizer, extra in (
+        ("extra[1]['run'][0] is of type small_models.PartlyUsed: ", None, [0, {"run": (PartlyUsed(),)}]),
+        ("a key of extra is of type torch.dtype: ", None, {torch.float32: 1}),
+        (f"extra {code}", None, RunsCode("")),
+        (f"optimizer_groups[0]['name'] {code}", named, None),
+        ("seen of bias is of type builtins.set: ", with_state, None),
+    ):
+        assert error_of(save_checkpoint, path, sharded, optimizer, extra) == (
+            "UsageError",
+            f"{beginning}checkpoints hold tensors, numbers, strings, bools, None, and lists, tuples and dicts of these"
+            ", because loading anything else may run code",
+        )
+    assert names_in(tmp_path) == [] or names_in(path.parent) == []
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
@@ -158,67 +310,210 @@ def test_objects_are_refused_when_saving(ranks, tmp_path):
         ("everything pickled", "has no extra: choose one that save_checkpoint wrote"),
     ],
 )
-def test_loading_runs_no_code(ranks, tmp_path, what, reason):
-    path = tmp_path / "saved"
-    for (kind, message), extra, rate in ranks(2).run(checkpoint_ranks.load_what_others_wrote, path, what):
-        assert kind == "UsageError"
-        assert reason in message
-        assert extra is None
-        assert rate == 0.0
+def test_loading_runs_no_code(tmp_path, what, reason):
+    path, value, sharded = tmp_path / "saved", RunsCode(tmp_path / "ran"), layer()
+    optimizer = sgd(sharded.parameters(), momentum=0.9)
+    optimizer.state[sharded.module.weight]["momentum_buffer"] = torch.ones_like(sharded.module.weight)
+    state = _model_state(sharded) | {"extra": [None]} | _sharded_optimizer_state(sharded, optimizer)
+    if what == "everything pickled":
+        state |= {"optimizer_groups": pickle.dumps(state["optimizer_groups"]), "extra": pickle.dumps(value)}
+    elif what != "metadata":
+        state[what] = value
+    whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(state, checkpoint_id=path, planner=whole)
+    if what == "metadata" and dist.get_rank() == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(value))
+    dist.barrier()
+    optimizer.param_groups[0]["lr"] = 0.0
+    kind, message = error_of(load_checkpoint, path, sharded, optimizer)
+    assert kind == "UsageError"
+    assert reason in message
+    assert optimizer.param_groups[0]["lr"] == 0.0
     assert not (tmp_path / "ran").exists()
 
 
-def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank(ranks, tmp_path):
-    for same, mean, count, scratch, error in ranks(2).run(checkpoint_ranks.save_and_load_hooked, tmp_path / "saved"):
-        assert same
-        assert mean == [3.0] * 5
-        assert count == 3
-        assert scratch == [5.0, 5.0]
-        assert error[0] == "UsageError"
-        assert "the module does not load" in error[1]
+class Hooked(nn.Sequential):
+    """Its state dict has other names than it has; with extra state, and statistics that differ between ranks."""
+
+    def __init__(self, seed, *, loads=True):
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(4, 5), nn.LayerNorm(5), nn.BatchNorm1d(5))
+        nn.init.uniform_(self[1].weight)
+        self[2].running_mean.fill_(float(seed + dist.get_rank()))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+        self.count = seed
+        self.register_state_dict_post_hook(rename)
+        if loads:
+            self.register_load_state_dict_pre_hook(rename_back)
+
+    def get_extra_state(self):
+        return {"count": self.count, "history": torch.full((3,), float(self.count))}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+        assert (state["history"] == self.count).all()
 
 
-def test_changed_module_is_saved_under_its_present_names_or_refused(ranks, tmp_path):
-    for sources, errors in ranks(2).run(checkpoint_ranks.save_changed_modules, tmp_path / "saved"):
-        for now, before in {0: 0, 1: 3, 2: 2}.items():
-            for what in ("weight", "bias"):
-                assert sources[f"layers.{now}.{what}"] == [f"layers.{before}.{what}"] * 2
-        for what, part in {
-            "removed": "that the module lacks (by now): build it over parameters()",
-            "state of nothing": "the optimizer keeps state of 'steps', which is no parameter of the module",
-            "made by a hook": "layers.0.weight of the state dict is no parameter or buffer of Linear, but made by a ",
-            "added": "adapter.weight is not what was wrapped: save and load between two steps, and call refresh() on",
-            "gathered": "adapter.weight is not what was wrapped",
-        }.items():
-            kind, message = errors[what]
-            assert kind == "UsageError"
-            assert part in message
+def rename(module, state, prefix, metadata):
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}core.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def test_each_group_has_checkpoints_of_its_own(ranks, tmp_path):
-    *_, (same, (kind, message)) = results = ranks(3).run(checkpoint_ranks.save_on_groups, tmp_path)
-    assert same
+def rename_back(module, state, prefix, *_):
+    for key in [key for key in state if key.startswith(f"{prefix}core.")]:
+        state[prefix + key.removeprefix(f"{prefix}core.")] = state.pop(key)
+
+
+@on_ranks(2)
+def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank(tmp_path):
+    saved, loaded = FSDP(Hooked(3)), FSDP(Hooked(5))
+    save_checkpoint(tmp_path / "saved", saved)
+    load_checkpoint(tmp_path / "saved", loaded)
+    assert_same(loaded.gather_full_params(), saved.gather_full_params())
+    module = loaded.module
+    assert (module[2].running_mean.tolist(), module.count, module.scratch.tolist()) == ([3.0] * 5, 3, [5.0, 5.0])
+    kind, message = error_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
     assert kind == "UsageError"
-    assert "shared belongs to ranks [0, 1], and ranks [2] have slices of their own: save on one group" in message
-    assert results[:2] == [(True, None), (True, None)]
+    assert "the module does not load" in message
+
+
+def blocks(count, seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(count)]), "norm": nn.LayerNorm(4)})
+
+
+def doubled(module, state, prefix, metadata):
+    state["layers.0.weight"] = 2 * state["layers.0.weight"]
+
+
+@on_ranks(2)
+def test_changed_module_is_saved_under_its_present_names_or_refused(tmp_path):
+    sharded, path = FSDP(blocks(4)), tmp_path / "saved"
+    before, layers = sharded.gather_full_params(), sharded.module["layers"]
+    sharded.module["layers"] = nn.ModuleList([layers[0], layers[3], layers[2]])
+    optimizer = sgd(sharded.parameters())
+    save_checkpoint(path, sharded, optimizer)
+    loaded = FSDP(blocks(3, seed=1))
+    load_checkpoint(path, loaded)
+    for module in (sharded, loaded):
+        whole = module.gather_full_params()
+        for now, place in {0: 0, 1: 3, 2: 2}.items():
+            for name in ("weight", "bias"):
+                assert torch.equal(whole[f"layers.{now}.{name}"], before[f"layers.{place}.{name}"])
+
+    def require_error(part, call, *args):
+        kind, message = error_of(call, *args)
+        assert kind == "UsageError"
+        assert part in message
+
+    optimizer.add_param_group({"params": layers[1].parameters()})
+    part = "that the module lacks (by now): build it over parameters()"
+    require_error(part, save_checkpoint, path, sharded, optimizer)
+    optimizer = sgd(sharded.parameters())
+    optimizer.state["steps"] = {"count": 3}
+    part = "the optimizer keeps state of 'steps', which is no parameter of the module"
+    require_error(part, save_checkpoint, path, sharded, optimizer)
+    hook = sharded.module.register_state_dict_post_hook(doubled)
+    part = "layers.0.weight of the state dict is no parameter or buffer of Linear, but made by a "
+    require_error(part, save_checkpoint, path, sharded)
+    hook.remove()
+    sharded.module["adapter"] = nn.Linear(4, 4)
+    part = "adapter.weight is not what was wrapped: save and load between two steps, and call refresh() on"
+    require_error(part, save_checkpoint, path, sharded)
+    require_error("adapter.weight is not what was wrapped", sharded.gather_full_params)
+
+
+@on_ranks(3)
+def test_each_group_has_checkpoints_of_its_own(tmp_path):
+    """Of ranks 0 and 1, and of rank 2; the same path for both is refused."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    own = int(dist.get_rank() == 2)
+    sharded = FSDP(blocks(1, seed=own), group=groups[own])
+    optimizer = sgd(sharded.parameters(), momentum=0.9)
+    for parameter in sharded.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = 2 * parameter.detach()
+    expected = sharded.gather_full_params()
+    save_checkpoint(tmp_path / str(own), sharded, optimizer)
+    for parameter in sharded.parameters():
+        nn.init.zeros_(parameter)
+    load_checkpoint(tmp_path / str(own), sharded, optimizer)
+    assert_same(sharded.gather_full_params(), expected)
+    for parameter in sharded.parameters():
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], 2 * parameter)
+    if own == 0:
+        save_checkpoint(tmp_path / "shared", sharded)
+    dist.barrier()
+    if own == 1:
+        kind, message = error_of(save_checkpoint, tmp_path / "shared", sharded)
+        assert kind == "UsageError"
+        assert "shared belongs to ranks [0, 1], and ranks [2] have slices of their own: save on one group" in message
+    dist.barrier()
     assert names_in(tmp_path) == ["0", "1", "shared"]
 
 
-def test_uneven_tied_frozen_and_exact_state_moves_between_numbers_of_ranks(ranks, tmp_path):
-    for before, after in ((2, 3), (3, 2)):
-        path = tmp_path / f"{before}"
-        weights, state = ranks(before).run(checkpoint_ranks.save_uneven, path)[0]
-        assert state["exact of 0.weight"].dtype == torch.float32
-        for loaded_weights, loaded_state in ranks(after).run(checkpoint_ranks.load_uneven, path):
-            assert_same(loaded_weights, weights)
-            assert_same(loaded_state, state)
+def uneven(seed):
+    """In bf16: rows that three ranks do not divide, fewer rows than ranks, tied and frozen ones, norms."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 1), nn.Linear(1, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+    module[4].weight = module[0].weight
+    module[2].requires_grad_(False)
+    sharded = FSDP(module.bfloat16())
+    return sharded, torch.optim.AdamW([p for p in sharded.parameters() if p.requires_grad], lr=0.01)
 
 
-def test_full_disk_is_an_error_on_every_rank_and_leaves_nothing(ranks, tmp_path):
-    for (kind, message), left in ranks(2).run(checkpoint_ranks.save_on_a_full_disk, tmp_path / "saved"):
-        assert kind == "OSError"
-        assert "saved could not be written" in message
-        assert left == []
+def train_uneven(sharded, optimizer):
+    sharded(torch.arange(7)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+
+
+def whole_state(sharded, optimizer):
+    """Weights, and the optimizer's state of every parameter, put together, with its dtypes."""
+    whole = {}
+    for name, (own, cut) in sharded.held_parameters().items():
+        for key, value in optimizer.state.get(own, {}).items():
+            is_cut = cut is not None and value.dim() > 0 and key != "step"
+            whole[f"{key} of {name}"] = cut.gather_whole(value) if is_cut else value.clone()
+    return on_cpu(sharded.gather_full_params() | whole)
+
+
+def save_uneven(path):
+    """What was saved: weights, and state in fp32 beside that in bf16; a step of shape (1,)."""
+    sharded, optimizer = uneven(0)
+    train_uneven(sharded, optimizer)
+    for parameter, state in optimizer.state.items():
+        state["exact"] = parameter.detach().float() + 1e-4
+        state["step"] = torch.full((1,), 3.0)
+    save_checkpoint(path, sharded, optimizer)
+    return whole_state(sharded, optimizer)
+
+
+def load_uneven(path):
+    sharded, optimizer = uneven(1)
+    load_checkpoint(path, sharded, optimizer)
+    loaded = whole_state(sharded, optimizer)
+    # It goes on training.
+    for state in optimizer.state.values():
+        state["step"] = state["step"].squeeze()
+    train_uneven(sharded, optimizer)
+    return loaded
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_uneven_tied_frozen_and_exact_state_moves_between_numbers_of_ranks(ranks, tmp_path, before, after):
+    saved = ranks(before).run(save_uneven, tmp_path / "saved")[0]
+    assert saved["exact of 0.weight"].dtype == torch.float32
+    for loaded in ranks(after).run(load_uneven, tmp_path / "saved"):
+        assert_same(loaded, saved)
+
+
+@on_ranks(2)
+def test_full_disk_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
+    """Where rank 0 writes no file over 1 MB (the process group has a file, too)."""
+    kind, message = with_file_limit(10**6, save_checkpoint, tmp_path / "saved", FSDP(nn.Linear(200_000, 5)))
+    assert kind == "OSError"
+    assert "saved could not be written" in message
+    assert gather_objects(names_in(tmp_path))[0] == []
 
 
 class AskedByGetattr:

@@ -1,72 +1,147 @@
 """What cannot work is refused by name; training goes on after a failed step; a lost rank is named."""
 
-import fsdp_faults_ranks
+import copy
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+from fsdp_models import batch, gathered_units, loss_of, network, on_cpu, transformer
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import error_of, share, wait_at_most
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel.ddp import OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 
 
-def test_training_goes_on_after_a_step_that_failed_on_all_ranks(ranks):
-    in_forward, in_backward, undisturbed = ranks(2).run(fsdp_faults_ranks.recovers)[0]
-    assert in_forward[0] == in_backward[0] == [("ArithmeticError", "")]
-    for _, weights, gathered in (in_forward, in_backward):
-        assert_same(weights, undisturbed[1])
-        assert gathered == {}
+def fail(*_):
+    raise ArithmeticError
 
 
-def test_impossible_combination_is_refused_by_name(ranks):
-    for errors in ranks(2).run(fsdp_faults_ranks.refusals):
-        assert {kind for kind, _ in errors.values()} == {"UsageError"}
-        messages = {what: message for what, (_, message) in errors.items()}
-        assert messages["again"] == "the module (FSDP) is wrapped already: wrap the plain module"
-        assert messages["the inside again"] == "0 (Sequential) is wrapped already: wrap the plain module"
-        assert messages["over DDP"] == "0 (OverlappedDDP) is wrapped already: wrap the plain module"
-        assert messages["over torch's"] == "the module (FSDPSequential) is wrapped already: wrap the plain module"
-        assert messages["prefetch"] == "prefetch -1: must be at least 0"
-        for name in ("compute_dtype", "gradient_dtype"):
-            assert messages[name] == f"{name} torch.int8: choose a floating-point dtype"
-        assert messages["moved"] == "an FSDP module cannot be moved or converted: do it before it is wrapped"
-        assert messages["copied"].startswith("an FSDP module cannot be copied or pickled")
-        assert messages["assigned"].startswith("assign=True would replace the slices")
-        assert messages["sparse"] == "weight has a sparse gradient, which cannot be averaged: choose sparse=False"
-        assert messages["another group"].startswith("this FSDP module was built in another process group")
+@on_ranks(2)
+def test_training_goes_on_after_a_step_that_failed_on_all_ranks():
+    trained = []
+    for where in ("forward", "backward", None):
+        sharded = FSDP(network(0))
+        optimizer, norm = torch.optim.SGD(sharded.parameters(), lr=0.1), sharded.module.blocks[1].norm
+        if where == "forward":
+            handle = norm.register_forward_hook(fail)
+            assert error_of(loss_of, sharded, *map(share, batch(0))) == ("ArithmeticError", "")
+            handle.remove()
+        elif where == "backward":
+            handle = norm.register_full_backward_hook(fail)
+            assert error_of(loss_of(sharded, *map(share, batch(0))).backward) == ("ArithmeticError", "")
+            handle.remove()
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(sharded, *map(share, batch(step))).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+        trained.append(on_cpu(sharded.gather_full_params()))
+        assert gathered_units(sharded) == {}
+        assert_same(trained[-1], trained[0])
 
 
-def test_forward_and_construction_outside_a_process_group_are_refused(ranks):
-    for (kind, message), construction in ranks(2).run(fsdp_faults_ranks.outside_the_group):
-        assert kind == "UsageError"
-        assert message.startswith("this FSDP module was built in another process group")
-        assert construction[0] == "UsageError"
-    with pytest.raises(UsageError, match="FSDP needs a process group"):
-        FSDP(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("what", "difference"),
-    [
-        ("shape", "parameter 1.weight float32 (4, 4) strides (4, 1) trained on rank 0, parameter 1.weight float32 (5"),
+@on_ranks(2)
+def test_impossible_combination_is_refused_by_name():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded, sparse = FSDP(plain), FSDP(nn.Embedding(5, 3, sparse=True))
+    wrapped = "is wrapped already: wrap the plain module"
+    for error, beginning in (
+        (error_of(FSDP, sharded), f"the module (FSDP) {wrapped}"),
+        (error_of(FSDP, nn.Sequential(plain)), f"0 (Sequential) {wrapped}"),
+        (error_of(FSDP, nn.Sequential(OverlappedDDP(nn.Linear(2, 2)))), f"0 (OverlappedDDP) {wrapped}"),
+        (error_of(FSDP, fully_shard(nn.Sequential(nn.Linear(2, 2)))), f"the module (FSDPSequential) {wrapped}"),
+        (error_of(FSDP, nn.Linear(2, 2), prefetch=-1), "prefetch -1: must be at least 0"),
         (
-            "settings",
+            error_of(FSDP, nn.Linear(2, 2), torch.int8),
+            "compute_dtype torch.int8: choose a floating-point dtype",
+        ),
+        (
+            error_of(FSDP, nn.Linear(2, 2), gradient_dtype=torch.int8),
+            "gradient_dtype torch.int8: choose a floating-point dtype",
+        ),
+        (
+            error_of(sharded.to, torch.float16),
+            "an FSDP module cannot be moved or converted: do it before it is wrapped",
+        ),
+        (error_of(copy.deepcopy, sharded), "an FSDP module cannot be copied or pickled"),
+        (
+            error_of(sparse(torch.tensor([1, 2])).sum().backward),
+            "weight has a sparse gradient, which cannot be averaged: choose sparse=False",
+        ),
+    ):
+        assert error[0] == "UsageError"
+        assert error[1].startswith(beginning)
+
+
+@on_ranks(2)
+def test_passes_in_another_group_or_outside_of_one_are_refused():
+    sharded = FSDP(nn.Linear(2, 2))
+    world_size = dist.get_world_size()
+    for name, replacement in (("get_world_size", lambda: world_size + 1), ("is_initialized", lambda: False)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(dist, name, replacement)
+            kind, message = error_of(sharded, torch.ones(1, 2))
+            assert kind == "UsageError"
+            assert message.startswith("this FSDP module was built in another process group")
+
+
+def test_construction_outside_a_process_group_is_refused():
+    with pytest.raises(UsageError, match="FSDP needs a process group"):
+        FSDP(nn.Linear(2, 2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("outputs", "settings", "difference"),
+    [
+        (5, {}, "parameter 1.weight float32 (4, 4) strides (4, 1) trained on rank 0, parameter 1.weight float32 (5"),
+        (
+            4,
+            {"prefetch": 2},
             "keep_gathered=0, gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, pref",
         ),
-        ("units", "gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, prefetch=1, keep_g"),
+        (
+            4,
+            {"unit_modules": []},
+            "gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, prefetch=1, keep_g",
+        ),
     ],
 )
-def test_ranks_that_build_something_else_are_told_on_every_rank(ranks, what, difference):
-    for kind, message in ranks(2).run(fsdp_faults_ranks.differing_layout, what):
-        assert kind == "UsageError"
-        assert message.startswith("ranks differ in what they train: ")
-        assert difference in message
+def test_ranks_that_build_something_else_are_told_on_every_rank(outputs, settings, difference):
+    if dist.get_rank() == 0:
+        outputs, settings = 4, {}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+    if "unit_modules" in settings:
+        settings = {"unit_modules": [model]}
+    kind, message = error_of(FSDP, model, **settings)
+    assert kind == "UsageError"
+    assert message.startswith("ranks differ in what they train: ")
+    assert difference in message
+
+
+def lost_peer():
+    """One rank does not come to a gather of the second step."""
+    sharded = FSDP(transformer())
+    tokens, targets = map(share, batch(0, 30))
+    loss_of(sharded, tokens, targets).backward()
+    sharded.finish_gradient_synchronization()
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    wait_at_most(0.5)
+    loss_of(sharded, tokens, targets).backward()
 
 
 def test_rank_that_hangs_in_a_step_is_named_with_the_weights_that_wait_for_it():
     with pytest.raises(RankError) as caught:
-        launch.run(fsdp_faults_ranks.lost_peer, world_size=2, backend="gloo")
+        launch.run(lost_peer, world_size=2, backend="gloo")
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert "in the all-gather of weights of token_embeddings" in heading

@@ -1,48 +1,192 @@
 """Losses that units keep beside their outputs train as in one process; gradients of gradients are refused."""
 
-import fsdp_kept_ranks
+import dataclasses
+
 import pytest
 import torch
+from fsdp_models import gathered_units, gradients_of, whole_gradients
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import error_of, share
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.fsdp import FSDP
+
+INPUTS = torch.linspace(-1, 1, 60, dtype=torch.float64).view(12, 5)
 
 
-def assert_like_one_process(results):
-    for result in results:
-        for case, (found, expected, gathered, hooked, ahead) in result.items():
-            assert_same(found, expected, atol=1e-12)
-            assert gathered == {}, case
-            # Losses of earlier steps, which the list still has, are not watched again.
-            assert hooked == ({1} if case[0] == "list" else set())
-            assert ahead == [0, 0, 0] or case[1] == "two passes forward", case
+@dataclasses.dataclass
+class Kept:
+    losses: tuple[Tensor, ...]
 
 
-def test_auxiliary_losses_that_blocks_keep_are_trained(ranks):
-    assert_like_one_process(ranks(2).run(fsdp_kept_ranks.auxiliary_losses))
+def keep_in_list(block, x, loss, losses):
+    # Never emptied.
+    block.all_losses.append(loss)
 
 
-def test_lists_and_dictionaries_of_the_caller_are_changed_also_where_they_were_converted(ranks):
-    for numbers, named, dtypes, trained in ranks(2).run(fsdp_kept_ranks.containers_under_bf16):
-        assert numbers == [(torch.float32, True), *[(torch.float32, False)] * 3]
-        assert named == [("first", True), ("last", False), ("dtypes", False)]
-        # What the last block saw: converted but for what it added.
-        assert dtypes == [torch.bfloat16] * 3 + [torch.float32]
-        assert trained == [True] * 6
+def keep_view(block, x, loss, losses):
+    block.losses = torch.stack([loss, loss]).view(1, 2)
+    block.losses *= 2
 
 
-def test_gradient_penalty_is_refused_on_every_rank_and_the_next_step_is_good(ranks):
-    for errors, gathered, found, expected in ranks(2).run(fsdp_kept_ranks.gradient_penalty):
-        assert {kind for kind, _ in errors.values()} == {"UsageError"}
-        replicated = errors.pop("replicated")[1]
-        assert replicated.startswith("weight got its gradient with create_graph=True, and the average over ranks is in")
-        for _, message in errors.values():
-            assert message == (
-                "the backward pass through blocks.2 has create_graph=True, and FSDP frees the weights that a second "
-                "one would need: take gradients of gradients with DDP or a ShardedOptimizer"
-            )
-        assert gathered.keys() <= {"blocks.2"}
-        assert_same(found, expected, atol=1e-12)
+# How a block keeps its loss, and where it is found.
+KINDS = {
+    "attribute": (lambda block, x, loss, losses: setattr(block, "loss", loss), lambda block: block.loss),
+    "of a submodule": (
+        lambda block, x, loss, losses: setattr(block.second, "loss", loss),
+        lambda block: block.second.loss,
+    ),
+    "list": (keep_in_list, lambda block: block.all_losses[-1]),
+    "dict": (
+        lambda block, x, loss, losses: setattr(block, "losses", {"balance": [loss], "count": 1}),
+        lambda block: block.losses["balance"][0],
+    ),
+    "dataclass": (
+        lambda block, x, loss, losses: setattr(block, "kept", Kept((loss, loss))),
+        lambda block: block.kept.losses[1],
+    ),
+    "buffer": (lambda block, x, loss, losses: setattr(block, "buffered", loss), lambda block: block.buffered),
+    "view": (keep_view, lambda block: block.losses.sum() / 4),
+    "list of the caller": (lambda block, x, loss, losses: losses.append(loss), None),
+    "of the input too": (
+        lambda block, x, loss, losses: vars(block).update(loss=loss, inputs=x),
+        lambda block: block.loss,
+    ),
+    "checkpointed": (lambda block, x, loss, losses: setattr(block, "loss", loss), lambda block: block.loss),
+}
 
 
-@pytest.mark.multigpu
-def test_auxiliary_losses_on_two_gpus(two_gpus):
-    assert_like_one_process(two_gpus.run(fsdp_kept_ranks.auxiliary_losses))
+class Block(nn.Module):
+    """Computes an auxiliary loss after its output, with its own weights, and keeps it in a way to be chosen."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.all_losses = []
+        self.register_buffer("buffered", None)
+
+    def forward(self, x, losses):
+        y = x + self.second(torch.tanh(self.first(x)))
+        KINDS[self.kind][0](self, x, self.second(torch.relu(self.first(x))).square().mean(), losses)
+        return y
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(kind) for _ in range(3)])
+        self.to(group_device(), torch.float64)
+
+    def forward(self, x):
+        self.losses = []
+        for block in self.blocks:
+            if block.kind == "checkpointed":
+                x = checkpoint(block, x, self.losses, use_reentrant=False)
+            else:
+                x = block(x, self.losses)
+        return x.square().mean()
+
+    def auxiliary(self):
+        return sum(self.losses or [KINDS[block.kind][1](block) for block in self.blocks])
+
+
+@on_ranks(2, gpus=True)
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [
+        *((kind, "both") for kind in KINDS),
+        *((kind, passes) for kind in ("attribute", "view") for passes in ("auxiliary alone", "two passes forward")),
+    ],
+)
+def test_auxiliary_losses_that_blocks_keep_are_trained(kind, passes):
+    sharded, alone = FSDP(Blocks(kind)), Blocks(kind)
+    for model, plain, x in ((sharded, sharded.module, share(INPUTS)), (alone, alone, INPUTS.to(group_device()))):
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(x)
+            loss = (loss.detach() if passes == "auxiliary alone" else loss) + plain.auxiliary()
+            if passes == "two passes forward":
+                loss = loss + model(2 * x) + plain.auxiliary()
+            loss.backward()
+            if model is sharded:
+                sharded.finish_gradient_synchronization()
+    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-12)
+    assert gathered_units(sharded) == {}
+    # Losses of earlier steps, which the list still has, are not watched again.
+    assert {len(loss._backward_hooks) for block in sharded.module.blocks for loss in block.all_losses[-1:]} <= {1}
+    assert passes == "two passes forward" or [unit.calls_ahead for unit in sharded.units] == [0, 0, 0]
+
+
+class Changes(nn.Module):
+    """A block that adds to, replaces in and removes from what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, numbers, *, named):
+        y = self.linear(x)
+        # In fp32: the next block gets a list that has to be converted.
+        numbers.append(y.float().sum())
+        named["last"] = y.float()
+        named.pop("dtype", None)
+        named["dtypes"] = [number.dtype for number in numbers]
+        return y
+
+
+@on_ranks(2)
+def test_lists_and_dictionaries_of_the_caller_are_changed_also_where_they_were_converted():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Changes() for _ in range(3)])
+
+    def forward(x, numbers, named):
+        for block in model.blocks:
+            x = block(x, numbers, named=named)
+        return x
+
+    model.forward = forward
+    sharded, first = FSDP(model, torch.bfloat16), torch.ones(2)
+    numbers, named = [first], {"dtype": "any", "first": first}
+    sharded(torch.ones(2, 3), numbers, named)
+    sum(numbers[1:]).backward()
+    sharded.finish_gradient_synchronization()
+    assert [(number.dtype, number is first) for number in numbers] == [(torch.float32, n == 0) for n in range(4)]
+    assert [(key, part is first) for key, part in named.items()] == [
+        ("first", True),
+        ("last", False),
+        ("dtypes", False),
+    ]
+    # What the last block saw: converted but for what it added.
+    assert named["dtypes"] == [torch.bfloat16] * 3 + [torch.float32]
+    assert all(gradient.any() for gradient in whole_gradients(sharded).values())
+
+
+@on_ranks(2)
+def test_gradient_penalty_is_refused_on_every_rank_and_the_next_step_is_good():
+    sharded, norms = FSDP(Blocks("attribute")), FSDP(nn.LayerNorm(5, dtype=torch.float64))
+    x = share(INPUTS).requires_grad_()
+    for backward in (
+        lambda: torch.autograd.grad(sharded(x), x, create_graph=True),
+        lambda: sharded(x).backward(create_graph=True),
+    ):
+        assert error_of(backward) == (
+            "UsageError",
+            "the backward pass through blocks.2 has create_graph=True, and FSDP frees the weights that a second one "
+            "would need: take gradients of gradients with DDP or a ShardedOptimizer",
+        )
+    assert gathered_units(sharded).keys() <= {"blocks.2"}
+    norms(x).square().sum().backward(create_graph=True)
+    kind, message = error_of(norms.finish_gradient_synchronization)
+    assert kind == "UsageError"
+    assert message.startswith("weight got its gradient with create_graph=True, and the average over ranks is in")
+    alone = Blocks("attribute")
+    sharded.zero_grad()
+    sharded(share(INPUTS)).backward()
+    sharded.finish_gradient_synchronization()
+    alone(INPUTS).backward()
+    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-12)

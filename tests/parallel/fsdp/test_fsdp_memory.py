@@ -1,15 +1,29 @@
 """Only units in use and those fetched ahead have memory; memory and traffic are what accounting says."""
 
+import copy
+import gc
 from dataclasses import replace
 
-import fsdp_memory_ranks
 import pytest
 import torch
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from fsdp_models import batch, gathered_units, gradients_of, loss_of, shard_like_torch, transformer, whole_gradients
+from on_ranks import on_ranks
+from running import wait_until
 from same_tensors import assert_same
+from small_models import share
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.sharding import fsdp
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.settings.sizes import ModelSize
 
 
@@ -20,82 +34,206 @@ def two_gpus():
         yield ranks
 
 
+@on_ranks(2, gpus=True)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_only_units_in_use_and_those_fetched_ahead_have_memory(ranks, prefetch, checkpoints):
-    for moments, between, after in ranks(2).run(
-        fsdp_memory_ranks.held_while_running, prefetch, checkpoints, torch.bfloat16
-    ):
-        # Seven linear layers a block, and two others, forward and backward. Checkpointed blocks run forward again, and
-        # stop when the input of their last layer is there.
-        assert len(moments) == 5 * (7 + 7 + (6 if checkpoints else 0)) + 2 * 2
-        for unit, held in moments:
-            assert unit in held
-            assert len(held) <= 1 + prefetch
-        assert any(len(held) == 1 + prefetch for _, held in moments)
-        assert len(between) == 1 + prefetch
-        assert "lm_head" in between
-        assert after == [{}] * 4
+def test_only_units_in_use_and_those_fetched_ahead_have_memory(prefetch, checkpoints):
+    model = transformer(layers=5)
+    names, moments = {part: name for name, part in model.named_modules()}, []
+    sharded = FSDP(model, torch.bfloat16, prefetch=prefetch)
+    for block in [*model.layers, model.token_embeddings, model.lm_head]:
+
+        def note(*_, name=names[block]):
+            moments.append((name, gathered_units(sharded)))
+
+        for part in block.modules():
+            if type(part).__name__ in ("Linear", "Embedding"):
+                part.register_forward_hook(note)
+                part.register_full_backward_hook(note)
+    if checkpoints:
+        for block in model.layers:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    tokens, targets = map(share, batch(0, 30))
+    for step in range(3):
+        moments.clear()
+        loss = loss_of(sharded, tokens, targets)
+        between = gathered_units(sharded)
+        loss.backward()
+        assert gathered_units(sharded) == {}
+        sharded.finish_gradient_synchronization()
+        if step == 1:
+            with torch.no_grad():
+                sharded(tokens)
+            assert gathered_units(sharded) == {}
+    # Seven linear layers a block, and two others, forward and backward. Checkpointed blocks run forward again, and stop
+    # when the input of their last layer is there.
+    assert len(moments) == 5 * (7 + 7 + (6 if checkpoints else 0)) + 2 * 2
+    assert all(unit in held and len(held) <= 1 + prefetch for unit, held in moments)
+    assert any(len(held) == 1 + prefetch for _, held in moments)
+    assert len(between) == 1 + prefetch
+    assert "lm_head" in between
 
 
-def test_evaluation_frees_everything_and_needs_no_wrapper(ranks):
-    for results, sharded, expected in ranks(2).run(fsdp_memory_ranks.evaluation):
-        for found, alone, gathered in results:
-            assert torch.equal(found, alone)
-            assert gathered == {}
-        assert_same(sharded, expected, rtol=1e-5, atol=1e-7)
+@on_ranks(2)
+def test_evaluation_frees_everything_and_needs_no_wrapper():
+    model = transformer()
+    alone = copy.deepcopy(model)
+    sharded, (tokens, _) = FSDP(model), batch(0, 30)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(sharded(tokens), alone(tokens))
+            assert gathered_units(sharded) == {}
+    assert torch.equal(sharded.module.generate(tokens[0], 5, 0.0), alone.generate(tokens[0], 5, 0.0))
+    out = sharded.module(tokens)
+    assert torch.equal(out, alone(tokens))
+    assert gathered_units(sharded) == {}
+    out.sum().backward()
+    sharded.finish_gradient_synchronization()
+    alone(tokens).sum().backward()
+    assert_same(whole_gradients(sharded), gradients_of(alone), rtol=1e-5, atol=1e-7)
 
 
 SIZE = ModelSize("", d_model=24, d_ff=40, num_layers=3, num_heads=2, vocab_size=30, context=8)
 
 
+def bytes_of(tensors):
+    """Of the memory that holds the tensors, which may be more than they fill."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_memory_is_what_accounting_says(ranks, world_size, compute_dtype):
-    for rank, (state, gathered) in enumerate(ranks(world_size).run(fsdp_memory_ranks.state_memory, compute_dtype)):
-        expected = fsdp.fully_sharded_state(SIZE, rank, world_size)
-        assert state == (expected.parameters, expected.gradients, expected.optimizer_state)
-        assert gathered == fsdp.gathered_bytes(SIZE, 2 if compute_dtype else 4, world_size)
+def test_memory_is_what_accounting_says(compute_dtype):
+    sharded, world_size = FSDP(transformer(), compute_dtype), dist.get_world_size()
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    loss_of(sharded, *map(share, batch(0, 30))).backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    parameters = list(sharded.parameters())
+    moments = [values[key] for values in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    expected = fsdp.fully_sharded_state(SIZE, dist.get_rank(), world_size)
+    assert bytes_of(parameters) == expected.parameters
+    assert bytes_of([parameter.grad for parameter in parameters]) == expected.gradients
+    assert bytes_of(moments) == expected.optimizer_state
+    gathered = {unit.name: unit.gathered_bytes for unit in sharded.units}
+    assert gathered == fsdp.gathered_bytes(SIZE, 2 if compute_dtype else 4, world_size)
 
 
+def bytes_of_argument(argument):
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() * argument.itemsize
+    return sum(map(bytes_of_argument, argument)) if isinstance(argument, list | tuple) else 0
+
+
+class recorded_bytes(TorchDispatchMode):
+    """Adds up what goes through torch's dispatcher to the process group."""
+
+    def __init__(self, sent):
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "c10d":
+            # Outputs come first; of what all ranks get they are the larger, of what each gets its part of the inputs.
+            name = operator.name().removeprefix("c10d::").lstrip("_").partition(".")[0]
+            self.sent[name] = self.sent.get(name, 0) + max(map(bytes_of_argument, args))
+        return operator(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("compute_dtype", "element_bytes"), [(None, 4), (torch.bfloat16, 2)])
-def test_communication_is_what_accounting_says(ranks, compute_dtype, element_bytes):
+def test_communication_is_what_accounting_says(compute_dtype, element_bytes):
+    """In a third step."""
+    sharded, sent = FSDP(transformer(layers=2), compute_dtype), {}
+    for step in range(3):
+        sent.clear()
+        with recorded_bytes(sent):
+            loss_of(sharded, *map(share, batch(step, 30))).backward()
+            sharded.finish_gradient_synchronization()
+    gathers, scatters, exchanges, means = (
+        sum(count for name, count in sent.items() if name.startswith(start))
+        for start in ("allgather", "reduce_scatter", "alltoall", "allreduce_coalesced")
+    )
     expected = fsdp.step_communication(parameter_shapes(replace(SIZE, num_layers=2)), element_bytes, 2)
-    for sent in ranks(2).run(fsdp_memory_ranks.sent_bytes, compute_dtype):
-        gathers, scatters, exchanges, means = (
-            sum(count for name, count in sent.items() if name.startswith(start))
-            for start in ("allgather", "reduce_scatter", "alltoall", "allreduce_coalesced")
+    # The last norm is averaged alone, not as one of several; so are flags of all 21 parameters, one byte each.
+    assert gathers == expected.all_gather
+    assert scatters + exchanges == expected.reduce_scatter
+    assert (scatters == 0) == (compute_dtype is not None)
+    assert means + sent["allreduce_"] == expected.all_reduce + 21
+
+
+def alive_tensors():
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and not is_fake(tensor)]
+
+
+@on_ranks(2, 4)
+def test_whole_parameters_are_gone_after_wrapping():
+    """Of four ranks two share the layers."""
+    gc.collect()
+    # Held, so that what an earlier test left cannot be freed meanwhile.
+    earlier = alive_tensors()
+    known = {tensor.untyped_storage().data_ptr() for tensor in earlier}
+    plain, group, shared = transformer(), None, None
+    if dist.get_world_size() > 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+        shared, group = TensorParallel(plain, mesh["tp"]), mesh["data"]
+    sharded = FSDP(plain, group=group)
+    del plain
+    held = bytes_of(list(sharded.parameters())) + bytes_of(list(sharded.module.buffers()))
+
+    def alive():
+        gc.collect()
+        return bytes_of([tensor for tensor in alive_tensors() if tensor.untyped_storage().data_ptr() not in known])
+
+    # A generator's state and the like. Gloo's thread lets go of what it sent a moment after the wait for it has ended.
+    wait_until(lambda: alive() < held + 1000, 60)
+    assert shared is None or shared.module is sharded.module
+    assert held <= alive() < held + 1000
+
+
+# 12 blocks of 16.8 M parameters: 3.2 GB of state in all, and hardly any activations of a batch of 16 tokens.
+LARGE = ModelSize("", d_model=1024, d_ff=4096, num_layers=12, num_heads=16, vocab_size=4096, context=16, batch_size=1)
+
+
+def peak_memory(is_ours, compute_dtype, prefetch):
+    """Most bytes of GPU memory in a training step, with our wrapper or with torch's."""
+    with torch.device(group_device()):
+        model = BasicsTransformerLM(
+            LARGE.vocab_size, LARGE.context, LARGE.d_model, LARGE.num_layers, LARGE.num_heads, LARGE.d_ff
         )
-        # The last norm is averaged alone, not as one of several; so are flags of all 21 parameters, one byte each.
-        assert gathers == expected.all_gather
-        assert scatters + exchanges == expected.reduce_scatter
-        assert (scatters == 0) == (compute_dtype is not None)
-        assert means + sent["allreduce_"] == expected.all_reduce + 21
+    if is_ours:
+        model = FSDP(model, compute_dtype, prefetch=prefetch)
+    else:
+        shard_like_torch(model, model.layers, compute_dtype)
+    # Fused, because others need memory of their own.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(LARGE.vocab_size, (1, LARGE.context), device=group_device())
+    for step in range(4):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        loss_of(model, tokens, tokens).backward()
+        if is_ours:
+            model.finish_gradient_synchronization()
+        optimizer.step()
+    peak = torch.cuda.max_memory_allocated()
+    del model, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
 
 
-@pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_whole_parameters_are_gone_after_wrapping(ranks, tensor_ranks):
-    found = ranks(2 * tensor_ranks).run(fsdp_memory_ranks.memory_after_wrapping, tensor_ranks)
-    for alive, slices, buffers in found:
-        assert slices + buffers <= alive < slices + buffers + 1000
-
-
-@pytest.mark.multigpu
-def test_units_in_use_and_fetched_ahead_alone_have_memory_on_two_gpus(two_gpus):
-    for moments, between, after in two_gpus.run(fsdp_memory_ranks.held_while_running, 1, True, torch.bfloat16):
-        assert all(unit in held and len(held) <= 2 for unit, held in moments)
-        assert len(between) == 2
-        assert after == [{}] * 4
-
-
-@pytest.mark.multigpu
+@on_ranks(gpus=True)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(("compute_dtype", "element_bytes"), [(None, 4), (torch.bfloat16, 2)])
-def test_peak_memory_is_within_the_formula_and_torchs(two_gpus, compute_dtype, element_bytes, prefetch):
-    state = fsdp.fully_sharded_state(fsdp_memory_ranks.LARGE, 0, 2)
-    bound = fsdp.fully_sharded_peak(fsdp_memory_ranks.LARGE, element_bytes, 2, prefetch=prefetch)
+def test_peak_memory_is_within_the_formula_and_torchs(compute_dtype, element_bytes, prefetch):
+    state = fsdp.fully_sharded_state(LARGE, 0, 2)
+    bound = fsdp.fully_sharded_peak(LARGE, element_bytes, 2, prefetch=prefetch)
     beside_state = bound.gathered + bound.whole_gradients + bound.received
-    for ours, torchs in two_gpus.run(fsdp_memory_ranks.peak_memory, compute_dtype, prefetch):
-        # Activations of 16 tokens, and the workspace of matrix products, 32 MiB.
-        assert state.total < ours < state.total + beside_state + 50 * 2**20
-        assert prefetch > 1 or ours < 1.01 * torchs
+    ours, torchs = (peak_memory(is_ours, compute_dtype, prefetch) for is_ours in (True, False))
+    # Activations of 16 tokens, and the workspace of matrix products, 32 MiB.
+    assert state.total < ours < state.total + beside_state + 50 * 2**20
+    assert prefetch > 1 or ours < 1.01 * torchs

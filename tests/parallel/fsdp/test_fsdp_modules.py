@@ -1,78 +1,308 @@
 """Unusual, compiled and checkpointed modules train as they do unwrapped."""
 
-import fsdp_modules_ranks
+import dataclasses
+import functools
+
 import pytest
 import torch
+from fsdp_models import (
+    batch,
+    gathered_units,
+    gradients_of,
+    loss_of,
+    mean_over_ranks,
+    network,
+    on_cpu,
+    transformer,
+    whole_gradients,
+)
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import error_of, share
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from cs336sys.parallel.fsdp import FSDP
 
 
-def test_units_may_return_anything_and_be_traversed_twice(ranks):
-    results, error = ranks(2).run(fsdp_modules_ranks.outputs)[0]
-    for kind in fsdp_modules_ranks.KINDS:
-        sharded, alone = results[kind]
-        assert_same(sharded, alone, rtol=1e-6, atol=1e-6)
-    assert error == (
+@dataclasses.dataclass
+class Pair:
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+def doubled_in_place(out, x):
+    out *= 2
+    return out.view(x.shape)
+
+
+def increased_in_place(out, x):
+    out += 1
+    return out
+
+
+# What a block returns of its input and two tensors, and what its caller makes of it.
+KINDS = {
+    "tuple": (lambda x, y, z: (y, z), lambda out, x: out[0] + out[1]),
+    "second unused": (lambda x, y, z: (y, z.detach()), lambda out, x: out[0] + out[1]),
+    "nested": (lambda x, y, z: {"y": [y], "z": (z, "text", None)}, lambda out, x: out["y"][0] + out["z"][0]),
+    "dataclass": (lambda x, y, z: Pair(y, z), lambda out, x: out.y + out.z),
+    "view": (lambda x, y, z: (y + z).view(-1), doubled_in_place),
+    "view of the input": (lambda x, y, z: (y + z, x.view(-1)), lambda out, x: out[0] + out[1].view(x.shape)),
+    "in place": (lambda x, y, z: y + z, increased_in_place),
+}
+
+
+class Outputs(nn.Module):
+    """A block that returns its result in many ways."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.combine = combine
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.combine(x, self.first(x), self.second(x))
+
+
+class UsesOutputs(nn.Module):
+    def __init__(self, combine, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Outputs(combine) for _ in range(2)])
+        self.use = use
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.use(block(x), x)
+        return x.square().sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_may_return_anything_and_be_traversed_twice(kind):
+    sharded, alone = FSDP(UsesOutputs(*KINDS[kind])), UsesOutputs(*KINDS[kind])
+    for model in (sharded, alone):
+        for _ in range(2):
+            loss = model(torch.linspace(-1, 1, 6).view(2, 3))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    sharded.finish_gradient_synchronization()
+    assert_same(whole_gradients(sharded), gradients_of(alone), rtol=1e-6, atol=1e-6)
+
+
+class Hidden:
+    def __init__(self, *values):
+        self.values = values
+
+
+@on_ranks(2)
+def test_output_without_any_tensor_that_can_be_seen_is_refused():
+    assert error_of(FSDP(UsesOutputs(Hidden, lambda out, x: out)), torch.ones(2, 3)) == (
         "UsageError",
         "blocks.0 returns a Hidden, in which no tensor was found: return tensors, or lists, tuples, dictionaries or "
         "dataclasses of them",
     )
 
 
-def test_two_forward_passes_may_come_before_the_backward_pass(ranks):
-    for results in ranks(2).run(fsdp_modules_ranks.two_forward_passes_before_backward):
-        for sharded, expected in results:
-            assert_same(sharded, expected, atol=1e-12)
+@on_ranks(2)
+@pytest.mark.parametrize("together", [True, False])
+def test_two_forward_passes_may_come_before_the_backward_pass(together):
+    sharded, alone = FSDP(network(0)), network(0)
+    for model in (sharded, alone):
+        losses = [loss_of(model, *map(share, batch(step))) for step in range(2)]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+    sharded.finish_gradient_synchronization()
+    assert_same(whole_gradients(sharded), mean_over_ranks(gradients_of(alone)), atol=1e-12)
 
 
-def test_units_may_share_layers(ranks):
-    for sharded, expected, gathered in ranks(2).run(fsdp_modules_ranks.shared_parts):
-        assert_same(sharded, expected, atol=1e-14)
-        assert gathered == {}
+class SharedParts(nn.Module):
+    """Blocks with a layer and a norm in common, which the module itself calls, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(4)])
+        self.shared = self.blocks[0][0]
+        self.blocks[2][0] = self.shared
+        self.blocks[3][1] = self.blocks[1][1]
+
+    def forward(self, x):
+        for block in (*self.blocks, self.shared, self.blocks[1]):
+            x = torch.tanh(block(x))
+        return x.square().mean()
 
 
-def test_layers_of_torch(ranks):
-    units, (ours, plain, sharded, alone), norms, of_gradients = ranks(2).run(fsdp_modules_ranks.layers_of_torch)[0]
+@on_ranks(2)
+def test_units_may_share_layers():
+    sharded, alone = FSDP(SharedParts().double()), SharedParts().double()
+    inputs = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5)
+    for _ in range(3):
+        sharded.zero_grad()
+        sharded(share(inputs)).backward()
+        sharded.finish_gradient_synchronization()
+    alone(inputs).backward()
+    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
+    assert gathered_units(sharded) == {}
+
+
+class Attention(nn.Module):
+    """torch's own layers: attention that does not call its output projection, and norms in full precision."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(5, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)])
+        self.norm = nn.BatchNorm1d(8)
+        self.positions = nn.Parameter(torch.randn(1, 4, 8))
+
+    def forward(self, x):
+        x = self.embed(x) + self.positions
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x.transpose(1, 2)).float()
+
+
+@on_ranks(2)
+def test_layers_of_torch():
+    inputs = torch.randn(4, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sharded, alone = FSDP(Attention().double()), Attention().double()
     # The module has positions of its own, which makes it a unit around the others.
-    assert units == ["Attention", "layers.0"]
-    assert torch.equal(ours, plain)
-    assert_same(sharded, alone, atol=1e-12)
+    assert [unit.name for unit in sharded.units] == ["Attention", "layers.0"]
+    outputs = [model(inputs) for model in (sharded, alone)]
+    assert torch.equal(*outputs)
+    for out in outputs:
+        (out.double().square() * torch.arange(4.0)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-12)
+
+    half, dtypes = FSDP(Attention(), torch.bfloat16), []
+    half.module.layers[0].norm1.register_forward_hook(lambda _, args, out: dtypes.append((args[0].dtype, out.dtype)))
+    half(inputs.float()).sum().backward()
+    half.finish_gradient_synchronization()
     # What torch's norm gets and what leaves it.
-    assert norms == [(torch.float32, torch.bfloat16)]
-    assert of_gradients == {torch.float32}
+    assert dtypes == [(torch.float32, torch.bfloat16)]
+    assert {parameter.grad.dtype for parameter in half.parameters()} == {torch.float32}
 
 
-@pytest.fixture(scope="module")
-def trained_in_eager_mode(ranks):
-    _, weights, _ = ranks(2).run(fsdp_modules_ranks.compiled, None)[0]
-    return weights
+def compiled(when):
+    """Graphs compiled for four blocks, and whole weights after training; in eager mode if ``when`` is None."""
+    torch._dynamo.reset()
+    model, graphs = transformer(layers=4), []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+
+    def compile_blocks():
+        for block in model.layers:
+            block.compile(backend=backend, dynamic=False)
+
+    if when in ("before", "checkpointed"):
+        compile_blocks()
+    if when == "checkpointed":
+        model.forward = functools.partial(checkpointed_layers, model)
+    elif when == "instead":
+        model.layers = nn.ModuleList(torch.compile(block, backend=backend, dynamic=False) for block in model.layers)
+    sharded = FSDP(model, torch.bfloat16)
+    if when == "after":
+        compile_blocks()
+    run = torch.compile(sharded, backend=backend, dynamic=False) if when == "around" else sharded
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    with torch._dynamo.config.patch(error_on_recompile=when not in (None, "around")):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(run, *map(share, batch(step, 30))).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+    weights = {name.replace("_orig_mod.", ""): value for name, value in sharded.gather_full_params().items()}
+    model.compile(backend=backend)
+    kind, message = error_of(sharded, batch(0, 30)[0])
+    assert (kind, message.partition(" is compiled as a whole")[0]) == ("UsageError", "BasicsTransformerLM")
+    torch._dynamo.reset()
+    return len(graphs), weights
 
 
+@functools.cache
+def trained_in_eager_mode():
+    return compiled(None)[1]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     "when",
-    ["before", "checkpointed", *(pytest.param(when, marks=pytest.mark.nightly) for when in ("after", "instead"))],
+    [
+        "before",
+        "checkpointed",
+        "around",
+        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("after", "instead")),
+    ],
 )
-def test_compiled_blocks_share_one_graph(ranks, when, trained_in_eager_mode):
-    for graphs, weights, (kind, message) in ranks(2).run(fsdp_modules_ranks.compiled, when):
-        assert graphs == 1
-        assert_same(weights, trained_in_eager_mode)
-        assert (kind, message.partition(" is compiled as a whole")[0]) == ("UsageError", "BasicsTransformerLM")
+def test_compiled_blocks_share_one_graph(when):
+    """A wrapper that is compiled runs uncompiled."""
+    graphs, weights = compiled(when)
+    assert graphs == (0 if when == "around" else 1)
+    assert_same(weights, trained_in_eager_mode())
 
 
-def test_wrapper_that_is_compiled_runs_uncompiled(ranks, trained_in_eager_mode):
-    graphs, weights, _ = ranks(2).run(fsdp_modules_ranks.compiled, "around")[0]
-    assert graphs == 0
-    assert_same(weights, trained_in_eager_mode)
+def checkpointed_layers(model, tokens):
+    x = model.token_embeddings(tokens)
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return model.lm_head(model.ln_final(x))
 
 
-def test_checkpoints_may_be_around_parts_of_units_and_around_several(ranks):
-    (plain, _), *others = ranks(2).run(fsdp_modules_ranks.checkpointed_in_parts)[0]
-    for found, gathered in others:
-        assert_same(found, plain)
-        assert gathered == {}
+def checkpointed_pairs(model, use_reentrant, tokens):
+    x = model.token_embeddings(tokens)
+    for first, second in zip(model.layers[::2], model.layers[1::2], strict=True):
+        x = checkpoint(lambda y, a=first, b=second: b(a(y)), x, use_reentrant=use_reentrant)
+    return model.lm_head(model.ln_final(x))
 
 
-@pytest.mark.multigpu
-def test_compiled_blocks_on_two_gpus(two_gpus):
-    for (eager, compiled), graphs in two_gpus.run(fsdp_modules_ranks.compiled_by_inductor):
-        assert graphs == 1
-        assert_same(compiled, eager, rtol=1e-3, atol=1e-4)
+@on_ranks(2)
+def test_checkpoints_may_be_around_parts_of_units_and_around_several():
+    expected = None
+    for where in ("nowhere", "part", "whole blocks", "two blocks", "reentrant"):
+        model = transformer(layers=4)
+        for block in model.layers if where == "part" else ():
+            block.ffn.forward = functools.partial(checkpoint, block.ffn.forward, use_reentrant=False)
+        sharded = FSDP(model)
+        if where in ("two blocks", "reentrant"):
+            model.forward = functools.partial(checkpointed_pairs, model, where == "reentrant")
+        elif where == "whole blocks":
+            model.forward = functools.partial(checkpointed_layers, model)
+        for _ in range(3):
+            sharded.zero_grad()
+            # Without early stop blocks return from being computed again.
+            with set_checkpoint_early_stop(where == "part"):
+                loss_of(sharded, *map(share, batch(0, 30))).backward()
+            sharded.finish_gradient_synchronization()
+        expected = expected or whole_gradients(sharded)
+        assert_same(whole_gradients(sharded), expected)
+        assert gathered_units(sharded) == {}
+
+
+@on_ranks(gpus=True)
+def test_compiled_blocks_on_two_gpus():
+    """By inductor."""
+    trained = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = transformer(layers=6)
+        for block in model.layers if compiles else ():
+            block.compile(dynamic=False)
+        sharded = FSDP(model)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(sharded, *map(share, batch(step, 30))).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+        trained.append(on_cpu(sharded.gather_full_params()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_same(*trained, rtol=1e-3, atol=1e-4)

@@ -1,20 +1,62 @@
 """Gathers come ahead of use and reductions during the backward pass, in one order on all ranks, whoever comes late."""
 
-import fsdp_order_ranks
-import fsdp_training_ranks
+import random
+import time
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
+from fsdp_models import batch, gathered_units, gradients_of, loss_of, recorded, train, transformer, whole_gradients
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import share
+from torch import nn
+
+from cs336sys.parallel.collectives import SliceExchange, group_device
+from cs336sys.parallel.fsdp import FSDP
 
 UNITS = ["token_embeddings", "layers.0", "layers.1", "lm_head"]
+FORWARD = [("all-gather", unit) for unit in UNITS]
 NORMS = ", ".join([*(f"layers.{layer}.ln{n}.weight" for layer in (0, 1) for n in (1, 2)), "ln_final.weight"])
 
 
+def launches(compute_dtype, prefetch, keep_gathered=0):
+    """What a transformer of two blocks launches in its third step, and in two forward passes without gradients."""
+    sharded = FSDP(transformer(layers=2), compute_dtype, prefetch=prefetch, keep_gathered=keep_gathered)
+    tokens, targets = map(share, batch(0, 30))
+    with recorded([]) as log:
+        for _ in range(3):
+            log.clear()
+            loss = loss_of(sharded, tokens, targets)
+            forward = len(log)
+            loss.backward()
+            in_backward = len(log)
+            sharded.finish_gradient_synchronization()
+        third, late = log[:in_backward], log[in_backward:]
+        log.clear()
+        with torch.no_grad():
+            sharded(tokens)
+            sharded(tokens)
+    return third[:forward], third[forward:], late, log
+
+
+def units_of(log, collective):
+    return [unit for launched, unit in log if launched == collective]
+
+
+@on_ranks(2, gpus=True)
 @pytest.mark.parametrize(("compute_dtype", "reduction"), [(None, "reduce-scatter"), (torch.bfloat16, "all-to-all")])
-def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(ranks, compute_dtype, reduction):
+def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(compute_dtype, reduction):
     embedding, first, second, head = UNITS
-    expected_forward = [("all-gather", unit) for unit in UNITS]
-    expected_backward = [
+    forward, backward, late, evaluation = launches(compute_dtype, 1)
+    # Every rank finishes a step, but not every backward pass comes through a unit that could tell its end.
+    assert late == [("all-reduce", NORMS)]
+    assert len(units_of(backward, reduction)) == len(UNITS)
+    if group_device().type == "cuda":
+        return
+    assert forward == [*FORWARD, ("all-gather", second)]
+    assert backward == [
         # The head is still there; the block before it was gathered while the head ran forward.
         ("all-gather", first),
         (reduction, head),
@@ -24,103 +66,149 @@ def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(ranks, co
         # The backward pass ends.
         (reduction, embedding),
     ]
-    for forward, backward, late, evaluation in ranks(2).run(fsdp_order_ranks.launches, compute_dtype, 1):
-        assert forward == [*expected_forward, ("all-gather", second)]
-        assert backward == expected_backward
-        # Every rank finishes a step, but not every backward pass comes through a unit that could tell its end.
-        assert late == [("all-reduce", NORMS)]
-        assert evaluation == 2 * expected_forward
+    assert evaluation == 2 * FORWARD
 
 
-def test_nothing_is_gathered_ahead_of_use_if_so_asked(ranks):
-    embedding, first, second, _ = UNITS
-    forward, backward, _, evaluation = ranks(2).run(fsdp_order_ranks.launches, None, 0)[0]
-    assert forward == [("all-gather", unit) for unit in UNITS]
-    assert evaluation == 2 * forward
-    gathers = [unit for collective, unit in backward if collective == "all-gather"]
-    assert gathers == [second, first, embedding]
+@on_ranks(2)
+def test_nothing_is_gathered_ahead_of_use_if_so_asked():
+    forward, backward, _, evaluation = launches(None, 0)
+    assert forward == FORWARD
+    assert evaluation == 2 * FORWARD
+    assert units_of(backward, "all-gather") == UNITS[-2::-1]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_kept_weights_are_not_gathered_again(ranks, prefetch):
-    embedding, first, second, head = UNITS
-    for forward, backward, _, evaluation in ranks(2).run(fsdp_order_ranks.launches, None, prefetch, 1):
-        assert forward == [("all-gather", unit) for unit in UNITS]
-        assert [unit for collective, unit in backward if collective == "all-gather"] == [first, embedding]
-        assert [unit for collective, unit in backward if collective == "reduce-scatter"] == [
-            head, second, first, embedding
-        ]  # fmt: skip
-        # Without gradients nothing stays.
-        assert evaluation == 2 * [("all-gather", unit) for unit in UNITS]
+def test_kept_weights_are_not_gathered_again(prefetch):
+    forward, backward, _, evaluation = launches(None, prefetch, 1)
+    assert forward == FORWARD
+    assert units_of(backward, "all-gather") == UNITS[1::-1]
+    assert units_of(backward, "reduce-scatter") == UNITS[::-1]
+    # Without gradients nothing stays.
+    assert evaluation == 2 * FORWARD
 
 
+class Shuffled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+    def forward(self, x, order):
+        for index in order:
+            x = torch.tanh(self.blocks[index](x))
+        return x.square().mean()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("prefetch", "keep_gathered"), [(1, 0), (2, 0), (1, 2), (0, 9)])
-def test_order_of_units_may_change(ranks, prefetch, keep_gathered):
+def test_order_of_units_may_change(prefetch, keep_gathered):
     """What was fetched in vain is freed, gradients are right, and each unit reduces once, however often it is used."""
-    orders = ["012345", "543210", "5432", "0", "010123", "012345", "012345", "024", "135"]
-    orders = [[int(index) for index in order] for order in orders]
-    for result in ranks(2).run(fsdp_order_ranks.changing_order, orders, prefetch, keep_gathered):
-        for order, (most, sharded, expected, reductions) in zip(orders, result, strict=True):
-            assert most <= 1 + prefetch + (1 + keep_gathered if keep_gathered else 0)
-            assert_same(sharded, expected, atol=1e-14)
-            assert sorted(reductions) == [f"blocks.{index}" for index in sorted(set(order))]
+    sharded = FSDP(Shuffled().double(), prefetch=prefetch, keep_gathered=keep_gathered)
+    alone, counts = Shuffled().double(), []
+    for block in sharded.module.blocks:
+        block.register_forward_hook(lambda *_: counts.append(len(gathered_units(sharded))))
+        block.register_full_backward_hook(lambda *_: counts.append(len(gathered_units(sharded))))
+    inputs = torch.linspace(-1, 1, 48, dtype=torch.float64).view(12, 4)
+    for order in ("012345", "543210", "5432", "0", "010123", "012345", "012345", "024", "135"):
+        order = [int(index) for index in order]
+        with recorded([]) as log:
+            for model, x in ((sharded, share(inputs)), (alone, inputs)):
+                model.zero_grad()
+                model(x, order).backward()
+            sharded.finish_gradient_synchronization()
+        assert max(counts) <= 1 + prefetch + (1 + keep_gathered if keep_gathered else 0)
+        assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
+        assert sorted(units_of(log, "reduce-scatter")) == [f"blocks.{index}" for index in sorted(set(order))]
+        # Weights that were not gathered anew would be those of the step before.
+        for model in (sharded, alone):
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
-def test_weights_are_cast_and_gradients_averaged_beside_the_current_stream(ranks):
+class Stream:
+    """Only takes notes, of whether gradients that were sent are there, too."""
+
+    device, notes, sent = None, [], []
+
+    def __init__(self, name):
+        self.name = name
+
+    def wait_stream(self, other):
+        alive = all(gradient() is not None for gradient in self.sent)
+        self.notes.append(f"{self.name} waits for {other.name}" + ("" if alive else ", gradients are gone"))
+
+    def __enter__(self):
+        self.notes.append(f"on {self.name}")
+
+    def __exit__(self, *error):
+        self.notes.append(f"off {self.name}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_weights_are_cast_and_gradients_averaged_beside_the_current_stream(compute_dtype):
     """Waiting is "communicate", too: for the weights on the stream that computes, for half precision on another."""
+    sharded, start = FSDP(Shuffled(), compute_dtype), SliceExchange.start
+    Stream.notes, Stream.sent = [], []
+
+    def note_start(self, received, tensor, *sizes):
+        Stream.sent.append(weakref.ref(tensor))
+        start(self, received, tensor, *sizes)
+
+    for unit in sharded.units:
+        unit._stream = Stream("side")
+        for group, _ in unit.scatter._groups:
+            group._stream = Stream("mean")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+        monkeypatch.setattr(SliceExchange, "start", note_start)
+        with recorded([], lambda: Stream.notes.append("communicate")):
+            sharded(torch.ones(2, 4), [0]).backward()
+        sharded.finish_gradient_synchronization()
     gather = ["side waits for main", "on side", "communicate", "off side", "communicate"]
-    notes, gradient = ranks(2).run(fsdp_order_ranks.side_streams, torch.bfloat16)[0]
     exchange = ["communicate", "mean waits for main", "on mean", "communicate", "off mean", "main waits for mean"]
     # The one unit is the last: it is kept for the backward pass from the second step on.
-    assert notes == [*gather, *gather, *exchange]
-    assert gradient.any()
-    notes, _ = ranks(2).run(fsdp_order_ranks.side_streams, None)[0]
-    assert notes == [*gather, *gather, "communicate", "communicate"]
+    assert Stream.notes == [*gather, *gather, *(exchange if compute_dtype else ["communicate"] * 2)]
+    assert whole_gradients(sharded)["blocks.0.weight"].any()
 
 
-def test_delays_change_nothing(ranks):
-    expected = ranks(2).run(fsdp_order_ranks.trained_without_delays)[0]
-    for seed in range(3):
-        for result in ranks(2).run(fsdp_order_ranks.train_with_delays, seed):
-            for delayed, undisturbed in zip(result, expected, strict=True):
-                assert_same(delayed, undisturbed)
+@on_ranks(2, gpus=True)
+def test_delays_change_nothing():
+    """Every rank comes late to other launches and waits than its peers."""
+    on_gpu = group_device().type == "cuda"
+    for settings in ({}, {"dtype": torch.float32, "compute_dtype": torch.bfloat16}):
+        expected = train("sgd", steps=2, **settings)
+        for seed in range(5 if on_gpu else 3):
+            chance = random.Random(f"{seed} {dist.get_rank()}")
+
+            def delay(chance=chance):
+                time.sleep(chance.choice((0.0, 0.0, 0.0, 0.003, 0.01)))
+                if on_gpu:
+                    # Cycles: up to 50 ms, in which a collective that did not wait for this stream reads old memory.
+                    torch.cuda._sleep(chance.choice((0, 0, 0, 100_000_000)))
+
+            with recorded([], delay):
+                delayed = train("sgd", steps=2, **settings)
+            # On GPUs sums by atomic additions differ in the last places, here and there by one rounding to half
+            # precision.
+            assert_same(delayed, expected, **({"rtol": 1e-3, "atol": 1e-4} if on_gpu else {}))
 
 
-def test_lateness_is_told_for_every_gather(ranks):
-    for timings in ranks(2).run(fsdp_order_ranks.timings):
-        embedding, first, second, head = UNITS
-        forward = [(name, False) for name in (embedding, first, second, head)]
-        assert [(name, is_backward) for name, is_backward, _ in timings] == [
-            *forward,
-            *((name, True) for name in (second, first, embedding)),
-        ]
-        assert all(late_ms >= 0 for *_, late_ms in timings)
-
-
-@pytest.mark.multigpu
-def test_delays_change_nothing_on_two_gpus(two_gpus):
-    expected = two_gpus.run(fsdp_order_ranks.trained_without_delays)[0]
-    for seed in range(5):
-        for result in two_gpus.run(fsdp_order_ranks.train_with_delays, seed):
-            for delayed, undisturbed in zip(result, expected, strict=True):
-                # Sums by atomic additions differ in the last places, here and there by one rounding to half precision.
-                assert_same(delayed, undisturbed, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize(("compute_dtype", "reduction"), [(None, "reduce-scatter"), (torch.bfloat16, "all-to-all")])
-def test_half_precision_gradients_are_summed_in_full_precision_on_two_gpus(two_gpus, compute_dtype, reduction):
-    _, backward, late, _ = two_gpus.run(fsdp_order_ranks.launches, compute_dtype, 1)[0]
-    assert [collective for collective, _ in backward].count(reduction) == len(UNITS)
-    assert late == [("all-reduce", NORMS)]
-    if compute_dtype:
-        for averaged, means, of_gradients, _ in two_gpus.run(fsdp_training_ranks.mixed_precision, compute_dtype):
-            assert of_gradients == {torch.float32}
-            assert_same(averaged, means, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.multigpu
-def test_lateness_is_told_on_two_gpus(two_gpus):
-    for timings in two_gpus.run(fsdp_order_ranks.timings):
-        assert [name for name, *_ in timings] == [*UNITS, *UNITS[-2::-1]]
-        assert all(abs(late_ms) < 1000 for *_, late_ms in timings)
+@on_ranks(2, gpus=True)
+def test_lateness_is_told_for_every_gather():
+    sharded = FSDP(transformer(layers=2))
+    tokens, targets = map(share, batch(0, 30))
+    for _ in range(2):
+        with sharded.watched_gathers() as watch:
+            loss_of(sharded, tokens, targets).backward()
+        sharded.finish_gradient_synchronization()
+    loss_of(sharded, tokens, targets).backward()
+    timings = watch.timings()
+    assert [(timing.unit, timing.is_backward) for timing in timings] == [
+        *((name, False) for name in UNITS),
+        *((name, True) for name in UNITS[-2::-1]),
+    ]
+    if group_device().type == "cpu":
+        assert all(timing.late_ms >= 0 for timing in timings)
+    else:
+        assert all(abs(timing.late_ms) < 1000 for timing in timings)

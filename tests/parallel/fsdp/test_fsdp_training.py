@@ -1,11 +1,32 @@
 """Fully sharded training equals training in one process."""
 
-import fsdp_training_ranks
 import pytest
 import torch
+import torch.distributed as dist
+from fsdp_models import (
+    OPTIMIZERS,
+    batch,
+    gradients_of,
+    loss_of,
+    mean_over_ranks,
+    network,
+    on_cpu,
+    on_rank,
+    shard_like_torch,
+    train,
+    transformer,
+    whole_gradients,
+)
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import share
+from torch import nn
 from world_sizes import WORLD_SIZES
 
+from cs336sys.parallel import collectives
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.fsdp import unit as fsdp_gradients
 from cs336sys.parallel.ranks import launch
 
 VARIANTS = {
@@ -17,88 +38,166 @@ VARIANTS = {
     "checkpointed": {"checkpoints": True},
     "evaluated with gradients before each step": {"evaluates": True},
 }
-THROUGH_THE_HOST = {"through the host": {"host": True}}
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_equals_one_process_on_the_whole_batch(ranks, world_size):
-    """Variants on two ranks; those of random training have other numbers, and prefetch and evaluate there, too."""
-    expected = fsdp_training_ranks.train_alone()
-    variants = VARIANTS if world_size == 2 else {"plain": {}}
-    for result in ranks(world_size).run(fsdp_training_ranks.train_all, variants | THROUGH_THE_HOST):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-12)
+def train_alone(optimizer="adamw", dtype=torch.float64):
+    """The oracle: one process, the whole batch."""
+    model = network(0, dtype).cpu()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(4):
+        stepper.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        stepper.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@on_ranks(2, gpus=True)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_equals_one_process_on_the_whole_batch(variant):
+    """Those of random training have other numbers, and prefetch and evaluate there, too."""
+    atol = 1e-12 if group_device().type == "cpu" else 1e-10
+    assert_same(train(**VARIANTS[variant]), train_alone(), atol=atol)
+
+
+@on_ranks(*WORLD_SIZES)
+def test_training_through_the_host_and_without_equals_one_process_on_any_number_of_ranks():
+    """As Gloo sends what is on GPUs."""
+    assert_same(train(), train_alone(), atol=1e-12)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (collectives, fsdp_gradients):
+            monkeypatch.setattr(module, "through_host", lambda tensor: True)
+        assert_same(train(), train_alone(), atol=1e-12)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("optimizer", ["course", "fused", "sgd"])
-def test_any_optimizer_steps_the_slices(ranks, optimizer):
-    expected = fsdp_training_ranks.train_alone(optimizer)
-    assert_same(ranks(2).run(fsdp_training_ranks.train, optimizer)[0], expected, atol=1e-12)
+def test_any_optimizer_steps_the_slices(optimizer):
+    assert_same(train(optimizer), train_alone(optimizer), atol=1e-12)
 
 
-def test_training_in_fp32_equals_one_process_within_rounding(ranks):
-    expected = fsdp_training_ranks.train_alone("sgd", dtype=torch.float32)
-    assert_same(ranks(2).run(fsdp_training_ranks.train, "sgd", 4, torch.float32)[0], expected, rtol=1e-5, atol=1e-6)
+@on_ranks(2)
+def test_training_in_fp32_equals_one_process_within_rounding():
+    assert_same(train("sgd", dtype=torch.float32), train_alone("sgd", torch.float32), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_mean_of_integer_gradients_is_exact(ranks, world_size):
+class Product(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, factor):
+        return (self.weight * factor).sum()
+
+
+class Products(nn.Module):
+    """The gradient of each weight is a given tensor, so that sums are exact."""
+
+    SHAPES = ((1, 4), (3, 1), (7, 15), (15, 3), (8, 2), (5, 1))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Product(shape) for shape in self.SHAPES])
+        self.gain = nn.Parameter(torch.zeros(3))
+
+    def forward(self, factors):
+        products = [layer(factor) for layer, factor in zip(self.layers, factors, strict=False)]
+        return sum(product.double() for product in products) + (self.gain.double() * factors[-1]).sum()
+
+
+def factors(rank, largest):
+    """Integers that 1 to 4 ranks divide."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (*Products.SHAPES, (3,))
+    return [12.0 * torch.randint(-largest, largest, shape, generator=generator) for shape in shapes]
+
+
+@on_ranks(*WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("largest", "options"),
     # Products of 12 and up to 10 are exact in bf16, up to 100 in fp16.
-    settings = {
-        "fp32": (999, {}),
-        "fp16": (100, {"compute_dtype": torch.float16}),
-        "bf16": (10, {"compute_dtype": torch.bfloat16}),
-        "bf16 sent in fp32": (10, {"compute_dtype": torch.bfloat16, "gradient_dtype": torch.float32}),
-        "fp32 sent in bf16": (10, {"gradient_dtype": torch.bfloat16}),
-    }
-    results = ranks(world_size).run(fsdp_training_ranks.average_integers, settings)
-    for name, (largest, _) in settings.items():
-        of_ranks = [fsdp_training_ranks.factors(rank, largest) for rank in range(world_size)]
-        expected = [2 * sum(parts) / world_size for parts in zip(*of_ranks, strict=True)]
-        for result in results:
-            assert [gradient.dtype for gradient in result[name].values()] == [torch.float32] * len(expected)
-            assert all(torch.equal(*pair) for pair in zip(result[name].values(), expected, strict=True)), name
+    [
+        (999, {}),
+        (100, {"compute_dtype": torch.float16}),
+        (10, {"compute_dtype": torch.bfloat16}),
+        (10, {"compute_dtype": torch.bfloat16, "gradient_dtype": torch.float32}),
+        (10, {"gradient_dtype": torch.bfloat16}),
+    ],
+)
+def test_mean_of_integer_gradients_is_exact(largest, options):
+    sharded, world_size = FSDP(Products(), **options), dist.get_world_size()
+    for _ in range(2):
+        sharded(factors(dist.get_rank(), largest)).backward()
+    sharded.finish_gradient_synchronization()
+    of_ranks = [factors(rank, largest) for rank in range(world_size)]
+    for gradient, *parts in zip(whole_gradients(sharded).values(), *of_ranks, strict=True):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, 2 * sum(parts) / world_size)
 
 
+@on_ranks(2, 3, gpus=True)
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_half_precision_gradients_are_summed_in_full_precision(ranks, world_size, compute_dtype):
-    for averaged, means, of_gradients, of_slices in ranks(world_size).run(
-        fsdp_training_ranks.mixed_precision, compute_dtype
-    ):
-        assert of_gradients == of_slices == {torch.float32}
-        assert averaged.keys() == means.keys()
-        for name in means:
-            # Replicated gradients are summed in another order, with fp32's roundings of 2^-24; in half precision a sum
-            # would be 2^-11 off.
-            atol = 2**-22 * means[name].abs().max().item() if "ln" in name else 1e-9
-            torch.testing.assert_close(averaged[name], means[name], rtol=0, atol=atol)
+def test_half_precision_gradients_are_summed_in_full_precision(compute_dtype):
+    tokens, targets = map(share, batch(0, 30))
+    sharded, alone = FSDP(transformer(), compute_dtype), transformer()
+    for part in alone.modules():
+        if type(part).__name__ in ("Linear", "Embedding"):
+            part.to(compute_dtype)
+    for model in (sharded, alone):
+        loss_of(model, tokens, targets).backward()
+    sharded.finish_gradient_synchronization()
+    assert {parameter.dtype for parameter in sharded.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in sharded.parameters()} == {torch.float32}
+    means = mean_over_ranks({name: gradient.float() for name, gradient in gradients_of(alone).items()})
+    averaged = whole_gradients(sharded)
+    if group_device().type == "cuda":
+        assert_same(averaged, means, rtol=1e-5, atol=1e-6)
+        return
+    assert averaged.keys() == means.keys()
+    for name, mean in means.items():
+        # Replicated gradients are summed in another order, with fp32's roundings of 2^-24; in half precision a sum
+        # would be 2^-11 off.
+        atol = 2**-22 * mean.abs().max().item() if "ln" in name else 1e-9
+        torch.testing.assert_close(averaged[name], mean, rtol=0, atol=atol)
 
 
+class WithoutNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 7)) for _ in range(3)])
+        self.head = nn.Linear(7, 11)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@on_ranks(2, gpus=True)
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_torchs_own_trains_to_the_same_weights(ranks, compute_dtype):
-    for ours, theirs in ranks(2).run(fsdp_training_ranks.beside_fully_shard, compute_dtype):
-        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+def test_torchs_own_trains_to_the_same_weights(compute_dtype):
+    ours, theirs = FSDP(on_rank(WithoutNorms()), compute_dtype), on_rank(WithoutNorms())
+    shard_like_torch(theirs, [*theirs.blocks, theirs.embedding, theirs.head], compute_dtype)
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, *map(share, batch(step))).backward()
+            if model is ours:
+                model.finish_gradient_synchronization()
+            optimizer.step()
+    whole = on_cpu({name: parameter.full_tensor() for name, parameter in theirs.named_parameters()})
+    rtol, atol = (1e-6, 1e-7) if group_device().type == "cpu" else (1e-5, 1e-6)
+    assert_same(on_cpu(ours.gather_full_params()), whole, rtol=rtol, atol=atol)
 
 
-@pytest.mark.multigpu
-def test_training_on_two_gpus_equals_one_process_on_the_whole_batch(two_gpus):
-    expected = fsdp_training_ranks.train_alone()
-    for result in two_gpus.run(fsdp_training_ranks.train_all, VARIANTS):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-10)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_torchs_own_trains_to_the_same_weights_on_two_gpus(two_gpus, compute_dtype):
-    for ours, theirs in two_gpus.run(fsdp_training_ranks.beside_fully_shard, compute_dtype):
-        assert_same(ours, theirs, rtol=1e-5, atol=1e-6)
+def train_variants():
+    return [train(**settings) for settings in VARIANTS.values()]
 
 
 @pytest.mark.gpu
 def test_training_on_one_gpu_equals_training_without_ranks():
-    expected = fsdp_training_ranks.train_alone()
-    (result,) = launch.run(fsdp_training_ranks.train_all, VARIANTS, world_size=1, backend="nccl")
-    for weights in result.values():
-        assert_same(weights, expected, atol=1e-10)
+    for weights in launch.run(train_variants, world_size=1, backend="nccl")[0]:
+        assert_same(weights, train_alone(), atol=1e-10)

@@ -1,38 +1,91 @@
 """Weights at the start, made whole, and in state dicts."""
 
-import fsdp_weights_ranks
-import pytest
 import torch
+import torch.distributed as dist
+from fsdp_models import Network, batch, loss_of, network, transformer
+from on_ranks import on_ranks
 from same_tensors import assert_same
+from small_models import error_of, share
+from torch import nn
+
+from cs336sys.parallel.fsdp import FSDP
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_whole_parameters_are_those_of_the_first_rank(ranks, world_size):
-    results = ranks(world_size).run(fsdp_weights_ranks.whole_parameters)
-    for rank, (whole, expected, shapes, offset) in enumerate(results):
-        assert_same(whole, expected)
-        assert torch.equal(offset, results[0][3])
-        each = -(-15 // world_size)
-        assert shapes["blocks.0.up.weight"] == (max(0, min(each, 15 - rank * each)), 7)
-        assert shapes["blocks.0.norm.weight"] == (15,)
-        assert shapes["narrow.weight"] == ((3, 7), (2 - rank, 7), None, (int(rank < 3), 7))[world_size - 1]
-        assert shapes["gain"] == (7,)
+@on_ranks(1, 2, 4)
+def test_whole_parameters_are_those_of_the_first_rank():
+    rank, world_size, first = dist.get_rank(), dist.get_world_size(), network(0)
+    model = network(rank)
+    sharded = FSDP(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert_same(sharded.gather_full_params(), {name: value.detach() for name, value in first.named_parameters()})
+    assert torch.equal(model.offset, first.offset)
+    each = -(-15 // world_size)
+    assert shapes["blocks.0.up.weight"] == (max(0, min(each, 15 - rank * each)), 7)
+    assert shapes["blocks.0.norm.weight"] == (15,)
+    assert shapes["narrow.weight"] == ((3, 7), (2 - rank, 7), None, (int(rank < 3), 7))[world_size - 1]
+    assert shapes["gain"] == (7,)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_module_made_on_the_meta_device_starts_as_one_made_as_usual(ranks, world_size):
-    for results, trained, error in ranks(world_size).run(fsdp_weights_ranks.from_meta):
-        for found, expected in results:
-            assert_same(found, expected)
-        assert trained == [True, True, True, True, False, False, True]
-        assert error == (
-            "UsageError",
-            "Network is on the meta device and its class Network has no reset_parameters(): "
-            "give FSDP a function to initialize it",
-        )
+def initialize(module):
+    """As the constructors of ``cs336_basics`` do."""
+    if type(module).__name__ == "Linear":
+        std = (2 / sum(module.weight.shape)) ** 0.5
+        nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+    elif type(module).__name__ == "Embedding":
+        nn.init.trunc_normal_(module.weight, a=-3.0, b=3.0)
+    elif type(module).__name__ == "RMSNorm":
+        nn.init.ones_(module.weight)
 
 
-def test_state_dict_is_the_modules_with_slices(ranks):
-    names, expected, same = ranks(2).run(fsdp_weights_ranks.state_dicts)[0]
-    assert names == expected
-    assert same
+def assert_as_made_as_usual(sharded, usual):
+    assert_same(sharded.gather_full_params(), {name: value.detach() for name, value in usual.named_parameters()})
+    assert_same(dict(sharded.module.named_buffers()), dict(usual.named_buffers()))
+
+
+def layers():
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3), nn.Linear(3, 5))
+
+
+@on_ranks(2, 3)
+def test_module_made_on_the_meta_device_starts_as_one_made_as_usual():
+    with torch.device("meta"):
+        model, without_reset, tied = transformer(), Network(), layers()
+    # Only rank 0's random numbers count.
+    torch.manual_seed(7 + dist.get_rank())
+    sharded = FSDP(model, initialize=initialize)
+    loss_of(sharded, *map(share, batch(0, 30))).backward()
+    sharded.finish_gradient_synchronization()
+    assert_as_made_as_usual(sharded, transformer(seed=7))
+    assert error_of(FSDP, without_reset) == (
+        "UsageError",
+        "Network is on the meta device and its class Network has no reset_parameters(): give FSDP a function to "
+        "initialize it",
+    )
+    tied[2].requires_grad_(False)
+    tied[3].weight = tied[0].weight
+    torch.manual_seed(7)
+    sharded = FSDP(tied)
+    torch.manual_seed(7)
+    usual = layers()
+    usual[3].weight = usual[0].weight
+    assert_as_made_as_usual(sharded, usual)
+    assert [parameter.requires_grad for parameter in sharded.parameters()] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+@on_ranks(2)
+def test_state_dict_is_the_modules_with_slices():
+    sharded = FSDP(network(0))
+    saved = {name: value.clone() for name, value in sharded.state_dict().items()}
+    for parameter in sharded.parameters():
+        nn.init.zeros_(parameter)
+    sharded.load_state_dict(saved)
+    assert_same(dict(sharded.state_dict()), saved)
+    assert list(saved) == list(network(0).state_dict())

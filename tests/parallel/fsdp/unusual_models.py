@@ -1,0 +1,292 @@
+"""Modules that use weights and arguments in unusual ways, and passes of them on ranks and in one process."""
+
+import torch
+from fsdp_models import gradients_of, whole_gradients
+from small_models import share
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, VOCABULARY = 6, 11
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+
+    def forward(self, x):
+        return x + self.change(x)
+
+    def change(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a norm and a head, in fp64; other classes use them in other ways."""
+
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([self.block() for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.add_parts()
+        self.double()
+
+    def add_parts(self):
+        pass
+
+    def body(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens):
+        return self.head(self.body(tokens))
+
+
+class TiedByHand(Model):
+    def add_parts(self):
+        del self.head
+
+    def forward(self, tokens):
+        return self.body(tokens) @ self.embedding.weight.T
+
+
+class TiedInACheckpoint(TiedByHand):
+    def forward(self, tokens):
+        return checkpoint(lambda x: x @ self.embedding.weight.T, self.body(tokens), use_reentrant=False)
+
+
+class PenaltyOnAll(Model):
+    def forward(self, tokens):
+        return super().forward(tokens), sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class PenaltyOnABlock(Model):
+    def forward(self, tokens):
+        return super().forward(tokens), self.blocks[1].up.weight.abs().sum()
+
+
+class Probe(Model):
+    def forward(self, tokens):
+        with torch.no_grad():
+            self.seen = self.head.weight.norm().item()
+        return super().forward(tokens)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, WIDTH))
+
+    def forward(self, count):
+        return self.weight[:count]
+
+
+class LayerReturnsAView(Model):
+    def add_parts(self):
+        self.positions = Positions()
+
+    def body(self, tokens):
+        x = self.embedding(tokens) + self.positions(tokens.shape[1])
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class AllPositions(Positions):
+    def forward(self, count):
+        return self.weight
+
+
+class LayerReturnsItsWeight(LayerReturnsAView):
+    def add_parts(self):
+        self.positions = AllPositions()
+
+    def body(self, tokens):
+        return super().body(tokens.repeat(1, 2)[:, :9])[:, : tokens.shape[1]]
+
+
+class SometimesSkipped(Block):
+    """Stochastic depth: it may return what it was given."""
+
+    skips = False
+
+    def forward(self, x):
+        return x if self.skips else super().forward(x)
+
+
+class BlockReturnsItsInput(Model):
+    block = SometimesSkipped
+
+    def add_parts(self):
+        self.blocks[1].skips = True
+
+
+class RanksSkipOtherBlocks(Model):
+    block = SometimesSkipped
+
+    def body(self, tokens):
+        rank = int(tokens[0, 0]) % 2
+        for index, block in enumerate(self.blocks):
+            block.skips = index == 1 + rank
+        return super().body(tokens)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x):
+        x = x @ self.weight
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class UnitReturnsOutputOfAnother(Model):
+    def add_parts(self):
+        self.inner = Inner()
+
+    def body(self, tokens):
+        return self.norm(self.inner(self.embedding(tokens)))
+
+
+class ChangesInPlace(Block):
+    def forward(self, x):
+        x += self.change(x.clone())
+
+
+class BlockChangesItsInput(Model):
+    block = ChangesInPlace
+
+    def body(self, tokens):
+        x = self.embedding(tokens) * 1.0
+        for block in self.blocks:
+            block(x)
+        return self.norm(x)
+
+
+class AddsALoss(Block):
+    def forward(self, x, loss):
+        loss += self.up(x).square().mean()
+        return super().forward(x)
+
+
+class BlockAddsALoss(Model):
+    block = AddsALoss
+
+    def forward(self, tokens):
+        x, loss = self.embedding(tokens), torch.zeros((), dtype=torch.float64)
+        for block in self.blocks:
+            x = block(x, loss)
+        return self.head(self.norm(x)), loss
+
+
+class WeightsInAList(Model):
+    def add_parts(self):
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+
+    def body(self, tokens):
+        x = super().body(tokens)
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+class HeadBiasHeldTwice(Model):
+    """As BERT's head holds its bias."""
+
+    def add_parts(self):
+        self.outer = nn.Module()
+        self.outer.decoder, self.outer.bias = self.head, self.head.bias
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class WeightGivenToAFunction(Model):
+    def forward(self, tokens):
+        return Product.apply(self.body(tokens), self.head.weight)
+
+
+class Parametrized(Model):
+    def add_parts(self):
+        nn.utils.parametrizations.weight_norm(self.head)
+        nn.utils.parametrizations.orthogonal(self.blocks[0].up)
+
+
+class LongShortTermMemory(Model):
+    """Its class has a __setattr__ of its own, and a list of its weights."""
+
+    def add_parts(self):
+        self.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def body(self, tokens):
+        return self.norm(self.memory(self.embedding(tokens))[0])
+
+
+class EncoderLayerAlone(Model):
+    def add_parts(self):
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+
+    def body(self, tokens):
+        return self.norm(self.layer(self.embedding(tokens)))
+
+
+class BackwardWithinForward(Model):
+    """As models of forces have it: a backward pass through a part of the module while another computes."""
+
+    def forward(self, tokens):
+        with torch.enable_grad():
+            x = self.embedding(tokens).detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.blocks[0](x).sum(), x)
+        return self.head(self.body(tokens) + slope)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(VOCABULARY, (12, 5), generator=generator) for _ in range(2))
+    # By its first token a rank knows itself.
+    tokens[:, 0] = torch.tensor([0, 1]).repeat_interleave(6)
+    return tokens, targets
+
+
+def loss_of(model, tokens, targets):
+    output = model(tokens)
+    logits, *others = output if isinstance(output, tuple) else (output,)
+    return functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()) + 0.1 * sum(others)
+
+
+def passes(sharded, alone, steps=2, run=loss_of):
+    """Whole gradients of the last of some steps, of both."""
+    for step in range(steps):
+        tokens, targets = batch(step)
+        sharded.zero_grad()
+        alone.zero_grad()
+        run(sharded, share(tokens), share(targets)).backward()
+        sharded.finish_gradient_synchronization()
+        # What a rank computes may depend on its half of the batch.
+        for half in range(2):
+            run(alone, tokens.chunk(2)[half], targets.chunk(2)[half]).backward()
+        for parameter in alone.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 2
+    return whole_gradients(sharded), gradients_of(alone)
