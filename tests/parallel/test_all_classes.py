@@ -1,106 +1,314 @@
 """Rules for all parallel classes: what is refused alike, what is the same on all ranks, what can be copied."""
 
-import all_classes_ranks
+import copy
+import pickle
+
 import pytest
 import torch
+import torch._dynamo.compiled_autograd as compiled_autograd
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from on_ranks import on_ranks
+from small_models import error_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-SENTENCES = {
-    "lazy": "0.weight is lazy and has no shape yet: call the module once before wrapping it",
-    "coordinates": "added is sparse, which cannot be sent to other ranks: make it dense by to_dense()",
-    "compressed rows": "added is sparse, which cannot be sent to other ranks: make it dense by to_dense()",
-    "meta": "added is on the meta device and has no values: give it some, by to_empty() and a reset",
-    "refresh": "added is sparse, which cannot be sent to other ranks: make it dense by to_dense()",
+from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.tensor_parallel import TensorParallel
+
+
+def sharded(flat, with_module):
+    def build(module):
+        settings = {"lr": 0.1, "flat": flat, "module": module if with_module else None}
+        return ShardedOptimizer(list(module.parameters()), torch.optim.AdamW, **settings)
+
+    return build
+
+
+DDP = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "bucketed": lambda module: BucketedDDP(module, 1e-4),
 }
+CLASSES = DDP | {
+    "fsdp": FSDP,
+    "optimizer": sharded(False, False),
+    "optimizer of a module": sharded(False, True),
+    "flat optimizer": sharded(True, False),
+    "flat optimizer of a module": sharded(True, True),
+}
+each_class = pytest.mark.parametrize("name", CLASSES)
 
 
-def test_unusable_parameters_are_refused_by_every_class_in_the_same_words(ranks):
-    for errors in ranks(2).run(all_classes_ranks.unusable_parameters):
-        for (kind, name), (error, message) in errors.items():
-            assert error == "UsageError", (name, message)
-            if name.startswith(("optimizer", "flat optimizer")):
-                # Given without names.
-                message = message[message.index(" is ") :]
-                assert SENTENCES[kind].endswith(message)
-            else:
-                assert message == SENTENCES[kind], name
+class Extended(nn.Module):
+    """A layer, and a parameter that it does not use."""
+
+    def __init__(self, added):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.added = nn.Parameter(added, requires_grad=added.is_floating_point())
+
+    def forward(self, x):
+        return self.layer(x) + self.added.to(x.dtype).sum()
 
 
-def test_copies_compute_the_same_or_are_refused(ranks):
-    for off, errors in ranks(2).run(all_classes_ranks.copies):
-        assert set(off.values()) == {0.0}, off
-        for name in all_classes_ranks.DDP:
-            assert "would average the same gradients once more: use copy.deepcopy()" in errors[name][1]
-        assert errors["fsdp"][1].startswith("an FSDP module cannot be copied or pickled")
-        assert errors["optimizer"][1].startswith("a sharded optimizer cannot be copied or pickled")
+class Chain(nn.Module):
+    """A layer, and blocks in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
-def test_norms_are_those_of_one_process_on_ranks_without_rows(ranks):
-    expected = all_classes_ranks.whole_norms()
-    results = ranks(2).run(all_classes_ranks.norms_without_rows)
-    for norms, errors in results:
-        assert norms == results[0][0]
-        assert {dtype for _, dtype in norms.values()} == {torch.float64}
-        assert norms["flat"][0] == pytest.approx(expected[2.0])
-        for norm_type, norm in expected.items():
-            assert norms["fsdp", norm_type][0] == pytest.approx(norm)
-        for (_, norm_type), error in errors.items():
-            assert error == ("UsageError", f"norm_type {norm_type}: must be positive, or inf")
+def finish(wrapper):
+    if hasattr(wrapper, "finish_gradient_synchronization"):
+        wrapper.finish_gradient_synchronization()
 
 
-def test_optimizers_of_slices_that_are_not_elementwise_are_refused(ranks):
-    for errors in ranks(2).run(all_classes_ranks.steps_of_slices):
-        assert errors.pop("AdamW") is None
-        for name, (kind, message) in errors.items():
+SPARSE = "added is sparse, which cannot be sent to other ranks: make it dense by to_dense()"
+META = "added is on the meta device and has no values: give it some, by to_empty() and a reset"
+
+
+@on_ranks(2)
+@each_class
+def test_unusable_parameters_are_refused_by_every_class_in_the_same_words(name):
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    for module, sentence in (
+        (lazy, "0.weight is lazy and has no shape yet: call the module once before wrapping it"),
+        (Extended(torch.eye(4).to_sparse()), SPARSE),
+        (Extended(torch.eye(4).to_sparse_csr()), SPARSE),
+        (Extended(torch.ones(4, device="meta")), META),
+    ):
+        if (name, sentence) != ("fsdp", META):
+            kind, message = error_of(CLASSES[name], module)
             assert kind == "UsageError"
-            assert message.startswith(f"slices of FSDP or TensorParallel cannot be updated by {name}, wh")
-            assert message.endswith("choose a class that updates each element by itself, as AdamW and SGD do")
+            # Optimizers are given parameters without names.
+            assert message.partition(" is ")[2] == sentence.partition(" is ")[2]
+            assert message == sentence or "optimizer" in name
 
 
-def test_fsdp_gathers_frozen_integers_and_names_a_tied_weight_once(ranks):
-    for off, gathered in ranks(2).run(all_classes_ranks.integers):
-        assert off == [0.0, 0.0]
-        for names, dtype in zip(gathered, (torch.uint8, torch.bool), strict=True):
-            assert names == {"added": dtype, "layer.weight": torch.float32, "layer.bias": torch.float32}
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["bucketed", "fsdp"])
+def test_unusable_parameters_are_refused_by_refresh(name):
+    module = Chain()
+    wrapped = CLASSES[name](module)
+    module.added = nn.Parameter(torch.eye(4).to_sparse())
+    assert error_of(wrapped.refresh) == ("UsageError", SPARSE)
 
 
-def test_what_a_refusal_of_converted_parameters_advises_helps(ranks):
-    for errors in ranks(2).run(all_classes_ranks.remedies):
-        for (name, dtype), ((kind, message), refresh, afterwards) in errors.items():
-            assert kind == "UsageError"
-            assert afterwards is None, (name, dtype)
-            if name.startswith("optimizer"):
-                assert "converted" in message or "convert a module before" in message
-                assert "build the optimizer" in message or "its optimizer is built" in message
-                assert refresh[0] == "UsageError"
-            else:
-                assert message == (
-                    f"first.weight was changed from torch.float32 to {dtype} after it was wrapped: call refresh() on "
-                    "every rank"
-                )
-                assert refresh is None
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
 
 
-def test_compiled_autograd_is_right_or_refused_in_the_same_words(ranks):
+@on_ranks(2)
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
+def test_copies_of_wrappers_compute_the_same_or_are_refused(make):
+    inputs = torch.ones(2, 4) + dist.get_rank()
+    for wrap in DDP.values():
+        wrapped = wrap(Chain())
+        copied = make(wrapped)
+        for module in (wrapped, copied):
+            module(inputs).sum().backward()
+            module.finish_gradient_synchronization()
+        assert torch.equal(copied.module.first.weight.grad, wrapped.module.first.weight.grad)
+        message = "would average the same gradients once more: use copy.deepcopy()"
+        assert message in error_of(copy.copy, wrapped)[1]
+    assert error_of(make, FSDP(Chain()))[1].startswith("an FSDP module cannot be copied or pickled")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("flat", [False, True])
+def test_copies_of_a_module_with_a_sharded_optimizer_do_not_wait_for_its_updates(make, flat):
+    module, inputs = Chain(), torch.ones(2, 4) + dist.get_rank()
+    optimizer = sharded(flat, True)(module)
+    module = module if flat else NaiveDDP(module)
+
+    def step():
+        module(inputs).sum().backward()
+        finish(module)
+        optimizer.step()
+
+    def is_arriving():
+        return [bool(bucket._versions) for bucket in optimizer._partition.exchange._buckets]
+
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    optimizer.wait_for_parameters()
+    copied = make(make(module))
+    before = copied(inputs)
+    assert torch.equal(before, module(inputs))
+    step()
+    arriving = is_arriving()
+    assert any(arriving)
+    copied(inputs).sum().backward()
+    copied.state_dict()
+    assert is_arriving() == arriving
+    assert torch.equal(copied(inputs), before)
+    assert error_of(make, optimizer)[1].startswith("a sharded optimizer cannot be copied or pickled")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 0.0, -1.0])
+def test_norms_are_those_of_one_process_on_ranks_without_rows(norm_type):
+    """Gradients do not depend on the weights but one."""
+    inputs, tokens = torch.ones(4, 3, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.long)
+    module, alone, within = (nn.Linear(3, 1).double() for _ in range(3))
+    optimizer, fully = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, flat=True), FSDP(within)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
+    model = BasicsTransformerLM(1, 4, d_model=8, num_layers=1, num_heads=2, d_ff=16, rope_theta=10000.0)
+    shared = TensorParallel(model.double(), mesh["tp"])
+    around = FSDP(shared.module, group=mesh["fsdp"])
+    for called in (module, alone, fully):
+        called(inputs).sum().backward()
+    around(tokens).square().sum().backward()
+    for wrapper in (fully, around):
+        wrapper.finish_gradient_synchronization()
+    if norm_type <= 0:
+        refusal = ("UsageError", f"norm_type {norm_type}: must be positive, or inf")
+        assert error_of(fully.clip_grad_norm_, 1.0, norm_type) == refusal
+        assert error_of(shared.clip_grad_norm_, 1.0, norm_type, sharded=around) == refusal
+        return
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in alone.parameters()], norm_type)
+    norms = [fully.clip_grad_norm_(1.0, norm_type), shared.clip_grad_norm_(1.0, norm_type, sharded=around)]
+    if norm_type == 2.0:
+        norms.append(optimizer.clip_grad_norm_(1.0))
+    assert {norm.dtype for norm in norms} == {torch.float64}
+    assert gather_objects(norms) == [norms] * 2
+    for norm in norms[::2]:
+        torch.testing.assert_close(norm, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS", "AdamW"])
+def test_optimizers_of_slices_that_are_not_elementwise_are_refused(name):
+    wrapped = FSDP(nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)))
+    wrapped(torch.ones(2, 6)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    optimizer = getattr(torch.optim, name)(wrapped.parameters(), lr=0.01)
+    error = error_of(optimizer.step, *[lambda: 0.0] * (name == "LBFGS"))
+    if name == "AdamW":
+        assert error is None
+    else:
+        kind, message = error
+        assert kind == "UsageError"
+        assert message.startswith(f"slices of FSDP or TensorParallel cannot be updated by {name}, wh")
+        assert message.endswith("choose a class that updates each element by itself, as AdamW and SGD do")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_fsdp_gathers_frozen_integers_and_names_a_tied_weight_once(dtype):
+    torch.manual_seed(0)
+    module, inputs = Extended(torch.arange(20).view(5, 4).to(dtype)), torch.ones(2, 4)
+    module.tied = module.layer
+    expected = module(inputs)
+    wrapped = FSDP(module)
+    output = wrapped(inputs)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    wrapped.finish_gradient_synchronization()
+    dtypes = {name: value.dtype for name, value in wrapped.gather_full_params().items()}
+    assert dtypes == {"added": dtype, "layer.weight": torch.float32, "layer.bias": torch.float32}
+
+
+def step_in(dtype, called, optimizer):
+    output = called(torch.ones(2, 4, dtype=dtype))
+    output.sum().backward()
+    finish(called)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert output.dtype == dtype
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["bucketed", "fsdp", "optimizer of a module", "flat optimizer of a module"])
+def test_what_a_refusal_of_converted_parameters_advises_helps(dtype, name):
+    module = Chain()
+    wrapper = CLASSES[name](module)
+    is_optimizer = "optimizer" in name
+    called = module if is_optimizer else wrapper
+    optimizer = wrapper if is_optimizer else torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    step_in(torch.float32, called, optimizer)
+    module.to(dtype)
+    kind, message = error_of(step_in, dtype, called, optimizer)
+    assert kind == "UsageError"
+    refreshed = error_of(wrapper.refresh)
+    if is_optimizer:
+        assert "converted" in message or "convert a module before" in message
+        assert "build the optimizer" in message or "its optimizer is built" in message
+        assert refreshed[0] == "UsageError"
+        del wrapper, optimizer
+        module.zero_grad()
+        optimizer = CLASSES[name](module)
+    else:
+        change = f"first.weight was changed from torch.float32 to {dtype}"
+        assert message == f"{change} after it was wrapped: call refresh() on every rank"
+        assert refreshed is None
+    step_in(dtype, called, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [*DDP, "fsdp", "flat optimizer"])
+def test_compiled_autograd_is_right_or_refused_in_the_same_words(name):
     """Where nothing is launched during the pass it is right."""
-    for results in ranks(2).run(all_classes_ranks.compiled_passes):
-        assert results.pop("naive") == results.pop("flat") == (None, 0.0)
-        for (kind, message), _ in results.values():
-            assert kind == "UsageError"
-            assert message.startswith(
-                "compiled autograd runs this backward pass, in which gradients cannot be averaged"
-            )
+    inputs, module = torch.ones(2, 4) + dist.get_rank(), Chain()
+    wrapper = CLASSES[name](module)
+    called = module if "optimizer" in name else wrapper
+    loss = called(inputs).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        error = error_of(loss.backward)
+    wrapper.finish_gradient_synchronization()
+    if name in ("naive", "flat"):
+        assert error is None
+        gradient = module.first.weight.grad
+        wrapper.zero_grad()
+        called(inputs).sum().backward()
+        wrapper.finish_gradient_synchronization()
+        assert torch.equal(module.first.weight.grad, gradient)
+    else:
+        kind, message = error
+        assert kind == "UsageError"
+        assert message.startswith("compiled autograd runs this backward pass, in which gradients cannot be averaged")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_sends_the_bytes_that_the_docs_give(ranks, world_size):
+@on_ranks(2, 4)
+@each_class
+def test_a_step_sends_the_bytes_that_the_docs_give(name):
     """docs/sharded_optimizer.md and docs/fsdp.md; of broadcasts of unequal shares the mean over ranks."""
-    for sent, whole, last in ranks(world_size).run(all_classes_ranks.sent_bytes):
-        share = (world_size - 1) / world_size
-        for name, number in sent.items():
-            if name in all_classes_ranks.DDP or name.startswith("flat optimizer"):
-                assert number == 2 * share * whole, name
-            elif name == "fsdp":
-                assert number == share * (3 * whole - last)
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    wrapper = CLASSES[name](module)
+    called = module if "optimizer" in name else wrapper
+    for _ in range(2):
+        with recorded_communication() as communications:
+            called(torch.ones(2, 64)).sum().backward()
+            if called is module:
+                wrapper.step()
+                wrapper.wait_for_parameters()
             else:
-                # Gradients are averaged by somebody else.
-                assert number == share * whole, name
+                wrapper.finish_gradient_synchronization()
+            wrapper.zero_grad()
+    sent = sum(launch.sent_bytes for launch in communications if not launch.is_flags)
+    last = 4 * 64 * 64
+    if name in DDP or name.startswith("flat optimizer"):
+        assert sent == 2 * share * 4 * last
+    elif name == "fsdp":
+        assert sent == share * (3 * 4 - 1) * last
+    else:
+        # Gradients are averaged by somebody else.
+        assert sent == share * 4 * last

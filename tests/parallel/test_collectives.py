@@ -1,58 +1,61 @@
 """Collectives: the same results under every version's names, exact on integers, means that do not overflow."""
 
-import collectives_ranks
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import collectives
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mean_of_several_tensors_of_integers_is_exact(ranks, world_size):
-    tensors = [[[6.0 * rank, 60.0], [-12.0 * rank], []] for rank in range(world_size)]
-    mean = (world_size - 1) / 2
-    results = ranks(world_size).run(collectives_ranks.mean_of, tensors, torch.float32)
-    assert results == [[[6.0 * mean, 60.0], [-12.0 * mean], []]] * world_size
+def mean_of(of_rank, dtype=torch.float32):
+    """Means of tensors that hold these numbers."""
+    tensors = [torch.tensor(numbers, dtype=dtype) for numbers in of_rank[dist.get_rank()]]
+    reduction = collectives.MeanReduction(dtype, tensors[0].device, "tensors")
+    reduction.start(tensors)
+    reduction.wait()
+    return [tensor.tolist() for tensor in tensors]
 
 
+@on_ranks(1, 2, 3)
+def test_mean_of_several_tensors_of_integers_is_exact():
+    mean = (dist.get_world_size() - 1) / 2
+    of_rank = [[[6.0 * rank, 60.0], [-12.0 * rank], []] for rank in range(dist.get_world_size())]
+    assert mean_of(of_rank) == [[6.0 * mean, 60.0], [-12.0 * mean], []]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_mean_in_other_dtypes(ranks, dtype):
-    assert ranks(2).run(collectives_ranks.mean_of, [[[1.0, 8.0]], [[3.0, 0.0]]], dtype) == [[[2.0, 4.0]]] * 2
+def test_mean_in_other_dtypes(dtype):
+    assert mean_of([[[1.0, 8.0]], [[3.0, 0.0]]], dtype) == [[2.0, 4.0]]
 
 
-def test_mean_in_fp16_does_not_overflow_where_the_sum_would(ranks):
+@on_ranks(2)
+def test_mean_in_fp16_does_not_overflow_where_the_sum_would():
     """60,000 + 40,000 is more than fp16's largest number, 65,504."""
-    tensors = [[[60_000.0], [1.0]], [[40_000.0], [2.0]]]
-    assert ranks(2).run(collectives_ranks.mean_of, tensors, torch.float16) == [[[49_984.0], [1.5]]] * 2
+    assert mean_of([[[60_000.0], [1.0]], [[40_000.0], [2.0]]], torch.float16) == [[49_984.0], [1.5]]
 
 
-def test_gather_and_scatter_under_either_name(ranks):
-    assert ranks(3).run(collectives_ranks.gather_and_scatter) == [
-        (
-            [0.0, 0.0, 1.0, 10.0, 2.0, 20.0],
-            [6.0 * rank + 3.0, 6.0 * rank + 6.0],
-            [{"rank": 0}, {"rank": 1}, {"rank": 2}],
-        )
-        for rank in range(3)
-    ]
+@on_ranks(3)
+def test_gather_and_scatter_under_either_name_without_a_warning():
+    rank, gathered, scattered = dist.get_rank(), torch.zeros(6), torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        collectives.all_gather_single(gathered, torch.tensor([rank, 10.0 * rank]))
+        collectives.reduce_scatter_single(scattered, torch.arange(6.0) + rank)
+        mean_of([[[1.0], [2.0]]] * 3)
+    assert gathered.tolist() == [0.0, 0.0, 1.0, 10.0, 2.0, 20.0]
+    assert scattered.tolist() == [6.0 * rank + 3.0, 6.0 * rank + 6.0]
+    assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_no_warning_of_outdated_names(ranks):
-    assert ranks(2).run(collectives_ranks.warnings_of_the_shims) == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("facts", "anywhere"),
-    [
-        ([[True, True], [True, True]], [True, True]),
-        ([[True, False, False], [True, True, False]], [True, True, False]),
-        ([[False], [False]], [False]),
-    ],
-)
-def test_fact_holds_if_it_holds_on_any_rank(ranks, facts, anywhere):
-    assert ranks(2).run(collectives_ranks.any_rank, facts) == [anywhere] * 2
+@on_ranks(2)
+def test_fact_holds_if_it_holds_on_any_rank():
+    facts = [[True, False, False], [True, True, False]][dist.get_rank()]
+    assert collectives.AnyRank(facts, torch.device("cpu")).wait() == [True, True, False]
 
 
 def test_memory_view_sees_the_same_memory_in_memory_order():
@@ -64,28 +67,33 @@ def test_memory_view_sees_the_same_memory_in_memory_order():
 
 
 def test_process_group_is_asked_for():
-    assert not dist.is_initialized()
     with pytest.raises(UsageError, match=r"ThisClass needs a process group: .*launch\.run"):
         collectives.require_process_group("ThisClass")
 
 
-@pytest.mark.multigpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operations_on_two_gpus(two_gpus, dtype):
-    results = two_gpus.run(collectives_ranks.operations, dtype)
-    assert results == [expected_operations(rank, 2) for rank in range(2)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3, gpus=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scatter_gather_and_broadcasts_of_integers_are_exact(ranks, world_size, dtype):
-    results = ranks(world_size).run(collectives_ranks.operations, dtype)
-    assert results == [expected_operations(rank, world_size) for rank in range(world_size)]
-
-
-def expected_operations(rank, world_size):
+def test_scatter_gather_and_broadcasts_of_integers_are_exact(dtype):
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), collectives.group_device()
+    options = {"dtype": dtype, "device": device}
+    wholes = [torch.arange(n * world_size, **options) * 6 + 6 * rank for n in (3, 1)]
+    slices = [torch.empty(n, **options) for n in (3, 1)]
+    scatter = collectives.MeanScatter(dtype, device, "numbers")
+    scatter.start(slices, wholes)
+    scatter.wait()
     shift = 3.0 * (world_size - 1)
-    slices = [[6.0 * (rank * n + i) + shift for i in range(n)] for n in (3, 1)]
-    gathered = [[float(other) for other in range(world_size) for _ in range(n)] for n in (2, 5)]
-    last = float(world_size - 1)
-    return [slices, gathered, [[[last] * 4] * 3, [[0.0] * 2] * 2]]
+    assert [part.tolist() for part in slices] == [[6.0 * (rank * n + i) + shift for i in range(n)] for n in (3, 1)]
+    gathered = [torch.full((n * world_size,), -1, **options) for n in (2, 5)]
+    for tensor in gathered:
+        tensor.chunk(world_size)[rank].fill_(rank)
+    gather = collectives.SliceGather(gathered, "numbers")
+    gather.start()
+    gather.wait()
+    for tensor, n in zip(gathered, (2, 5), strict=True):
+        assert tensor.tolist() == [float(number) for number in range(world_size) for _ in range(n)]
+    sent = [torch.full((4, 3), rank, **options).t(), torch.full((2, 4), rank, **options)[:, ::2]]
+    broadcasts = collectives.Broadcasts(sent, [world_size - 1, 0], "numbers")
+    for _ in range(2):
+        broadcasts.start()
+        broadcasts.wait()
+    assert [tensor.tolist() for tensor in sent] == [[[world_size - 1.0] * 4] * 3, [[0.0] * 2] * 2]
