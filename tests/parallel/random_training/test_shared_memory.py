@@ -1,75 +1,334 @@
 """What was once wrong without a word: each test failed before the code that it guards was written."""
 
+import copy
+import time
+
 import pytest
-import shared_memory_ranks
 import torch
-from shared_memory_ranks import WRAPPERS
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from on_ranks import on_ranks
+from small_models import error_of
+from torch import nn
 
-KINDS = ["embedding", "sum of views"]
-HOWS = ["frozen unit", "unit without gradients", "vectors alone"]
+from cs336sys.parallel import buckets
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+DDP = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlap": OverlappedDDP,
+    "bucketed": lambda module, size=1e-4, **settings: BucketedDDP(module, size, **settings),
+}
+WRAPPERS = DDP | {"fsdp": FSDP}
+each_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
+class Slow(torch.autograd.Function):
+    """The identity; its backward pass takes a while, in which an all-reduce on another thread would be done."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.05)
+        return gradient
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x):
+        return x + self.weight.unsqueeze(0)
+
+
+class EmbeddingWithPositions(nn.Module):
+    """With one sequence the gradient of the positions is a view of what the backward pass goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.positions = Positions()
+
+    def forward(self, tokens):
+        return self.positions(Slow.apply(self.embedding(tokens)))
+
+
+class SumOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ (self.first.view(-1) + self.second.view(-1)).view(6, 6)
+
+
+def inputs_of_ranks(*shape):
+    return [torch.randn(*shape).double().to(group_device()) for _ in range(dist.get_world_size())]
+
+
+def mean_gradients(module, inputs):
+    """Of one process on all ranks' inputs."""
+    loss = sum((module(x) ** 2).mean() for x in inputs) / len(inputs)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def run_backward(wrapped, inputs):
+    (wrapped(inputs[dist.get_rank()]) ** 2).mean().backward()
+
+
+def error(value, expected):
+    return (value - expected).abs().max().item() / expected.abs().max().item()
+
+
+def largest_error(wrapped, expected):
+    """Of gradients; of FSDP's, of this rank's rows."""
+    if isinstance(wrapped, FSDP):
+        rows = {name: sharded.rows for name, sharded in wrapped.sharded_parameters.items()}
+        expected = {name: whole[rows[name].start : rows[name].stop] for name, whole in expected.items()}
+    return max(error(parameter.grad, expected[name]) for name, parameter in wrapped.module.named_parameters())
+
+
+@on_ranks(2, 3, gpus=True)
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "optimizer-flat"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_share_memory_are_not_averaged_in_it(ranks, kind, wrapper):
-    for world_size in (2, 3):
-        for errors in ranks(world_size).run(shared_memory_ranks.shared_memory, kind, wrapper):
-            assert max(errors.values()) < 1e-12, errors
+@pytest.mark.parametrize("kind", ["embedding", "sum of views"])
+def test_gradients_that_share_memory_are_not_averaged_in_it(kind, wrapper):
+    torch.manual_seed(0)
+    if kind == "embedding":
+        module = EmbeddingWithPositions().double().to(group_device())
+        inputs = [torch.randint(7, (1, 5)).to(group_device()) for _ in range(dist.get_world_size())]
+    else:
+        module, inputs = SumOfTwo().double().to(group_device()), inputs_of_ranks(4, 6)
+    expected = mean_gradients(copy.deepcopy(module), inputs)
+    if wrapper == "optimizer-flat":
+        optimizer = ShardedOptimizer(module.named_parameters(), torch.optim.SGD, flat=True, lr=1.0)
+        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        run_backward(module, inputs)
+        optimizer.step()
+        for name, parameter in module.named_parameters():
+            assert error(before[name] - parameter.detach(), expected[name]) < 1e-12
+    else:
+        wrapped = WRAPPERS[wrapper](module)
+        run_backward(wrapped, inputs)
+        wrapped.finish_gradient_synchronization()
+        assert largest_error(wrapped, expected) < 1e-12
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_that_share_memory_are_not_accumulated_in_it(ranks, wrapper):
-    for errors in ranks(2).run(shared_memory_ranks.accumulated_in_shared_memory, wrapper):
-        assert max(errors.values()) < 1e-12, errors
+@on_ranks(2)
+@each_wrapper
+def test_gradients_that_share_memory_are_not_accumulated_in_it(wrapper):
+    """In two passes, the first without synchronization."""
+    torch.manual_seed(0)
+    module, inputs = SumOfTwo().double(), inputs_of_ranks(4, 6)
+    expected = mean_gradients(copy.deepcopy(module), inputs)
+    wrapped = WRAPPERS[wrapper](module)
+    with wrapped.no_sync():
+        run_backward(wrapped, inputs)
+    run_backward(wrapped, inputs)
+    wrapped.finish_gradient_synchronization()
+    assert largest_error(wrapped, {name: 2 * whole for name, whole in expected.items()}) < 1e-12
 
 
-def test_gradients_that_share_memory_are_not_divided_in_it(ranks):
-    for errors in ranks(2).run(shared_memory_ranks.divided_in_shared_memory):
-        assert max(errors.values()) < 0.01, errors
+@on_ranks(2)
+def test_gradients_that_share_memory_are_not_divided_in_it():
+    """In fp16 each rank divides before Gloo sums."""
+    torch.manual_seed(0)
+    module, inputs = SumOfTwo(), [x.float() for x in inputs_of_ranks(4, 6)]
+    expected = mean_gradients(copy.deepcopy(module), inputs)
+    wrapped = FSDP(module.half())
+    run_backward(wrapped, [x.half() for x in inputs])
+    wrapped.finish_gradient_synchronization()
+    assert largest_error(wrapped, expected) < 0.01
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_no_gradient_of_a_transformer_is_copied_for_it(ranks, wrapper):
-    assert ranks(2).run(shared_memory_ranks.copies_of_a_transformer, wrapper) == [0, 0]
+@on_ranks(2)
+@each_wrapper
+def test_no_gradient_of_a_transformer_is_copied_for_it(wrapper):
+    wrapped = WRAPPERS[wrapper](BasicsTransformerLM(50, 8, 16, num_layers=2, num_heads=2, d_ff=32, rope_theta=1e4))
+    owns_memory, owned = buckets.owns_memory, []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(buckets, "owns_memory", lambda gradient: owned.append(owns_memory(gradient)) or owned[-1])
+        for _ in range(2):
+            wrapped(torch.randint(50, (2, 8))).logsumexp(-1).mean().backward()
+            wrapped.finish_gradient_synchronization()
+            wrapped.zero_grad()
+    assert all(owned)
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_through(ranks, how):
-    assert max(ranks(2).run(shared_memory_ranks.without_a_unit_in_the_backward_pass, how)) < 1e-12
+class ScaledLinear(nn.Module):
+    """A unit that the backward pass does not come through, and a trained scale after it."""
+
+    def __init__(self, is_frozen):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(not is_frozen)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.is_frozen = is_frozen
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.is_frozen):
+            x = self.linear(x)
+        return x * self.scale
 
 
-@pytest.mark.multigpu
-def test_gradients_are_the_mean_on_two_gpus(two_gpus):
-    for errors in two_gpus.run(shared_memory_ranks.on_gpus, KINDS, HOWS):
-        assert max(errors.values()) < 1e-12, errors
+class VectorsAlone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
 
 
-def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers(ranks):
-    assert all(ranks(2).run(shared_memory_ranks.frozen_after_training))
+@on_ranks(2, gpus=True)
+@pytest.mark.parametrize("kind", ["frozen unit", "unit without gradients", "vectors alone"])
+def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_through(kind):
+    """In two passes that add up."""
+    torch.manual_seed(0)
+    module = VectorsAlone() if kind == "vectors alone" else ScaledLinear(kind == "frozen unit")
+    module, inputs = module.double().to(group_device()), inputs_of_ranks(3, 4)
+    plain = copy.deepcopy(module)
+    (sum(2 * (plain(x) ** 2).mean() for x in inputs) / len(inputs)).backward()
+    sharded = FSDP(module)
+    for _ in range(2):
+        run_backward(sharded, inputs)
+    sharded.finish_gradient_synchronization()
+    trained = [name for name in sharded.replicated_parameters if plain.get_parameter(name).grad is not None]
+    assert trained
+    for name in trained:
+        assert error(sharded.replicated_parameters[name].grad, plain.get_parameter(name).grad) < 1e-12
 
 
-def test_a_gradient_of_the_flat_buckets_size_is_not_taken_for_it(ranks):
-    assert max(ranks(2).run(shared_memory_ranks.slices_of_one_gradient)) < 1e-12
+@on_ranks(2)
+def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers():
+    """It was frozen while gradients were set to zero, not dropped."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))), torch.randn(3, 8)
+    model[0].requires_grad_(False)
+    wrapped, optimizer = FlatDDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            # The last layer's gradient stays where it is; that of the middle one lay where now the first one's would.
+            model[0].requires_grad_(True)
+            model[1].requires_grad_(False)
+            wrapped.refresh()
+            before = model[1].weight.detach().clone()
+        wrapped(x).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(model[1].weight, before)
 
 
-@pytest.mark.parametrize("wrapper", ["naive", "flat", "overlap", "bucketed"])
-def test_gradients_in_the_dtype_they_are_sent_in_are_averaged_where_they_are(ranks, wrapper):
-    for found in ranks(2).run(shared_memory_ranks.rows_of_one_half_gradient, wrapper):
-        assert found["off"] < 0.01
-        assert found["dtypes"] == [torch.bfloat16, torch.bfloat16, torch.float32]
-        # Flat buckets are one memory; otherwise only a bucket of both layers may leave its rows in theirs.
-        assert found["one memory"] == (wrapper in ("flat", "bucketed"))
+class Joined(nn.Module):
+    """The gradient of ``first`` begins a tensor of just the flat bucket's size, which holds that of ``late``, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.between, self.first = (nn.Parameter(torch.randn(64)) for _ in range(3))
+
+    def forward(self, x):
+        late = Slow.apply(self.late)
+        between = self.between * 2
+        joined = torch.cat((self.first, late, torch.ones_like(late)))
+        return x * joined + torch.cat((between, between, between)) ** 2
 
 
-def test_gradient_that_cannot_be_averaged_is_refused_on_every_rank(ranks):
-    for said in ranks(2).run(shared_memory_ranks.refusals):
-        assert said["nested"] == "0 (BucketedDDP) is wrapped already: wrap the plain module"
-        assert said["an old wrapper alive"].startswith("weight has its gradient averaged already")
-        assert said["an old wrapper gone"] == "nothing"
-        assert said["over FSDP"] == "the module (FSDP) is wrapped already: wrap the plain module"
-        assert said["inside of FSDP"] == "the module (Sequential) is wrapped already: wrap the plain module"
-        for wrapper in ("naive", "flat", "fsdp", "optimizer"):
-            assert said[f"grad_dtype, {wrapper}"].startswith(
-                "weight is in torch.float32 and has grad_dtype torch.float64"
-            )
-        assert "ranks differ" in said["grad_dtype, one rank"]
+@on_ranks(2)
+def test_a_gradient_of_the_flat_buckets_size_is_not_taken_for_it():
+    torch.manual_seed(0)
+    module, inputs = Joined().double(), inputs_of_ranks(3, 192)
+    expected = mean_gradients(copy.deepcopy(module), inputs)
+    wrapped = FlatDDP(module)
+    run_backward(wrapped, inputs)
+    wrapped.finish_gradient_synchronization()
+    assert largest_error(wrapped, expected) < 1e-12
+
+
+class TwoLayersAsOne(torch.autograd.Function):
+    """``x @ cat(first, second).T``; the gradients of both are the rows of one product, in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x, first, second):
+        ctx.save_for_backward(x, first, second)
+        return x @ torch.cat((first, second)).mT
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, first, second = ctx.saved_tensors
+        rows = (gradient.mT @ x).bfloat16()
+        return None, *rows.split([len(first), len(second)])
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
+        self.scale = nn.Parameter(torch.randn(5))
+        self.first.grad_dtype = self.second.grad_dtype = torch.bfloat16
+
+    def forward(self, x):
+        return TwoLayersAsOne.apply(x, self.first, self.second) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", DDP)
+def test_gradients_in_the_dtype_they_are_sent_in_are_averaged_where_they_are(wrapper):
+    torch.manual_seed(0)
+    module, inputs = Pair(), [torch.randn(6, 4) for _ in range(dist.get_world_size())]
+    sums = dict.fromkeys(dict(module.named_parameters()), 0.0)
+    for x in inputs:
+        alone = Pair()
+        alone.load_state_dict(module.state_dict())
+        (alone(x) ** 2).mean().backward()
+        sums = {name: total + alone.get_parameter(name).grad.double() for name, total in sums.items()}
+    size = {"size": 1.0} if wrapper == "bucketed" else {}
+    wrapped = DDP[wrapper](module, gradient_dtype=torch.bfloat16, **size)
+    run_backward(wrapped, inputs)
+    wrapped.finish_gradient_synchronization()
+    for name, total in sums.items():
+        mean = total / len(inputs)
+        assert (module.get_parameter(name).grad.double() - mean).abs().max() < 0.01 * total.abs().max()
+    assert [weight.grad.dtype for weight in module.parameters()] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    blocks = {weight.grad.untyped_storage().data_ptr() for weight in (module.first, module.second)}
+    # Flat buckets are one memory; otherwise only a bucket of both layers may leave its rows in theirs.
+    assert (len(blocks) == 1) == (wrapper in ("flat", "bucketed"))
+
+
+@on_ranks(2)
+def test_module_whose_gradients_are_averaged_already_is_refused_on_every_rank():
+    layer = nn.Linear(2, 2)
+    wrapper = OverlappedDDP(layer)
+    wrapped = "is wrapped already: wrap the plain module"
+    for wrap, module, message in (
+        (OverlappedDDP, nn.Sequential(BucketedDDP(nn.Linear(2, 2), 1.0)), f"0 (BucketedDDP) {wrapped}"),
+        (NaiveDDP, FSDP(nn.Linear(2, 2)), f"the module (FSDP) {wrapped}"),
+        (NaiveDDP, FSDP(nn.Sequential(nn.Linear(2, 2))).module, f"the module (Sequential) {wrapped}"),
+    ):
+        assert error_of(wrap, module) == ("UsageError", message)
+    assert error_of(BucketedDDP, layer, 1.0)[1].startswith("weight has its gradient averaged already")
+    del wrapper
+    BucketedDDP(layer, 1.0)
+
+
+@on_ranks(2)
+def test_gradients_in_a_wider_dtype_are_refused_on_every_rank():
+    wider, wider_here = nn.Linear(2, 2), nn.Linear(2, 2)
+    wider.weight.grad_dtype = torch.float64
+    if dist.get_rank() == 1:
+        wider_here.weight.grad_dtype = torch.float64
+    settings = {"flat": True, "lr": 0.1}
+    for refusal in (
+        *(error_of(wrap, wider) for wrap in (NaiveDDP, FlatDDP, FSDP)),
+        error_of(ShardedOptimizer, wider.named_parameters(), torch.optim.SGD, **settings),
+    ):
+        assert refusal[0] == "UsageError"
+        assert refusal[1].startswith("weight is in torch.float32 and has grad_dtype torch.float64")
+    assert "ranks differ" in error_of(BucketedDDP, wider_here, 1.0)[1]
