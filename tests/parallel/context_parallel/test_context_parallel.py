@@ -1,89 +1,219 @@
 """Attention and training on slices of sequences equal those on whole sequences; what cannot be is refused."""
 
-import context_ranks
+import os
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from small_models import PlainBlocks, error_of, repeated_heads
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from cs336sys.errors import LostProcessError, UsageError
-from cs336sys.parallel.context_parallel import ContextGroup, SequenceSplit
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention, SequenceSplit
+from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-LAYOUTS = tuple(context_ranks.LAYOUTS)
+KINDS = ("ring", "all-to-all")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_attention_is_that_of_the_whole_sequence(ranks, world_size):
+def whole_attention(query, key, value):
+    return scaled_dot_product_attention(query, repeated_heads(key, query), repeated_heads(value, query), is_causal=True)
+
+
+def attention_of(kind, length, blocks=None, communicates=True, group=None):
+    world_size = dist.get_world_size() if group is None else group.size()
+    split = SequenceSplit(length, world_size, is_zigzag=kind == "ring")
+    context = ContextGroup(split, group, communicates=communicates)
+    return (
+        RingAttention(context, blocks or PlainBlocks())
+        if kind == "ring"
+        else AllToAllAttention(context, whole_attention)
+    )
+
+
+# How a (batch, heads, S, D) tensor lies in memory.
+LAYOUTS = {
+    "heads first": lambda tensor: tensor.contiguous(),
+    "tokens first": lambda tensor: tensor.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "every other": lambda tensor: torch.stack((tensor, tensor.new_full((), 1e9).expand_as(tensor)), -1)[..., 0],
+}
+
+
+def difference(kind, length, dtype, heads, key_value_heads, layout, head_dim=8, blocks=None, group=None):
+    """How far output and gradients are from those of the whole sequence, relative to the largest."""
+    torch.manual_seed(length)
+    device = group_device()
+    shapes = [(2, heads, length, head_dim), *[(2, key_value_heads, length, head_dim)] * 2]
+    whole = [torch.randn(shape, device=device).to(dtype).double().requires_grad_() for shape in shapes]
+    gradient = torch.randn(shapes[0], device=device).to(dtype)
+    out = whole_attention(*whole)
+    out.backward(gradient.double())
+    attention = attention_of(kind, length, blocks, group=group)
+    own = attention.context.positions(device)
+    parts = [LAYOUTS[layout](tensor.detach()[:, :, own].to(dtype)).requires_grad_() for tensor in whole]
+    part_out = attention(*parts)
+    part_out.backward(LAYOUTS[layout](gradient[:, :, own]))
+    pairs = [(part_out, out), *((part.grad, tensor.grad) for part, tensor in zip(parts, whole, strict=True))]
+    assert all(part.dtype == dtype for part, _ in pairs)
+    return max(((part - tensor[:, :, own]).abs().max() / tensor.abs().max()).item() for part, tensor in pairs)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_whole_sequence(kind):
     """Any length from a token a rank, grouped heads, every layout: to the last digits of float64."""
-    heads = 2 * world_size
-    cases = [
-        (kind, length, FP64, heads, world_size, layout)
-        for kind in ("ring", "all-to-all")
-        for length, layout in ((world_size, LAYOUTS[0]), (2 * world_size + 1, LAYOUTS[1]), (37, LAYOUTS[2]))
-    ]
-    for of_rank in ranks(world_size).run(context_ranks.differences, cases):
-        for case, difference in zip(cases, of_rank, strict=True):
-            assert difference < 1e-13, case
+    world_size = dist.get_world_size()
+    for length, layout in zip((world_size, 2 * world_size + 1, 37), LAYOUTS, strict=True):
+        assert difference(kind, length, FP64, 2 * world_size, world_size, layout) < 1e-13
 
 
-def test_groups_of_a_mesh_split_sequences_of_their_own(ranks):
-    for of_rank in ranks(4).run(context_ranks.differences_on_a_mesh):
-        assert max(of_rank) < 1e-13
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_a_mesh_split_sequences_of_their_own(kind):
+    """Two groups of two ranks, each with sequences of its own length."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    length = 20 + 3 * mesh["data"].get_local_rank()
+    assert difference(kind, length, FP64, 4, 2, "tokens first", group=mesh["context"]) < 1e-13
 
 
-def test_half_precision_is_merged_in_float32(ranks):
+@on_ranks(4)
+@pytest.mark.parametrize(("dtype", "bound"), [(BF16, 2e-2), (FP16, 2e-3), (FP32, 2e-6)])
+def test_half_precision_is_merged_in_float32(dtype, bound):
     """Rounding of bf16 alone: 2^-9 of the output, a few times that of gradients."""
-    cases = [("ring", 37, dtype, 4, 4, LAYOUTS[1]) for dtype in (BF16, FP16, FP32)]
-    for bf16, fp16, fp32 in ranks(4).run(context_ranks.differences, cases):
-        assert bf16 < 2e-2
-        assert fp16 < 2e-3
-        assert fp32 < 2e-6
+    assert difference("ring", 37, dtype, 4, 4, "tokens first") < bound
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_training_has_loss_and_every_gradient_of_one_process(ranks, world_size):
+class Model(nn.Module):
+    """Embedding, attention with learned positions, and a head: everything but attention looks at single tokens."""
+
+    def __init__(self, attention, positions):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.place = nn.Embedding(50, 16), nn.Embedding(64, 16)
+        self.qkv, self.head = nn.ModuleList(nn.Linear(16, 48) for _ in range(2)), nn.Linear(16, 50)
+        self.attention, self.positions = attention, positions
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.place(self.positions)
+        for qkv in self.qkv:
+            parts = qkv(x).unflatten(-1, (3, 4, 4)).movedim(-3, 0).transpose(-3, -2)
+            x = x + self.attention(*parts).transpose(-3, -2).flatten(-2)
+        return self.head(x)
+
+
+def assert_trains_as_one_process(kind, length, micro_batches, is_masked):
+    """Masked, only the first two tokens have targets, which all ranks but the first lack."""
+    device = group_device()
+    batch = torch.randint(50, (4, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens, targets = batch[:, :-1], batch[:, 1:].clone()
+    if is_masked:
+        targets[:, 2:] = -100
+    alone = Model(whole_attention, torch.arange(length, device=device)).to(device)
+    expected = cross_entropy(alone(tokens).flatten(0, 1), targets.flatten())
+    expected.backward()
+    attention = attention_of(kind, length)
+    context, own = attention.context, attention.context.positions(device)
+    wrapped = BucketedDDP(Model(attention, own).to(device), None)
+
+    def loss_of(tokens, targets):
+        logits, targets = wrapped(tokens[:, own]).flatten(0, 1), targets[:, own].flatten()
+        if is_masked:
+            return context.mean_loss(cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum())
+        return context.loss_weight * cross_entropy(logits, targets)
+
+    losses = torch.zeros(2, device=device)
+    for number, part in enumerate(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True)):
+        with wrapped.no_sync() if number + 1 < micro_batches else nullcontext():
+            loss = loss_of(*part) / micro_batches
+            loss.backward()
+        losses[0] += loss.detach()
+    wrapped.finish_gradient_synchronization()
+    with torch.no_grad():
+        wrapped.eval()
+        losses[1] = loss_of(tokens, targets)
+    dist.all_reduce(losses)
+    on_cpu = device.type == "cpu"
+    assert (losses / dist.get_world_size()).tolist() == pytest.approx(
+        [expected.item()] * 2, rel=1e-6 if on_cpu else 1e-5
+    )
+    rtol, atol = (1e-5, 1e-6) if on_cpu else (1e-4, 1e-5)
+    for name, parameter in wrapped.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=rtol, atol=atol, msg=name)
+
+
+@on_ranks(2, 3, 4, gpus=True)
+@pytest.mark.parametrize("case", [(37, 1, False), (24, 2, False), (37, 2, True)])
+def test_training_with_a_ring_has_loss_and_every_gradient_of_one_process(case):
     """Uneven slices, micro-batches under no_sync, and evaluation after it; a test of the engine has checkpoints."""
-    cases = [("ring", 37, 1), ("ring", 24, 2)] if world_size < 4 else [("ring", 37, 1)]
-    cases.append(("ring", 37, 2, True))
-    # Three ranks do not divide its heads.
-    cases += {2: [("all-to-all", 37, 1), ("all-to-all", 40, 2, True)], 4: [("all-to-all", 37, 1)]}.get(world_size, [])
-    for of_rank in ranks(world_size).run(context_ranks.train_all, cases):
-        for case, (loss, evaluated, expected, gradients) in zip(cases, of_rank, strict=True):
-            assert loss == pytest.approx(expected, rel=1e-6), case
-            assert evaluated == pytest.approx(expected, rel=1e-6), case
-            for name, (found, wanted) in gradients.items():
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+    assert_trains_as_one_process("ring", *case)
 
 
-def test_impossible_setting_is_refused_on_every_rank(ranks):
-    for of_rank in ranks(2).run(context_ranks.refusals):
-        assert {kind for kind, _ in of_rank} == {"UsageError"}
-        tokens, heads, order, zigzag, number, differing, twice, *shapes = (message for _, message in of_rank)
-        takes = "tokens: this rank holds 8 of 16; take the tokens of context.positions()"
-        assert tokens == f"ring attention of 3 {takes}"
-        *batches, wide, also_wide, few, one_head, one_key_head = shapes
-        for kind, message in zip(("ring", "all-to-all"), batches, strict=True):
-            of_ranks = (f"{kind} attention of torch.float32 ({size}, 4, S, 8)" for size in (1, 2))
-            assert all(part in message for part in of_ranks)
-        for message in (wide, also_wide):
-            assert "of shapes (1, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 4): give all of them one width" in message
-        assert few == f"all-to-all attention of 5 {takes}"
-        assert one_head.endswith("2 ranks do not divide 1 head; choose 1 rank, or ring attention")
-        assert one_key_head == one_head
-        assert heads == "all-to-all attention: 2 ranks do not divide 3 heads; choose 1 or 3 ranks, or ring attention"
-        assert order.startswith("ring attention needs a zigzag split")
-        assert zigzag.endswith("choose is_zigzag=False")
-        assert number == "a sequence split over 3 ranks: the process group has 2; choose the same number"
-        assert "16 tokens zigzag" in differing
-        assert "17 tokens zigzag" in differing
-        assert twice.startswith("ring attention is differentiable once, so create_graph=True is refused")
+@on_ranks(2, 4, gpus=True)
+@pytest.mark.parametrize("case", [(37, 1, False), (40, 2, True)])
+def test_training_all_to_all_has_loss_and_every_gradient_of_one_process(case):
+    """Three ranks do not divide its heads."""
+    assert_trains_as_one_process("all-to-all", *case)
 
 
-def test_without_communication_a_rank_computes_alone(ranks):
-    first, second = ranks(2).run(context_ranks.without_communication)
-    assert first == [[(1, 4, 19, 8)] * 4] * 2
-    assert second == []
+@on_ranks(2)
+def test_impossible_setting_is_refused_on_every_rank():
+    def require_error(call, *args, **options):
+        kind, message = error_of(call, *args)
+        assert kind == "UsageError"
+        for part in options["parts"]:
+            assert part in message
+
+    rank, ring = dist.get_rank(), attention_of("ring", 16)
+    contiguous = ContextGroup(SequenceSplit(16, 2, is_zigzag=False))
+    require_error(RingAttention, contiguous, PlainBlocks(), parts=["ring attention needs a zigzag split"])
+    require_error(AllToAllAttention, ring.context, None, parts=["choose is_zigzag=False"])
+    message = "a sequence split over 3 ranks: the process group has 2; choose the same number"
+    require_error(ContextGroup, SequenceSplit(16, 3), parts=[message])
+    require_error(ContextGroup, SequenceSplit(16 + rank, 2), parts=["16 tokens zigzag", "17 tokens zigzag"])
+    inputs = [torch.ones(1, 4, 8, 8, requires_grad=True) for _ in range(3)]
+    message = "ring attention is differentiable once, so create_graph=True is refused"
+    out = ring(*inputs).sum()
+    require_error(lambda: torch.autograd.grad(out, inputs, create_graph=True), parts=[message])
+    takes = "tokens: this rank holds 8 of 16; take the tokens of context.positions()"
+    divide = "all-to-all attention: 2 ranks do not divide"
+    for kind in KINDS:
+        batches = [tensor.repeat(1 + rank, 1, 1, 1) for tensor in inputs]
+        parts = [f"{kind} attention of torch.float32 ({size}, 4, S, 8)" for size in (1, 2)]
+        require_error(attention_of(kind, 16), *batches, parts=parts)
+        narrow = "of shapes (1, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 4): give all of them one width"
+        require_error(attention_of(kind, 16), *inputs[:2], inputs[2][..., :4], parts=[narrow])
+        require_error(
+            attention_of(kind, 16), *[tensor[..., :5, :] for tensor in inputs], parts=[f"{kind} attention of 5 {takes}"]
+        )
+    for heads, choice in ((3, "1 or 3 ranks"), (1, "1 rank")):
+        fewer = [tensor[:, :heads] for tensor in inputs]
+        message = f"{divide} {heads} head{'s' * (heads > 1)}; choose {choice}, or ring attention"
+        require_error(attention_of("all-to-all", 16), *fewer, parts=[message])
+    require_error(
+        attention_of("all-to-all", 16),
+        inputs[0],
+        *fewer[1:],
+        parts=[f"{divide} 1 head; choose 1 rank, or ring attention"],
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_communication_a_rank_computes_alone(kind):
+    """On its own tensors: rank 1 does not take part."""
+    attention = attention_of(kind, 37, communicates=False)
+    parts = [torch.randn(1, 4, attention.context.length, 8, requires_grad=True) for _ in range(3)]
+    if dist.get_rank() == 0:
+        out = attention(*parts)
+        out.sum().backward()
+        assert [tuple(tensor.shape) for tensor in (out, *(part.grad for part in parts))] == [(1, 4, 19, 8)] * 4
 
 
 def test_without_a_process_group_it_is_refused():
@@ -91,9 +221,18 @@ def test_without_a_process_group_it_is_refused():
         ContextGroup(SequenceSplit(16, 2))
 
 
+def lost_peer():
+    """Rank 1 ends while the others wait for its keys."""
+    attention = attention_of("ring", 16)
+    parts = [torch.randn(1, 4, attention.context.length, 8) for _ in range(3)]
+    if dist.get_rank() == 1:
+        os._exit(3)
+    attention(*parts)
+
+
 def test_a_rank_that_dies_is_named():
     with pytest.raises(RankError) as caught:
-        launch.run(context_ranks.lost_peer, "ring", world_size=2, backend="gloo")
+        launch.run(lost_peer, world_size=2, backend="gloo")
     # Rank 0's broken connection follows, unless it is noticed later than the death is reported.
     heading, *others = str(caught.value).split("\n\n")
     assert heading == "rank 1 of 2: ended with exit code 3"
@@ -102,27 +241,11 @@ def test_a_rank_that_dies_is_named():
     assert isinstance(caught.value, LostProcessError)
 
 
-@pytest.mark.multigpu
-def test_attention_on_gpus_is_that_of_the_whole_sequence(two_gpus):
+@on_ranks(gpus=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_on_gpus_is_that_of_the_whole_sequence(layout):
     """Triton's and Hopper's kernels, an odd length, and grouped heads."""
     from cs336sys.training.ranks.tensor_strategies import KernelBlocks
 
-    cases = [
-        ("ring", length, BF16, 8, key_value_heads, layout, head_dim, KernelBlocks())
-        for length, key_value_heads, head_dim in ((2048, 8, 64), (2048, 8, 128), (1023, 8, 80), (515, 2, 64))
-        for layout in LAYOUTS
-    ]
-    for of_rank in two_gpus.run(context_ranks.differences, cases):
-        for case, difference in zip(cases, of_rank, strict=True):
-            assert difference < 2e-2, case
-
-
-@pytest.mark.multigpu
-def test_training_on_gpus_has_loss_and_every_gradient_of_one_process(two_gpus):
-    cases = [("ring", 37, 2), ("all-to-all", 40, 2)]
-    for of_rank in two_gpus.run(context_ranks.train_all, cases):
-        for loss, evaluated, expected, gradients in of_rank:
-            assert loss == pytest.approx(expected, rel=1e-5)
-            assert evaluated == pytest.approx(expected, rel=1e-5)
-            for name, (found, wanted) in gradients.items():
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=name)
+    for length, key_value_heads, head_dim in ((2048, 8, 64), (2048, 8, 128), (1023, 8, 80), (515, 2, 64)):
+        assert difference("ring", length, BF16, 8, key_value_heads, layout, head_dim, KernelBlocks()) < 2e-2
