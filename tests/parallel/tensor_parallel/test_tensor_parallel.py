@@ -1,184 +1,421 @@
 """Ranks that share every layer compute what one process computes."""
 
+import contextlib
+import copy
+import pickle
+
 import pytest
-import tensor_parallel_ranks
+import torch
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM, CausalMultiHeadSelfAttention, SwiGLU, TransformerBlock, silu
+from cs336_basics.nn_utils import cross_entropy
+from on_ranks import on_ranks
+from same_tensors import assert_same
+from small_models import error_of
+from tensor_models import SIZES, assert_close, batch, gradients_of, model, run_pass, shared_model, whole_gradients
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
 
-VARIANTS = {
-    "plain": {},
-    "tied": {"tied": True},
-    "bf16": {"half": True},
-    "attention twice": {"repeated": "attn"},
-    "block twice": {"repeated": ""},
-}
-
-
-@pytest.fixture(scope="module")
-def found(ranks):
-    """What both ranks found of all variants, with and without sequence parallelism."""
-    variants = {
-        f"{name}, sequence" if sequence else name: {**settings, "sequence_parallel": sequence}
-        for name, settings in VARIANTS.items()
-        for sequence in (False, True)
-    }
-    return ranks(2).run(tensor_parallel_ranks.gradients_of_all, variants)
+from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.tensor_parallel import TensorParallel
 
 
-# Norms of differences over norms of gradients. In bf16, products of parts are rounded before they are summed.
-TOLERANCES = {"bf16": 4e-2}
+def trained_alone(seeds=(0,), scales=(1,), **settings):
+    """Loss and gradients of one process, whose passes have these seeds and count so much."""
+    plain = model(**settings)
+    for seed, scale in zip(seeds, scales, strict=True):
+        inputs, targets = batch(seed)
+        loss = cross_entropy(plain(inputs), targets)
+        (loss * scale).backward()
+    return loss.item(), gradients_of(plain)
 
 
-@pytest.mark.parametrize("sequence", ["", ", sequence"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_loss_and_gradients_are_those_of_one_process(found, name, sequence):
-    expected_loss, expected = tensor_parallel_ranks.alone(**VARIANTS[name])
-    for of_rank in found:
-        loss, gradients = of_rank[name + sequence]
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCES.get(name, 1e-5))
-        assert gradients.keys() == expected.keys()
-        for parameter, gradient in gradients.items():
-            off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-            assert off <= TOLERANCES.get(name, 1e-5), parameter
-
-
-def test_groups_of_four(ranks):
-    expected_loss, expected = tensor_parallel_ranks.alone()
-    # The first rank's weights are everybody's.
-    variants = {name: {"sequence_parallel": name == "sequence", "seeds": (0, 1)} for name in ("tensor", "sequence")}
-    for of_rank in ranks(4).run(tensor_parallel_ranks.gradients_of_all, variants):
-        for name, (loss, gradients) in of_rank.items():
-            assert loss == pytest.approx(expected_loss, rel=1e-6), name
-            for parameter, gradient in gradients.items():
-                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert off <= 1e-5, (name, parameter)
-
-
-def test_gradients_add_up_however_often_they_are_completed(ranks):
-    """Norms of which each rank has a part were summed again by every further call."""
-    for of_rank in ranks(2).run(tensor_parallel_ranks.accumulations):
-        for name, gradients in of_rank.items():
-            expected = tensor_parallel_ranks.accumulated_alone(3 if name == "scaled in between" else 1)
-            assert gradients.keys() == expected.keys()
-            for parameter, gradient in gradients.items():
-                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert off <= 1e-5, (name, parameter)
-
-
-def test_penalty_on_norms_divided_by_the_ranks_counts_once(ranks):
-    expected = tensor_parallel_ranks.penalized_norms(wraps=False)
-    for gradients in ranks(2).run(tensor_parallel_ranks.penalized_norms, True):
-        for parameter, gradient in gradients.items():
-            off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-            assert off <= 1e-5, parameter
-
-
-def test_gradients_add_up_on_meshes(ranks):
-    expected = tensor_parallel_ranks.accumulated_alone()
-    for of_rank in ranks(4).run(tensor_parallel_ranks.accumulations_on_mesh):
-        for outer, gradients in of_rank.items():
-            for parameter, gradient in gradients.items():
-                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert off <= 1e-5, (outer, parameter)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_whole_state_dict_comes_out_as_it_went_in(ranks, sequence_parallel):
-    expected = tensor_parallel_ranks.model(seed=2).state_dict()
-    for whole in ranks(2).run(tensor_parallel_ranks.round_trip, sequence_parallel):
-        assert whole.keys() == expected.keys()
-        assert all(value.equal(expected[name]) for name, value in whole.items())
+@pytest.mark.parametrize(
+    ("settings", "half"),
+    [
+        ({}, False),
+        ({}, True),
+        *((settings, False) for settings in ({"tied": True}, {"repeated": "attn"}, {"repeated": ""})),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(settings, half, sequence_parallel):
+    """In bf16, products of parts are rounded before they are summed."""
+    tolerance = 4e-2 if half else 1e-5
+    with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+        expected_loss, expected = trained_alone(**settings)
+        shared = TensorParallel(model(**settings), sequence_parallel=sequence_parallel)
+        loss = run_pass(shared)
+    shared.finish_gradient_synchronization()
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert_close(whole_gradients(shared), expected, tolerance)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_module_on_meta_device_goes_to_device_of_process_group(ranks, world_size):
-    expected = tensor_parallel_ranks.model(seed=2).state_dict()
-    for whole in ranks(world_size).run(tensor_parallel_ranks.round_trip_from_meta_device):
-        assert all(value.equal(expected[name]) for name, value in whole.items())
+@on_ranks(4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_groups_of_four(sequence_parallel):
+    """The first rank's weights are everybody's."""
+    expected_loss, expected = trained_alone()
+    shared = TensorParallel(model(seed=dist.get_rank() % 2), sequence_parallel=sequence_parallel)
+    assert run_pass(shared) == pytest.approx(expected_loss, rel=1e-6)
+    shared.finish_gradient_synchronization()
+    assert_close(whole_gradients(shared), expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_integers_of_any_width_are_tokens(ranks, world_size):
-    for losses, expected, has_all_logits in ranks(world_size).run(tensor_parallel_ranks.losses_of_integers):
-        assert losses == pytest.approx([expected] * 4, rel=1e-6)
-        assert has_all_logits
+@on_ranks(2)
+def test_gradients_add_up_however_often_they_are_completed():
+    """Norms of which each rank has a part were summed again by every further call."""
+
+    def once(shared):
+        run_pass(shared, 0)
+        run_pass(shared, 1)
+        shared.finish_gradient_synchronization()
+
+    def twice_each(shared):
+        for seed in (0, 1):
+            run_pass(shared, seed)
+            for _ in range(2):
+                shared.finish_gradient_synchronization()
+
+    def scaled_in_between(shared):
+        run_pass(shared, 0)
+        shared.finish_gradient_synchronization()
+        for parameter in shared.parameters():
+            parameter.grad *= 3
+        run_pass(shared, 1)
+        shared.finish_gradient_synchronization()
+
+    def after_a_dropped_pass(shared, set_to_none=True):
+        run_pass(shared, 2)
+        shared.finish_gradient_synchronization()
+        run_pass(shared, 3)
+        shared.zero_grad(set_to_none)
+        once(shared)
+
+    def after_a_zeroed_pass(shared):
+        after_a_dropped_pass(shared, set_to_none=False)
+
+    for run in (once, twice_each, scaled_in_between, after_a_dropped_pass, after_a_zeroed_pass):
+        shared = shared_model(sequence_parallel=True)
+        run(shared)
+        _, expected = trained_alone((0, 1), (3 if run is scaled_in_between else 1, 1))
+        assert_close(whole_gradients(shared), expected)
 
 
-def test_refusals_name_the_rule_and_the_choices(ranks):
-    first, told = ranks(2).run(tensor_parallel_ranks.refusals)
-    assert first == told
-    hidden = {name: told.pop(name) for name in tensor_parallel_ranks.HIDDEN}
+@on_ranks(2)
+def test_penalty_on_norms_divided_by_the_ranks_counts_once():
+    names, inputs, gradients = ("ln_final.weight", "layers.0.ln1.weight", "layers.1.ln2.weight"), batch(), []
+    for plain in (model(), model()):
+        shared = TensorParallel(plain, sequence_parallel=True) if gradients else None
+        penalty = sum(0.1 * plain.get_parameter(name).square().sum() for name in names)
+        if shared is None:
+            (cross_entropy(plain(inputs[0]), inputs[1]) + penalty).backward()
+        else:
+            (shared.loss(shared(inputs[0]), inputs[1]) + penalty / shared.group.size()).backward()
+            shared.finish_gradient_synchronization()
+        gradients.append({name: plain.get_parameter(name).grad for name in names})
+    assert_close(gradients[1], gradients[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_whole_state_dict_comes_out_as_it_went_in(sequence_parallel):
+    shared, state = TensorParallel(model(seed=1), sequence_parallel=sequence_parallel), model(seed=2).state_dict()
+    shared.load_full_state_dict(state)
+    assert_same(shared.full_state_dict(), dict(state))
+
+
+@on_ranks(1, 2)
+def test_module_on_meta_device_goes_to_device_of_process_group():
+    def initialize(module):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            torch.nn.init.constant_(tensor, 0.5)
+
+    with torch.device("meta"):
+        plain = BasicsTransformerLM(**SIZES)
+    shared, state = TensorParallel(plain, initialize=initialize), model(seed=2).state_dict()
+    shared.load_full_state_dict(state)
+    assert_same(shared.full_state_dict(), dict(state))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_integers_of_any_width_are_tokens(dtype):
+    (inputs, targets), plain, shared = batch(), model(), shared_model()
+    logits = shared(inputs.to(dtype))
+    expected = cross_entropy(plain(inputs), targets).item()
+    assert shared.loss(logits, targets.to(dtype)).item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(shared.gather_logits(logits), plain(inputs), rtol=1e-5, atol=1e-5)
+
+
+class Scaled(CausalMultiHeadSelfAttention):
+    """Scores are scaled by the number of heads."""
+
+    def forward(self, x):
+        return super().forward(x * self.num_heads)
+
+
+class Normalized(SwiGLU):
+    """A root mean square over all inner features."""
+
+    def forward(self, x):
+        inner = silu(self.w1(x)) * self.w3(x)
+        return self.w2(torch.nn.functional.rms_norm(inner, inner.shape[-1:]))
+
+
+class Parallel(TransformerBlock):
+    """It computes with layers of its attention outside of it."""
+
+    def forward(self, x):
+        return super().forward(x) + self.attn.output_proj(self.attn.v_proj(x))
+
+
+class Centred(BasicsTransformerLM):
+    """Logits less their mean over all tokens."""
+
+    def forward(self, token_ids):
+        logits = super().forward(token_ids)
+        return logits - logits.mean(-1, keepdim=True)
+
+
+class TiedByHand(BasicsTransformerLM):
+    def forward(self, token_ids):
+        return self.ln_final(self.token_embeddings(token_ids)) @ self.token_embeddings.weight.T
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("layers.1.attn", Scaled),
+        ("layers.0.ffn", Normalized),
+        ("layers.0", Parallel),
+        ("the model", Centred),
+        ("token_embeddings", TiedByHand),
+        *(
+            ("token_embeddings", options)
+            for options in ({"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1.0})
+        ),
+    ],
+)
+def test_computations_that_names_of_modules_do_not_show_are_refused(name, change):
+    plain = model()
+    if isinstance(change, dict):
+        plain.token_embeddings = torch.nn.Embedding(SIZES["vocab_size"], SIZES["d_model"], **change)
+    else:
+        plain.get_submodule(name if name.startswith("layers") else "").__class__ = change
     rule = " computes something else where 2 tensor parallel ranks share its layers, in a trial with random weights: "
-    assert {name: message.partition(rule)[0] for name, message in hidden.items()} == {
-        "scale": "layers.1.attn",
-        "norm": "layers.0.ffn",
-        "block": "layers.0",
-        "logits": "the model",
-        "tied by hand": "token_embeddings",
-        "padding": "token_embeddings",
-        "frequency": "token_embeddings",
-        "largest norm": "token_embeddings",
-    }
-    assert told == {
-        "heads": "layers.0.attn: 1 attention head cannot be shared by 2 tensor parallel ranks: choose 1 rank",
-        "tokens": "2 tensor parallel ranks cannot share 1 tokens: choose at most 1",
-        "a bias": "parameter layers.1.ffn.w2.bias: tensor parallelism can only cut parameters of cs336_basics, "
-        "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
-        "no heads": "layers.0.attn (CausalMultiHeadSelfAttention) has no num_heads, by which it splits projections "
-        "into heads: name that attribute so",
-        "another model": "parameter 0.weight: tensor parallelism can only cut parameters of cs336_basics, "
-        "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
-        "no feed-forward network": "layers.0 (TransformerBlock) has no module ffn.w1, which cs336_basics has",
-        "sequence": "a sequence of 7 tokens cannot be shared by 2 ranks: choose a multiple of 2, or "
-        "sequence_parallel=False",
-        "state dict": "the state dict belongs to another model: layers.0.ffn.w1.weight is (24, 16) there and (23, "
-        "16) here; "
-        "layers.0.ffn.w2.weight is (16, 24) there and (16, 23) here; layers.0.ffn.w3.weight is (24, 16) there and "
-        "(23, 16) here, and 3 more",
-    }
+    kind, message = error_of(TensorParallel, plain)
+    assert (kind, message.partition(rule)[0]) == ("UsageError", name)
 
 
-def test_steps_that_would_be_wrong_are_refused(ranks):
+@on_ranks(2)
+def test_refusals_name_the_rule_and_the_choices():
+    """Further models are in figures.txt."""
+    biased, shared = model(), shared_model(sequence_parallel=True)
+    biased.layers[1].ffn.w2.bias = torch.nn.Parameter(torch.zeros(16))
+    without_network = model()
+    without_network.layers[0].ffn = torch.nn.Module()
+    for call, argument, message in (
+        (
+            TensorParallel,
+            model(num_heads=1),
+            "layers.0.attn: 1 attention head cannot be shared by 2 tensor parallel ranks: choose 1 rank",
+        ),
+        (
+            TensorParallel,
+            biased,
+            "parameter layers.1.ffn.w2.bias: tensor parallelism can only cut parameters of cs336_basics, layers.N.*, "
+            "token_embeddings.weight, ln_final.weight and lm_head.weight",
+        ),
+        (
+            TensorParallel,
+            without_network,
+            "layers.0 (TransformerBlock) has no module ffn.w1, which cs336_basics has",
+        ),
+        (
+            shared,
+            batch(length=7)[0],
+            "a sequence of 7 tokens cannot be shared by 2 ranks: choose a multiple of 2, or sequence_parallel=False",
+        ),
+        (
+            shared.load_full_state_dict,
+            model(d_ff=24).state_dict(),
+            "the state dict belongs to another model: layers.0.ffn.w1.weight is (24, 16) there and (23, 16) here; "
+            "layers.0.ffn.w2.weight is (16, 24) there and (16, 23) here; layers.0.ffn.w3.weight is (24, 16) there and "
+            "(23, 16) here, and 3 more",
+        ),
+    ):
+        assert error_of(call, argument) == ("UsageError", message)
+
+
+class Dropping(SwiGLU):
+    def forward(self, x):
+        inner = torch.nn.functional.dropout(silu(self.w1(x)) * self.w3(x), 0.1, self.training)
+        return torch.nn.functional.dropout(self.w2(inner), 0.1, self.training)
+
+
+def compute_loss(inputs, targets, plain=None):
+    shared = TensorParallel(plain or model())
+    shared.loss(shared(inputs), targets)
+
+
+def with_random_numbers(seed, d_ff=24):
+    """Dropout; of 25 inner features one rank draws for more."""
+    plain = model(d_ff=d_ff)
+    plain.layers[0].ffn.__class__ = Dropping
+    shared = TensorParallel(plain)
+    torch.manual_seed(seed)
+    inputs, targets = batch()
+    shared.loss(shared(inputs), targets)
+
+
+def on_a_mesh(of_inputs, of_targets):
+    """Each rank gives others, to the wrapper for the other dimension of a mesh."""
+    shared = shared_model()
+    wrapped = BucketedDDP(shared.module, None, group=dist.new_subgroups(1)[0])
+    shared.loss(wrapped(batch(of_inputs)[0]), batch(of_targets)[1])
+
+
+@on_ranks(2)
+def test_tokens_that_are_none_or_differ_between_ranks_are_refused():
     """Numbers outside of the vocabulary, -100 of other libraries among them, were nobody's, and counted as 0."""
-    for told in ranks(2).run(tensor_parallel_ranks.wrong_steps):
-        for number in (19, -1):
-            assert told[f"input {number}"].startswith("IndexError: index"), told
-        for number in (19, -1, -100):
-            assert "is out of bounds" in told[f"target {number}"], told
-        assert told["twice"].startswith("UsageError: tensor parallel layers are differentiated once")
-        for name in ("other tokens", "other tokens on a mesh"):
-            assert "ranks differ in what they train: tokens (4, 8) of digest" in told[name]
-        assert "ranks differ in what they train: targets (4, 8) of digest" in told["other targets"]
-        for name in ("other seeds", "other shares"):
-            assert "ranks differ in what they train: random numbers from generator state " in told[name]
-        assert "same random numbers" not in told
-        assert told["float targets"] == "UsageError: targets are torch.float32: choose token ids, int64"
-        assert told["generate"].startswith("UsageError: generate() of the module would take the logits of this rank's")
-        for name in ("inputs", "grad", "grad of a sum"):
-            assert told[name].startswith("UsageError: torch.autograd.grad() and backward(inputs=...) would leave out")
+    rank, (inputs, targets) = dist.get_rank(), batch()
+    for number in (19, -1, -100):
+        wrong = targets.clone()
+        wrong[0, 0] = number
+        assert "is out of bounds" in error_of(compute_loss, inputs, wrong)[1]
+        if number != -100:
+            wrong = inputs.clone()
+            wrong[0, 0] = number
+            kind, message = error_of(compute_loss, wrong, targets)
+            assert (kind, message[:5]) == ("IndexError", "index")
+    message = "targets are torch.float32: choose token ids, int64"
+    assert error_of(compute_loss, inputs, targets.float()) == ("UsageError", message)
+    for error, of_digest in (
+        (error_of(shared_model(), batch(seed=rank)[0]), "tokens (4, 8) of digest"),
+        (error_of(on_a_mesh, rank, 0), "tokens (4, 8) of digest"),
+        (error_of(on_a_mesh, 0, rank), "targets (4, 8) of digest"),
+        (error_of(with_random_numbers, rank), "random numbers from generator state "),
+        (error_of(with_random_numbers, 0, d_ff=25), "random numbers from generator state "),
+    ):
+        assert error[0] == "UsageError"
+        assert f"ranks differ in what they train: {of_digest}" in error[1]
+    with_random_numbers(0)
 
 
-def test_changed_modules_are_right_or_refused(ranks):
-    _, expected = tensor_parallel_ranks.alone()
-    replaced = "was replaced (as load_state_dict() with assign=True does) after it was wrapped: call refresh() on every"
-    for told, found in ranks(2).run(tensor_parallel_ranks.changed_modules):
-        for change, gradients in found.items():
-            frozen = {"ln_final.weight"} if change in ("frozen", "copied") else set()
-            assert gradients.keys() == expected.keys() - frozen
-            for parameter, gradient in gradients.items():
-                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert off <= 1e-5, (change, parameter)
-        clipped = "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients"
-        assert told.pop("copied").startswith(clipped)
-        assert told.pop("assigned, clipped").startswith(clipped)
-        assert told.pop("within FSDP").endswith("after it was wrapped: call refresh() on every rank")
-        assert told == {
-            "within FSDP, refreshed": "FSDP holds slices of the parts: call refresh() of the FSDP module instead",
-            "hook": "lm_head.weight has a hook, which would be lost: register it on the parameter of the wrapped "
-            "module, where it sees the gradient of this rank's part",
-            "pickled": "a TensorParallel module cannot be pickled: save its full_state_dict()",
-            "unfrozen": "ln_final.weight was unfrozen after it was wrapped: call refresh() on every rank",
-            "assigned": f"token_embeddings.weight {replaced} rank",
-            "assigned, module called": f"token_embeddings.weight {replaced} rank",
-            "adapter": "layers.0.ffn.adapter.weight was added after it was wrapped: call refresh() on every rank",
-            "adapter, refreshed": "layers.0.ffn.adapter.weight was added after ranks had shared out the module: change "
-            "the module before it is wrapped",
-        }
+@on_ranks(2)
+def test_gradients_and_logits_of_parts_are_not_taken_for_whole_ones():
+    def returned_gradients(take):
+        shared, (inputs, targets) = shared_model(sequence_parallel=True), batch()
+        take(shared.loss(shared(inputs), targets), shared.module)
+
+    left_out = "torch.autograd.grad() and backward(inputs=...) would leave out"
+    for call, sentence in (
+        (
+            lambda: shared_model()(batch()[0]).sum().backward(create_graph=True),
+            "tensor parallel layers are differentiated once",
+        ),
+        (
+            lambda: shared_model().module.generate(batch()[0], 1),
+            "generate() of the module would take the logits of this rank's",
+        ),
+        (lambda: returned_gradients(lambda loss, module: loss.backward(inputs=[module.lm_head.weight])), left_out),
+        (
+            lambda: returned_gradients(lambda loss, module: torch.autograd.grad(loss, module.layers[0].ffn.w1.weight)),
+            left_out,
+        ),
+        (lambda: returned_gradients(lambda loss, module: torch.autograd.grad(loss, module.ln_final.weight)), left_out),
+    ):
+        kind, message = error_of(call)
+        assert kind == "UsageError"
+        assert message.startswith(sentence)
+
+
+def trained_gradients(shared):
+    """Of a pass that is finished twice; frozen parameters have none."""
+    shared.zero_grad()
+    run_pass(shared)
+    for _ in range(2):
+        shared.finish_gradient_synchronization()
+    return whole_gradients(shared)
+
+
+REFRESH = "after it was wrapped: call refresh() on every rank"
+REPLACED = f"token_embeddings.weight was replaced (as load_state_dict() with assign=True does) {REFRESH}"
+CLIPPED = "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients"
+
+
+@on_ranks(2)
+def test_frozen_and_copied_modules_are_right_or_refused():
+    _, expected = trained_alone()
+    without_norm = {name: gradient for name, gradient in expected.items() if name != "ln_final.weight"}
+    hooked, marked = model(), model()
+    hooked.lm_head.weight.register_hook(lambda gradient: None)
+    assert error_of(TensorParallel, hooked)[1] == (
+        "lm_head.weight has a hook, which would be lost: register it on the parameter of the wrapped module, where it "
+        "sees the gradient of this rank's part"
+    )
+    marked.lm_head.weight.no_decay = marked.ln_final.weight.no_decay = "kept"
+    marked.ln_final.weight.requires_grad_(False)
+    shared = TensorParallel(marked, sequence_parallel=True)
+    assert_close(trained_gradients(shared), without_norm)
+    copied = copy.deepcopy(shared)
+    assert_close(trained_gradients(copied), without_norm)
+    for wrapper in (shared, copied):
+        assert wrapper.module.lm_head.weight.no_decay == wrapper.module.ln_final.weight.no_decay == "kept"
+    assert error_of(clip_grad_norm_, copied.parameters(), 1.0)[1].startswith(CLIPPED)
+    message = "a TensorParallel module cannot be pickled: save its full_state_dict()"
+    assert error_of(pickle.dumps, shared)[1] == message
+    shared.module.ln_final.weight.requires_grad_(True)
+    assert error_of(shared, batch()[0])[1] == f"ln_final.weight was unfrozen {REFRESH}"
+    shared.refresh()
+    assert_close(trained_gradients(shared), expected)
+
+
+@on_ranks(2)
+def test_changed_modules_are_right_or_refused():
+    shared, (inputs, targets) = shared_model(sequence_parallel=True), batch()
+    for owner in list(shared.module.modules()):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, torch.nn.Parameter(parameter.detach().clone()))
+    with torch.no_grad():
+        shared.module.ln_final.weight += dist.get_rank()
+    assert error_of(shared, inputs)[1] == REPLACED
+    shared.loss(shared.module(inputs), targets).backward()
+    assert error_of(shared.finish_gradient_synchronization)[1] == REPLACED
+    shared.refresh()
+    assert_close(trained_gradients(shared), trained_alone()[1])
+    assert error_of(clip_grad_norm_, shared.parameters(), 1.0)[1].startswith(CLIPPED)
+    shared.module.layers[0].ffn.adapter = torch.nn.Linear(16, 16, bias=False)
+    assert error_of(shared, inputs)[1] == f"layers.0.ffn.adapter.weight was added {REFRESH}"
+    assert error_of(shared.refresh)[1] == (
+        "layers.0.ffn.adapter.weight was added after ranks had shared out the module: change the module before it is "
+        "wrapped"
+    )
+
+
+@on_ranks(2)
+def test_modules_changed_within_fsdp_are_right_or_refused():
+    within = model()
+    within.ln_final.weight.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("fsdp", "tp"))
+    shared = TensorParallel(within, mesh["tp"], sequence_parallel=True)
+    sharded = FSDP(shared.module, group=mesh["fsdp"])
+    shared.module.ln_final.weight.requires_grad_(True)
+    projection = shared.module.layers[0].ffn.w2
+    projection.weight = torch.nn.Parameter(sharded.gather_full_params()["layers.0.ffn.w2.weight"].clone())
+    assert error_of(sharded, batch()[0])[1].endswith(REFRESH)
+    message = "FSDP holds slices of the parts: call refresh() of the FSDP module instead"
+    assert error_of(shared.refresh)[1] == message
+    sharded.refresh()
+    run_pass(shared, 0, sharded)
+    sharded.finish_gradient_synchronization()
+    shared.finish_gradient_synchronization()
+    parts = sharded.gather_full_params()
+    for name, parameter in sharded.sharded_parameters.items():
+        parts[name] = parameter.shard.grad.view(parts[name].shape)
+    parts |= {name: parameter.grad for name, parameter in sharded.replicated_parameters.items()}
+    assert_close(shared.full_state_dict(parts), trained_alone()[1])
