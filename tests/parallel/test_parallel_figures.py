@@ -5,15 +5,19 @@ Other tests train on several ranks; here is what each of them decides by itself.
 
 import collections
 import contextlib
+import cProfile
 import inspect
 import os
+import pstats
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from written_figures import outcome, read_figures, rows_of, write_figures
@@ -268,6 +272,33 @@ def planned(module, choose=None):
     return [*rows, [entry.names for entry in plan.replicated]]
 
 
+def parts(**children):
+    """Return a module that calls all of its parts."""
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def tied(module, *pairs):
+    """Return a module in which the first parameter of each pair is the second."""
+    for name, other in pairs:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(other))
+    return module
+
+
+def predicted(*steps, count=1):
+    """Return for each use of a unit, in each step, what comes next and whether it is the same unit."""
+    order, predictions = gather_order.GatherOrder(), []
+    for uses in steps:
+        order.begin()
+        for unit in uses:
+            order.use(unit)
+            predictions.append(("".join(order.upcoming(count)), order.repeats()))
+    return predictions
+
+
 def memory(*parts):
     """Return which gradients own their memory, and which do together.
 
@@ -421,6 +452,32 @@ def test_lists_that_need_no_conversion_are_handed_on_themselves():
     cast = cast_floating(values, F16)
     assert cast is not values
     assert cast[2] is values[2]
+
+
+@pytest.mark.parametrize(
+    ("function", "build"),
+    [
+        *(
+            (lambda sizes, cap=cap: buckets.assign_buckets(sizes, cap), lambda count: specs(*[10] * count))
+            for cap in (100, 1e9)
+        ),
+        (plan_sharding, lambda count: nn.ModuleList(nn.Linear(2, 2) for _ in range(count))),
+    ],
+)
+def test_calls_grow_with_the_tensors(function, build):
+    few, many = cProfile.Profile(), cProfile.Profile()
+    few.runcall(function, build(60))
+    many.runcall(function, build(240))
+    assert pstats.Stats(many).total_calls < 5 * pstats.Stats(few).total_calls
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 120))
+def test_every_tensor_is_in_one_bucket_and_no_bucket_could_take_the_next_tensor(tier, sizes, cap):
+    assigned = buckets.assign_buckets(specs(*sizes), cap)
+    assert [index for bucket in assigned for index in bucket] == list(reversed(range(len(sizes))))
+    filled = [sum(sizes[index] for index in bucket) for bucket in assigned]
+    assert all(size <= cap or len(bucket) == 1 for size, bucket in zip(filled, assigned, strict=True))
+    assert all(size + sizes[after[0]] > cap for size, after in zip(filled, assigned[1:], strict=False))
 
 
 def test_ranks_on_gpus_end_soon_after_a_timeout(monkeypatch):

@@ -330,9 +330,7 @@ def test_run_joins_the_ranks_that_torchrun_started_and_one_that_fails_ends_the_o
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        ({"world_size": 0}, UsageError, "world size 0: must be at least 1"),
-        ({"world_size": 2, "backend": "smoke"}, UsageError, "unknown backend 'smoke': choose from gloo, nccl"),
-        ({"world_size": 2, "timeout_s": 0}, UsageError, "timeout 0 s: must be positive"),
+        ({"world_size": 1, "timeout_s": float("nan")}, UsageError, "timeout nan s: must be positive"),
         ({"world_size": 3, "backend": "nccl"}, CapabilityError, "3 ranks on this machine: .* torch sees 2; choose"),
         (
             {"world_size": 10**9, "backend": "gloo"},
@@ -391,21 +389,6 @@ def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monk
         launch._check_every_machine(launch.RankIdentity(1, 2, local_rank=1), "nccl", store)
     with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine"):
         launch._check_every_machine(launch.RankIdentity(0, 2, local_rank=0), "nccl", store)
-
-
-def test_kept_ranks_stay_until_others_are_asked_for():
-    first = launch.kept(2, backend="gloo")
-    assert launch.kept(2, backend="gloo") is first
-    assert len(first.run(launch_ranks.process_id)) == 2
-    second = launch.kept(1, backend="gloo")
-    assert (first.alive, second.alive) == (False, True)
-    with pytest.raises(RankError, match="rank 0 of 1: ValueError"):
-        second.run(launch_ranks.fail, "raise", 0)
-    third = launch.kept(1, backend="gloo")
-    assert third is not second
-    assert third.run(launch_ranks.rank_and_sum, 4) == [(0, 1, torch.tensor([4]))]
-    launch.end_kept()
-    assert not third.alive
 
 
 @pytest.mark.gpu
