@@ -1,18 +1,21 @@
 """Means that copy engines send: where tensors lie in a box, who writes which box when, and who is refused."""
 
+import copy
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import copy_engines_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from small_models import error_of
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel import copy_engines, ddp
+from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 
 
@@ -234,19 +237,65 @@ def test_groups_and_dtypes_that_copy_engines_cannot_serve_are_refused(monkeypatc
         NoMemory(Group(0), 4096, gpu)
 
 
-def test_gloo_is_refused_on_every_rank(ranks):
-    for kind, message in ranks(2).run(copy_engines_ranks.refused):
-        assert kind == "CapabilityError"
-        assert message.startswith("copy engines send between GPUs, and backend 'gloo' on device 'cpu' does not")
+@on_ranks(2)
+def test_gloo_is_refused_on_every_rank():
+    kind, message = error_of(ddp.BucketedDDP, nn.Linear(2, 2), None, copy_engines=True)
+    assert kind == "CapabilityError"
+    assert message.startswith("copy engines send between GPUs, and backend 'gloo' on device 'cpu' does not")
 
 
-@pytest.mark.multigpu
+class Branching(nn.Module):
+    """Twelve layers of uneven sizes; one that only some ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64 + 3 * number, 67 + 3 * number) for number in range(12))
+        self.sometimes = nn.Linear(100, 7)
+
+    def forward(self, x, with_branch):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean() + (self.sometimes(x).mean() if with_branch else 0.0)
+
+
+@on_ranks(gpus=True)
 @pytest.mark.parametrize("slow", [(0, "push"), (1, "push"), (0, "average"), (1, "average")])
 @pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
-def test_gradients_are_those_of_collectives_whoever_is_slow(two_gpus, gradient_dtype, slow):
-    (worst, buckets, first), (_, _, second) = two_gpus.run(
-        copy_engines_ranks.gradients_beside_collectives, gradient_dtype, slow
-    )
-    assert buckets > copy_engines._BOXES
-    assert worst < (1e-6 if gradient_dtype is None else 1e-2)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+def test_gradients_are_those_of_collectives_whoever_is_slow(gradient_dtype, slow):
+    """After steps with a rank that is late with what it sends, or with a mean."""
+    from cs336sys.parallel import mean_kernel
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Branching().cuda()
+    # About a layer to a bucket: more buckets than boxes.
+    by_collectives = ddp.BucketedDDP(copy.deepcopy(model), 0.02, gradient_dtype=gradient_dtype)
+    by_copies = ddp.BucketedDDP(model, 0.02, gradient_dtype=gradient_dtype, copy_engines=True)
+    assert len(by_copies.buckets) > copy_engines._BOXES
+    average = mean_kernel.average_
+
+    def late(own, other):
+        torch.cuda._sleep(3_000_000)
+        average(own, other)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if slow == (rank, "average"):
+            monkeypatch.setattr(mean_kernel, "average_", late)
+        for step in range(6):
+            torch.manual_seed(100 * step + rank)
+            x = torch.randn(16, 64, device="cuda")
+            for wrapped in (by_collectives, by_copies):
+                wrapped.zero_grad(set_to_none=step % 2 == 0)
+                loss = wrapped(x, with_branch=rank == 0 or step % 3 > 0)
+                if slow == (rank, "push"):
+                    torch.cuda._sleep(30_000_000)
+                loss.backward()
+                wrapped.finish_gradient_synchronization()
+            for expected, parameter in zip(by_collectives.parameters(), by_copies.parameters(), strict=True):
+                difference = (parameter.grad - expected.grad).abs().max() / expected.grad.abs().max()
+                assert difference < (1e-6 if gradient_dtype is None else 1e-2)
+            first, second = gather_objects([parameter.grad.cpu() for parameter in by_copies.parameters()])
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+            with torch.no_grad():
+                for parameter in [*by_collectives.parameters(), *by_copies.parameters()]:
+                    parameter -= 0.1 * parameter.grad

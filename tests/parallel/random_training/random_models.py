@@ -5,6 +5,7 @@ some ranks do not use, weights that change or are used where no layer is called,
 """
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,56 +22,61 @@ def _weights(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
 
 
-class Dense(nn.Module):
-    """A linear layer."""
+class Weighted(nn.Module):
+    """Has parameters of these shapes."""
+
+    SHAPES: ClassVar[dict[str, tuple[int, int]]] = {"weight": (DIM, DIM)}
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        for name, shape in self.SHAPES.items():
+            self.register_parameter(name, _weights(*shape))
+
+
+class Dense(nn.Module):
+    """A linear layer."""
+
+    has_bias = True
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=self.has_bias)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return self.linear(x)
 
 
-class SumOfViews(nn.Module):
+class SumOfViews(Weighted):
     """Both gradients are views of one tensor, all of it."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = _weights(DIM * DIM, 1), _weights(DIM * DIM, 1)
+    SHAPES: ClassVar = {"first": (DIM * DIM, 1), "second": (DIM * DIM, 1)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x @ (self.first.view(DIM, DIM) + self.second.view(DIM, DIM))
 
 
-class Concatenated(nn.Module):
+class Concatenated(Weighted):
     """Gradients are different slices of one tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.upper, self.lower = _weights(1, DIM), _weights(DIM - 1, DIM)
+    SHAPES: ClassVar = {"upper": (1, DIM), "lower": (DIM - 1, DIM)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x @ torch.cat((self.upper, self.lower))
 
 
-class Positions(nn.Module):
+class Positions(Weighted):
     """With one sequence a rank the gradient is a view of what the backward pass goes on with."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = _weights(LENGTH, DIM)
+    SHAPES: ClassVar = {"weight": (LENGTH, DIM)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x + self.weight.unsqueeze(0)
 
 
-class Packed(nn.Module):
+class Packed(Weighted):
     """One parameter for three products, one of which a choice leaves out."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = _weights(3 * DIM, DIM)
+    SHAPES: ClassVar = {"weight": (3 * DIM, DIM)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         query, key, value = self.weight.chunk(3)
@@ -99,35 +105,29 @@ class Strided(nn.Module):
         return x @ self.weight
 
 
-class Alternatives(nn.Module):
+class Alternatives(Weighted):
     """The choice, which may differ between ranks and passes, says which of two parameters is used, if any."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = _weights(DIM, DIM), _weights(DIM, DIM)
+    SHAPES: ClassVar = {"first": (DIM, DIM), "second": (DIM, DIM)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         # Depends on x whatever the choice is, for a backward pass that always passes here.
         return x * 0.5 if choice == 0 else x @ (self.first if choice == 1 else self.second)
 
 
-class Unused(nn.Module):
+class Unused(Weighted):
     """Has one parameter that nothing ever uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.used, self.never = _weights(DIM, DIM), _weights(DIM, DIM)
+    SHAPES: ClassVar = {"used": (DIM, DIM), "never": (DIM, DIM)}
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x @ self.used
 
 
-class Twice(nn.Module):
+class Twice(Dense):
     """One layer used twice in a pass."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM, bias=False)
+    has_bias = False
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return self.linear(torch.tanh(self.linear(x)))
@@ -157,23 +157,15 @@ class Tokens(nn.Module):
         return self.embedding(tokens)
 
 
-class Skipped(nn.Module):
+class Skipped(Dense):
     """A block of stochastic depth: where the choice is 0 it returns its input itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x if choice == 0 else self.linear(x)
 
 
-class InPlace(nn.Module):
+class InPlace(Dense):
     """Changes its input in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         # Of what is saved for the backward pass nothing is changed.
@@ -181,12 +173,11 @@ class InPlace(nn.Module):
         return x
 
 
-class Counted(nn.Module):
+class Counted(Dense):
     """A buffer counts the passes in training mode, and changes what they compute."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
@@ -198,12 +189,8 @@ class Counted(nn.Module):
 LIMIT = 0.4
 
 
-class Limited(nn.Module):
+class Limited(Weighted):
     """The weight is brought within bounds by the forward pass, as ``max_norm`` of an embedding does."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = _weights(DIM, DIM)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         with torch.no_grad():
@@ -213,24 +200,17 @@ class Limited(nn.Module):
         return x @ self.weight
 
 
-class View(nn.Module):
+class View(Weighted):
     """Returns a view of its weight, but where the choice is 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = _weights(DIM, DIM)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return x @ self.weight if choice == 0 else self.weight.view(DIM, DIM)[0]
 
 
-class AuxiliaryLoss(nn.Module):
+class AuxiliaryLoss(Dense):
     """Keeps a loss as an attribute, which the caller adds."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.loss: Tensor | None = None
+    loss: Tensor | None = None
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         x = self.linear(x)

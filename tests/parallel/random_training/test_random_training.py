@@ -10,6 +10,11 @@ import pytest
 from random_programs import Program, random_program
 from running_programs import failures, report
 
+
+def _step(seed):
+    return ("forward", seed), ("backward", "all", True), ("step",)
+
+
 # Programs that failed once, as they were printed.
 REGRESSIONS: tuple[Program, ...] = (
     # The norm lacked a parameter that was unfrozen, without refresh().
@@ -24,22 +29,14 @@ REGRESSIONS: tuple[Program, ...] = (
     # A unit returns its input, or a view of a frozen weight, on one rank.
     Program(
         wrapper="fsdp",
-        actions=(("forward", 80), ("backward", "all", True), ("step",)),
+        actions=_step(80),
         seed=5002,
         kinds=("SumOfViews", "Dense", "Skipped"),
         side_by_side=(True, True, False),
     ),
     Program(
         wrapper="fsdp",
-        actions=(
-            ("forward", 35),
-            ("backward", "all", True),
-            ("step",),
-            ("zero_grad", "wrapper", True),
-            ("forward", 36),
-            ("backward", "all", True),
-            ("step",),
-        ),
+        actions=(*_step(35), ("zero_grad", "wrapper", True), *_step(36)),
         kinds=("Skipped", "View", "Dense", "Skipped"),
         frozen=1,
         inputs_need_gradients=False,
@@ -71,9 +68,7 @@ REGRESSIONS: tuple[Program, ...] = (
     ),
     # The norm is in the parameters' dtype on ranks without a slice, too.
     Program(
-        wrapper="optimizer-flat",
-        actions=(("forward", 1), ("backward", "all", True), ("clip", 0.05)),
-        world_size=3,
+        wrapper="optimizer-flat", actions=(("forward", 1), ("backward", "all", True), ("clip", 0.05)), world_size=3
     ),
     # The largest gradient, where a rank has no rows.
     Program(
@@ -82,15 +77,11 @@ REGRESSIONS: tuple[Program, ...] = (
         world_size=3,
     ),
     # Clipping of nothing.
-    Program(wrapper="optimizer-flat", actions=(("clip", 0.1), ("forward", 52), ("backward", "all", True), ("step",))),
+    Program(wrapper="optimizer-flat", actions=(("clip", 0.1), *_step(52))),
     # A new layer that nobody has told the wrapper of.
     Program(wrapper="overlap", actions=(("add", "Dense", 30), ("evaluate", 43, "no_grad"))),
     # What a user has made of the state is in the state dict.
-    Program(
-        wrapper="bucketed+optimizer",
-        actions=(("forward", 16), ("backward", "all", True), ("step",), ("edit_state", "reassign")),
-        seed=5010,
-    ),
+    Program(wrapper="bucketed+optimizer", actions=(*_step(16), ("edit_state", "reassign")), seed=5010),
     # A refresh() between two passes of a step, which is refused while gradients wait, changes nothing.
     Program(
         wrapper="fsdp",
@@ -101,9 +92,7 @@ REGRESSIONS: tuple[Program, ...] = (
             ("forward", 87, "raises in backward", 0),
             ("backward", "last", True),
             ("refresh",),
-            ("forward", 19),
-            ("backward", "all", True),
-            ("step",),
+            *_step(19),
         ),
         world_size=3,
         seed=30293,
@@ -111,24 +100,13 @@ REGRESSIONS: tuple[Program, ...] = (
     # What a user has removed from the state came back by refresh(), and by add_param_group().
     Program(
         wrapper="optimizer-flat",
-        actions=(("forward", 58), ("backward", "all", True), ("step",), ("edit_state", "clear"), ("refresh",)),
+        actions=(*_step(58), ("edit_state", "clear"), ("refresh",)),
         seed=80274,
         kinds=("Positions", "Dense"),
     ),
     Program(
         wrapper="naive+optimizer",
-        actions=(
-            ("forward", 1),
-            ("backward", "all", True),
-            ("step",),
-            ("add", "Dense", 3),
-            ("refresh",),
-            ("edit_state", "clear"),
-            ("optimize_new",),
-            ("forward", 2),
-            ("backward", "all", True),
-            ("step",),
-        ),
+        actions=(*_step(1), ("add", "Dense", 3), ("refresh",), ("edit_state", "clear"), ("optimize_new",), *_step(2)),
     ),
     # A weight that was frozen by an adapter, after a backward pass of which nothing averaged its gradient.
     Program(
@@ -146,31 +124,19 @@ REGRESSIONS: tuple[Program, ...] = (
     # Gradients that the user keeps are in the buffer of those that are zeroed.
     Program(
         wrapper="flat",
-        actions=(
-            ("forward", 1),
-            ("backward", "all", True),
-            ("step",),
-            ("keep_gradients", 0),
-            ("forward", 2),
-            ("backward", "all", True),
-        ),
+        actions=(*_step(1), ("keep_gradients", 0), ("forward", 2), ("backward", "all", True)),
         kinds=("Dense", "Dense"),
     ),
     # Adagrad makes the state of its parameters when it is built, of frozen ones, too.
     Program(
-        wrapper="optimizer-flat",
-        actions=(("unfreeze", 0), ("refresh",), ("forward", 1), ("backward", "all", True), ("step",)),
-        frozen=0,
-        optimizer="adagrad",
+        wrapper="optimizer-flat", actions=(("unfreeze", 0), ("refresh",), *_step(1)), frozen=0, optimizer="adagrad"
     ),
     # The state of a frozen parameter was lost where a checkpoint was loaded.
     *(
         Program(
             wrapper=wrapper,
             actions=(
-                ("forward", 1),
-                ("backward", "all", True),
-                ("step",),
+                *_step(1),
                 ("zero_grad", "optimizer", True),
                 ("freeze", 1),
                 ("refresh",),
@@ -180,9 +146,7 @@ REGRESSIONS: tuple[Program, ...] = (
                 ("restore_optimizer",),
                 ("unfreeze", 1),
                 ("refresh",),
-                ("forward", 3),
-                ("backward", "all", True),
-                ("step",),
+                *_step(3),
             ),
             kinds=("Dense", "Dense"),
             optimizer="amsgrad",
@@ -216,9 +180,7 @@ REGRESSIONS: tuple[Program, ...] = (
     Program(
         wrapper="optimizer-flat",
         actions=(
-            ("forward", 7),
-            ("backward", "all", True),
-            ("step",),
+            *_step(7),
             ("zero_grad", "module", False),
             ("replace", 3, "Dense", 21),
             ("step",),
@@ -228,8 +190,7 @@ REGRESSIONS: tuple[Program, ...] = (
     ),
     # A refused action may leave other buffers than one process has.
     Program(
-        wrapper="optimizer-flat",
-        actions=(("forward", 30), ("backward", "first", True), ("replace", 0, "Counted", 26)),
+        wrapper="optimizer-flat", actions=(("forward", 30), ("backward", "first", True), ("replace", 0, "Counted", 26))
     ),
     # Or other weights, where the first of two models runs and the second is refused.
     Program(
