@@ -93,6 +93,21 @@ class PartlyUsed(nn.Module):
         return (self.used * factor).sum() + ((self.sometimes * factor).sum() if sometimes else 0.0)
 
 
+class Permuted(nn.Module):
+    """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.transposed = nn.Parameter(torch.randn(64, 6).t())
+        self.image = nn.Conv2d(2, 4, (4, 4)).to(memory_format=torch.channels_last)
+        self.sliced = nn.Parameter(torch.randn(6, 128)[:, ::2])
+
+    def forward(self, x):
+        image = self.image(x.expand(1, 2, 5, 5).contiguous(memory_format=torch.channels_last))
+        return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
+
+
 class WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -153,6 +168,13 @@ def error_of(call, *args, **kwargs):
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+def refusal_of(call, *args, **kwargs):
+    """The message of the UsageError that a call raises."""
+    kind, message = error_of(call, *args, **kwargs)
+    assert kind == "UsageError", message
+    return message
 
 
 def with_file_limit(size, call, *args, **kwargs):

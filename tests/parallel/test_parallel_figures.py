@@ -3,6 +3,9 @@
 Other tests train on several ranks; here is what each of them decides by itself.
 """
 
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
 import collections
 import contextlib
 import cProfile
@@ -52,28 +55,6 @@ from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS, TensorGroup
 
 PATH = Path(__file__).with_name("figures.txt")
-# Further names in figures.txt.
-USED_THERE = (
-    TensorParallel,
-    AllToAllAttention,
-    RingAttention,
-    ddp,
-    launch,
-    collections,
-    buckets,
-    checkpoint_state,
-    marks,
-    rank_consistency,
-    cast_floating,
-    weights,
-    HeldParameters,
-    collectives,
-    states,
-    TensorGroup,
-    gather_order,
-    tensor_checkpoint,
-    COMPILE_OPTIONS,
-)
 CPU = torch.device("cpu")
 F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from ddp_modes import MODES, each_mode, finish
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import batch, error_of, share, weights
+from small_models import batch, error_of, refusal_of, share, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.ddp import NaiveDDP, OverlappedDDP
 from cs336sys.parallel.gradient_slices import mark_slice
 
 
@@ -129,13 +129,21 @@ def test_refresh_is_refused_on_every_rank_if_they_changed_differently():
         wrapped = NaiveDDP(Adaptable(0))
         if dist.get_rank() == 1:
             change(wrapped.module)
-        kind, message = error_of(wrapped.refresh)
-        assert kind == "UsageError"
+        message = refusal_of(wrapped.refresh)
         assert message.startswith(f"ranks differ in what they train: new: nothing on rank 0, new: {new}")
     wrapped = NaiveDDP(Adaptable(0))
     wrapped.head = nn.Linear(2, 2)
     refusal = ("UsageError", "head.weight was added to the wrapper: add it to the module in it")
     assert error_of(wrapped.refresh) == refusal
+
+
+@on_ranks(2)
+def test_refresh_refuses_an_added_layer_whose_gradients_are_averaged_already():
+    other = OverlappedDDP(nn.Linear(6, 6))
+    for layer, sentence in ((other, "is wrapped already"), (other.module, "has its gradient averaged already")):
+        wrapped = NaiveDDP(Adaptable(0))
+        wrapped.module.adapters.append(layer)
+        assert sentence in refusal_of(wrapped.refresh)
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches
 from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
-from small_models import PartlyUsed, WithoutGradient, batch, error_of, network, penalized_loss, share, weights
+from small_models import PartlyUsed, Permuted, WithoutGradient, batch, error_of, network, penalized_loss, share, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects, group_device
@@ -96,25 +96,10 @@ def test_each_dtype_is_averaged_exactly_in_its_own(mode):
     assert len(launches) == (6 if mode in ("naive", "overlap") else 4)
 
 
-class Permuted(nn.Module):
-    """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(dist.get_rank())
-        self.transposed = nn.Parameter(torch.randn(3, 5).t())
-        self.image = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.sliced = nn.Parameter(torch.randn(3, 8)[:, ::2])
-
-    def forward(self, x):
-        image = self.image(x.expand(1, 2, 5, 5).contiguous(memory_format=torch.channels_last))
-        return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
-
-
 @on_ranks(2)
 @each_mode
 def test_parameters_that_are_not_contiguous(mode):
-    wrapped, x = MODES[mode](Permuted()), torch.tensor(dist.get_rank() + 1.0)
+    wrapped, x = MODES[mode](Permuted(dist.get_rank())), torch.tensor(dist.get_rank() + 1.0)
     alone = copy.deepcopy(wrapped.module)
     for module in (alone, wrapped):
         module(x).backward()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import PartlyUsed, error_of, share, with_file_limit
+from small_models import PartlyUsed, error_of, refusal_of, share, with_file_limit
 from torch import nn
 from torch.distributed.checkpoint import metadata
 
@@ -118,8 +118,7 @@ def loaded_value(path):
 def refusal(path, sharded, optimizer=None):
     """Of a checkpoint that leaves weights as they are."""
     before = sharded.gather_full_params()
-    kind, message = error_of(load_checkpoint, path, sharded, optimizer)
-    assert kind == "UsageError"
+    message = refusal_of(load_checkpoint, path, sharded, optimizer)
     assert_same(sharded.gather_full_params(), before)
     return message
 
@@ -215,9 +214,7 @@ def test_optimizer_that_cannot_be_shared_out_is_refused(tmp_path):
     optimizer.step()
     save_checkpoint(path, sharded, optimizer)
     optimizer.state[sharded.module.weight]["rows"] = torch.zeros(7)
-    kind, message = error_of(save_checkpoint, path, sharded, optimizer)
-    assert kind == "UsageError"
-    assert "rows of weight is (7,) where the slice is (" in message
+    assert "rows of weight is (7,) where the slice is (" in refusal_of(save_checkpoint, path, sharded, optimizer)
     sharded = layer()
     groups = sgd([{"params": [parameter]} for parameter in sharded.parameters()])
     assert "groups of [2] parameters, this one has [1, 1]" in refusal(path, sharded, groups)
@@ -325,9 +322,7 @@ def test_loading_runs_no_code(tmp_path, what, reason):
         (path / ".metadata").write_bytes(pickle.dumps(value))
     dist.barrier()
     optimizer.param_groups[0]["lr"] = 0.0
-    kind, message = error_of(load_checkpoint, path, sharded, optimizer)
-    assert kind == "UsageError"
-    assert reason in message
+    assert reason in refusal_of(load_checkpoint, path, sharded, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.0
     assert not (tmp_path / "ran").exists()
 
@@ -372,9 +367,7 @@ def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank
     assert_same(loaded.gather_full_params(), saved.gather_full_params())
     module = loaded.module
     assert (module[2].running_mean.tolist(), module.count, module.scratch.tolist()) == ([3.0] * 5, 3, [5.0, 5.0])
-    kind, message = error_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
-    assert kind == "UsageError"
-    assert "the module does not load" in message
+    assert "the module does not load" in refusal_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
 
 
 def blocks(count, seed=0):
@@ -402,9 +395,7 @@ def test_changed_module_is_saved_under_its_present_names_or_refused(tmp_path):
                 assert torch.equal(whole[f"layers.{now}.{name}"], before[f"layers.{place}.{name}"])
 
     def require_error(part, call, *args):
-        kind, message = error_of(call, *args)
-        assert kind == "UsageError"
-        assert part in message
+        assert part in refusal_of(call, *args)
 
     optimizer.add_param_group({"params": layers[1].parameters()})
     part = "that the module lacks (by now): build it over parameters()"
@@ -444,8 +435,7 @@ def test_each_group_has_checkpoints_of_its_own(tmp_path):
         save_checkpoint(tmp_path / "shared", sharded)
     dist.barrier()
     if own == 1:
-        kind, message = error_of(save_checkpoint, tmp_path / "shared", sharded)
-        assert kind == "UsageError"
+        message = refusal_of(save_checkpoint, tmp_path / "shared", sharded)
         assert "shared belongs to ranks [0, 1], and ranks [2] have slices of their own: save on one group" in message
     dist.barrier()
     assert names_in(tmp_path) == ["0", "1", "shared"]

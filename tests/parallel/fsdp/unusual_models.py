@@ -68,11 +68,6 @@ class PenaltyOnAll(Model):
         return super().forward(tokens), sum(parameter.square().sum() for parameter in self.parameters())
 
 
-class PenaltyOnABlock(Model):
-    def forward(self, tokens):
-        return super().forward(tokens), self.blocks[1].up.weight.abs().sum()
-
-
 class Probe(Model):
     def forward(self, tokens):
         with torch.no_grad():
@@ -120,13 +115,6 @@ class SometimesSkipped(Block):
 
     def forward(self, x):
         return x if self.skips else super().forward(x)
-
-
-class BlockReturnsItsInput(Model):
-    block = SometimesSkipped
-
-    def add_parts(self):
-        self.blocks[1].skips = True
 
 
 class RanksSkipOtherBlocks(Model):

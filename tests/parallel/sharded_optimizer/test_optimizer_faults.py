@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from optimizer_models import each_mode, sharded
-from small_models import PartlyUsed, error_of, wait_at_most
+from small_models import PartlyUsed, error_of, refusal_of, wait_at_most
 from torch import nn
 
 from cs336sys.errors import UsageError
@@ -72,8 +72,7 @@ def test_construction_that_differs_on_the_last_rank_is_named_on_every_rank(mode,
     params = list(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).parameters())
     arguments, last = (params, torch.optim.AdamW, {"lr": 0.1, "flat": mode == "flat"}), dist.get_world_size() - 1
     params, optimizer_cls, options = change(params, arguments[2]) if dist.get_rank() == last else arguments
-    kind, message = error_of(ShardedOptimizer, params, optimizer_cls, **options)
-    assert kind == "UsageError"
+    message = refusal_of(ShardedOptimizer, params, optimizer_cls, **options)
     assert message.startswith("ranks differ in what they train: ")
     assert difference in message
     assert message.endswith(f" on rank {last}")
@@ -87,9 +86,7 @@ def test_misuse_is_refused(mode):
     _, optimizer = sharded(mode, model, params=model.named_parameters(), lr=0.1)
 
     def require_error(sentence, call, *args, **options):
-        kind, message = error_of(call, *args, **options)
-        assert kind == "UsageError"
-        assert sentence in message
+        assert sentence in refusal_of(call, *args, **options)
 
     require_error("cannot be copied or pickled: choose consolidated_state_dict()", copy.deepcopy, optimizer)
     model.never.requires_grad_(True)

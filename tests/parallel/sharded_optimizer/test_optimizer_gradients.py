@@ -8,7 +8,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from optimizer_models import each_mode, finish, network, sharded
 from same_tensors import assert_same, dict_of
-from small_models import PartlyUsed, WithoutGradient, batch, error_of, penalized_loss, share, weights
+from small_models import PartlyUsed, WithoutGradient, batch, penalized_loss, refusal_of, share, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
@@ -57,8 +57,7 @@ def test_second_backward_is_an_error_and_the_next_step_is_good():
     model = PartlyUsed()
     _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0)
     model(1.0, True).backward()
-    kind, message = error_of(model(1.0, True).backward)
-    assert kind == "UsageError"
+    message = refusal_of(model(1.0, True).backward)
     assert "got a gradient from a second backward pass before finish_gradient_synchronization()" in message
     assert "no_sync()" in message
     optimizer.zero_grad()
@@ -78,8 +77,7 @@ def test_sparse_gradient_is_named(mode):
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
 
-    kind, message = error_of(step)
-    assert kind == "UsageError"
+    message = refusal_of(step)
     assert "has a sparse gradient" in message
     assert "choose sparse=False" in message
 
@@ -96,8 +94,7 @@ def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_re
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     assert_same(weights(model), weights(alone), atol=1e-12)
     optimizer.zero_grad()
-    kind, message = error_of(wrapped(share(batch(0, torch.float64)[0])).sum().backward, create_graph=True)
-    assert kind == "UsageError"
+    message = refusal_of(wrapped(share(batch(0, torch.float64)[0])).sum().backward, create_graph=True)
     assert " got its gradient with create_graph=True, and the average over ranks is in no graph" in message
 
 

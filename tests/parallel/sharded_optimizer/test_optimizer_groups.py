@@ -7,7 +7,7 @@ from cs336_basics.optimizer import AdamW
 from on_ranks import on_ranks
 from optimizer_models import each_mode, finish, network, sharded, train_step, wait_for_parameters
 from same_tensors import assert_same
-from small_models import PartlyUsed, error_of, weights
+from small_models import PartlyUsed, error_of, refusal_of, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
@@ -84,9 +84,7 @@ def test_group_that_is_refused_leaves_the_optimizer_as_it_was(mode):
             "TypeError: optimizer can only optimize Tensors, but one of the params is str on rank 1",
         ),
     ):
-        kind, message = error_of(optimizer.add_param_group, group)
-        assert kind == "UsageError"
-        assert difference in message
+        assert difference in refusal_of(optimizer.add_param_group, group)
     assert error_of(optimizer.add_param_group, {"params": [model.used]})[0] == "ValueError"
     wrapped(1.0, True).backward()
     finish(wrapped)

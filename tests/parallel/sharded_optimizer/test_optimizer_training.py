@@ -6,7 +6,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from optimizer_models import CLASSES, MODES, SMALL_MB, each_mode, finish, network, sharded, train, train_step
 from same_tensors import assert_same, assert_same_state, dict_of
-from small_models import PartlyUsed, Products, batch, factors, weights
+from small_models import PartlyUsed, Permuted, Products, batch, factors, weights
 from torch import nn
 from world_sizes import WORLD_SIZES
 
@@ -180,21 +180,6 @@ def test_master_parameters_carry_what_bf16_rounds_away():
     resumed_losses, resumed, _ = train_with_masters(2)
     assert resumed_losses == losses
     assert_same(resumed, trained)
-
-
-class Permuted(nn.Module):
-    """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.transposed = nn.Parameter(torch.randn(64, 6).t())
-        self.image = nn.Conv2d(2, 4, (4, 4)).to(memory_format=torch.channels_last)
-        self.sliced = nn.Parameter(torch.randn(6, 128)[:, ::2])
-
-    def forward(self, x):
-        image = self.image(x.expand(1, 2, 5, 5).contiguous(memory_format=torch.channels_last))
-        return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
 
 
 @on_ranks(2)
