@@ -62,17 +62,6 @@ def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(mod
     assert_same(gradients(wrapped.module), dict_of(used=3.0, sometimes=3.0, never=None))
 
 
-@on_ranks(2)
-@each_mode
-def test_no_sync_keeps_gradients_apart_until_finish(mode):
-    wrapped, factor = MODES[mode](PartlyUsed()), 12.0 * (dist.get_rank() + 1)
-    with wrapped.no_sync():
-        wrapped(factor, True).backward()
-    assert_same(gradients(wrapped.module), dict_of(used=factor, sometimes=factor, never=None))
-    finish(wrapped)
-    assert_same(gradients(wrapped.module), dict_of(used=18.0, sometimes=18.0, never=None))
-
-
 class MixedDtypes(nn.Module):
     DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -71,28 +71,6 @@ def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_
 
 
 @on_ranks(2)
-def test_zeros_that_zero_grad_left_stay_zeros():
-    """A gradient of zeros is none that disappears."""
-    sharded = FSDP(Branching())
-    for parameter in sharded.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    sharded(torch.ones(2, 3), False).backward()
-    sharded.finish_gradient_synchronization()
-    assert all(gradient is not None for gradient in gradients(sharded).values())
-    assert not gradients(sharded)["blocks.0.never.weight"].any()
-
-
-@on_ranks(2)
-def test_gradient_of_any_pass_of_a_step_stays():
-    sharded = FSDP(Branching())
-    for uses in (False, True, False):
-        sharded(torch.full((2, 3), dist.get_rank() + 1.0), uses).backward()
-    sharded.finish_gradient_synchronization()
-    assert gradients(sharded)["blocks.0.sometimes.weight"].any()
-    assert gradients(sharded)["blocks.0.never.weight"] is None
-
-
-@on_ranks(2)
 def test_parameter_unfrozen_is_an_error_until_refresh():
     names = {f"blocks.{block}.{part}" for block in range(3) for part in ("always.weight", "sometimes.weight", "gain")}
     model = Branching()
