@@ -44,8 +44,7 @@ _H200_MEMORY = int(140.4 * 2**30)
 # other GPUs: "NVIDIA GB200", "GeForce RTX 4090 Laptop GPU", "RTX 5090 D", or a MIG slice ("NVIDIA H100 80GB HBM3 MIG
 # 1g.10gb"). Data-centre datasheets print rates with 2:4 sparsity; those were halved. GeForce tensor cores run fp16 with
 # fp32 accumulation at half the rate of fp16 accumulation; cuBLAS accumulates in fp32, so that rate stands here. Clocks:
-# the rate of bf16 over what all multiprocessors compute in a clock (FLOPs each: 2,048 by an A100's, 4,096 by an H100's,
-# 8,192 by a B200's, 512 by a GeForce's).
+# the bf16 rate over all multiprocessors' FLOPs a clock (of each: A100 2,048, H100 4,096, B200 8,192, GeForce 512).
 _DATASHEETS = (
     # NVIDIA A100 Tensor Core GPU datasheet.
     (r"(NVIDIA )?A100-SXM4?-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 600e9, 1410)),
@@ -90,8 +89,8 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | No
 
 def tflops_at_clock(gpu_name: str, precision: str, clock_mhz: float) -> float | None:
     """Return :func:`peak_tflops` at another clock than the datasheet's; None for a GPU that the table lacks."""
-    sheet, peak = datasheet(gpu_name), peak_tflops(gpu_name, precision)
-    return None if sheet is None or peak is None else peak * clock_mhz / sheet.clock_mhz
+    sheet = datasheet(gpu_name)
+    return None if sheet is None else sheet.tflops[_COLUMNS.index(precision)] * clock_mhz / sheet.clock_mhz
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:

@@ -359,7 +359,7 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
     """Return a timeline in the form of ``torch.cuda.memory._snapshot()``, for memory that is not CUDA's.
 
     Every allocation gets an address of its own in one segment, which shows what is left after the last event; from that
-    and the events, viewers find out what was there before.
+    and the events, viewers find out what was there before. ``time_us`` are positions: a timeline has no clock.
     """
     events: list[dict[str, Any]] = []
     blocks: list[dict[str, Any]] = []
@@ -367,7 +367,7 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
     for allocation in timeline.allocations:
         frames = _frames(allocation)
         entry = {"addr": address, "size": allocation.size, "stream": 0, "frames": frames}
-        if allocation.start > 0:
+        if allocation.start > 0:  # What is older than the record was allocated by no event of it.
             events.append(entry | {"action": "alloc", "time_us": allocation.start})
         is_left = allocation.end > timeline.length
         if not is_left:

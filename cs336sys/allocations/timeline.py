@@ -237,14 +237,14 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
     peak = max(range(len(totals)), key=totals.__getitem__)
     groups: dict[tuple, list[Allocation]] = defaultdict(list)
     for allocation in timeline.allocations:
-        if allocation.start > 0:
+        if allocation.start > 0:  # What is older was allocated by no line of the step.
             origin = allocation.origin
             module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
             key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
             groups[key].append(allocation)
     rows: list[dict[str, Any]] = []
     for (size, phase, category, module, operation, code), members in groups.items():
-        if len(members) == 1 and members[0].origin.module:
+        if len(members) == 1 and members[0].origin.module:  # What a parameter names (a gradient) keeps the pattern.
             module = members[0].origin.module
         peak_count = sum(member.start <= peak < member.end for member in members)
         row = {"size": size, "count": len(members), "peak_count": peak_count, "phase": phase, "category": category}

@@ -135,11 +135,11 @@ _COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b
 
 
 def read_function(text: str) -> str:
-    """Return an option's value that names a function, of which nothing is run, or raise a UsageError for another."""
+    """Return an option's value, FILE.py:NAME, or raise a UsageError if the file, which is not run, lacks the name."""
     file, name = source_file(text), split_reference(text)[1]
     # An object that Python has passed (here:NAME) is there already, and its NAME, which we made up, stands in no file.
     if file.suffix == ".py" and named_object(text) is None:
-        source = file.read_text(encoding="utf-8", errors="replace")
+        source = file.read_text(encoding="utf-8", errors="replace")  # Any mention of NAME may define or import it.
         if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
             functions = re.findall(r"^(?:class|(?:async )?def) (\w+)", source, flags=re.M)
             listed = ", ".join(functions) or "no function"

@@ -61,7 +61,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
-        # A note adds " it in the backward pass".
+        # Of its note on averaging gradients: "torch's strategies do it in the backward pass".
         parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),
         _shares_table(measured, setting_columns),
         _kernels_table(measured, setting_columns),

@@ -228,15 +228,15 @@ def check_mask(window: int | None, is_causal: bool, aligned_at_end: bool = False
 
 
 def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Check the alignment; return whether it makes another causal mask than "start": "end", where lengths differ."""
+    """Check the alignment; return whether it is "end" and matters: of equal lengths both give the same causal mask."""
     if causal_alignment not in CAUSAL_ALIGNMENTS:
         raise UsageError(
             f"causal_alignment {causal_alignment!r} does not exist: choose one of {', '.join(CAUSAL_ALIGNMENTS)}"
         )
     aligned_at_end = causal_alignment == END
-    check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)  # A window is checked elsewhere.
+    check_mask(window=None, is_causal=is_causal, aligned_at_end=aligned_at_end)  # Refuses "end" without the mask.
     # Tensors of fewer than two dimensions are refused later, by check_attention_inputs().
-    return aligned_at_end and query.dim() > 1 < key.dim() and query.shape[-2] != key.shape[-2]
+    return aligned_at_end and min(query.dim(), key.dim()) > 1 and query.shape[-2] != key.shape[-2]
 
 
 def check_scale(scale: float | None) -> None:

@@ -46,7 +46,7 @@ class StandIn(nn.Parameter):
 
     @staticmethod
     def of(full: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
-        """Make the stand-in of a parameter, which shares its attributes, and its memory while that is gathered."""
+        """Make the stand-in of a parameter: with its attributes and its storage, which is empty unless gathered."""
         has_gradients = full.is_floating_point() or full.is_complex()  # Integers have no gradients.
         stand_in: StandIn = Tensor._make_subclass(StandIn, full.data, has_gradients)
         vars(stand_in).update(vars(full))
@@ -64,7 +64,7 @@ class StandIn(nn.Parameter):
 
         with torch._C.DisableTorchFunctionSubclass():
             stand_in.register_post_accumulate_grad_hook(hand_on)
-            stand_in.requires_grad_(full.requires_grad)
+            stand_in.requires_grad_(full.requires_grad)  # Only now: a frozen tensor takes no hook.
         return stand_in
 
     @classmethod

@@ -148,7 +148,7 @@ def without_dropout() -> None:
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Within this, let models drop nothing; whether their attention drops is decided when they are built."""
+    """Within this, models drop nothing; they must be built within it, when replaced attention decides what to drop."""
     before = _drops
     _let_drop(drops=False)
     try:

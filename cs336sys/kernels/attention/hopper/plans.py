@@ -168,10 +168,10 @@ class HopperBackwardPlan(BackwardPlan):
         streamed_bytes = problem.num_queries * self._row_bytes() * problem.group_size
         per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, BACKWARD_L2_BYTES)
         if problem.group_size > 1:
-            # Groups of about one size, each of at least what runs at a time: of all these the longest items come first.
+            # Items are ordered longest first in groups of at least what runs at a time, and of about one size.
             at_a_time = max(per_group, triton.cdiv(problem.num_multiprocessors, num_tiles))
             per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
-        # Under a causal mask the first keys have the most queries. But in turns later keys add to dQ first.
+        # Under a causal mask the first keys have the most queries. But in turns items wait for those of later keys.
         items = list(
             schedule.ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns)
         )
@@ -187,7 +187,7 @@ class HopperBackwardPlan(BackwardPlan):
         if settings.kernel == "reducer" and not self._takes_turns:
             num_programs = shared_by = min(num_programs, problem.num_multiprocessors)
         num_visits = self._num_visits()
-        costs = [WHOLE_COST + visits for visits in num_visits]
+        costs = [WHOLE_COST + visits for visits in num_visits]  # Of whole items, by tile, and then of pieces.
         costs += [PIECE_COST + triton.cdiv(visits, self._num_pieces) for visits in num_visits]
         table = schedule.as_table_of_pieces(items, self._num_whole, self._num_pieces, costs, shared_by)
         # The table ends with the items, and these with those in pieces.
