@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from cs336sys.commands.report.answer import Answer
 from cs336sys.commands.report.document import Document, build_document
 from cs336sys.commands.report.evidence import evidence_of
 from cs336sys.commands.report.handouts import PROBLEMS
+from cs336sys.commands.report.options import read_sources, source_files
 from cs336sys.commands.report.problem import HANDOUTS, Target
 from cs336sys.results.model import Cell, Results, Samples, read_results
 
@@ -22,6 +24,13 @@ def document(year: int, files: list[Results], *names: str, tests: Mapping[str, s
     evidences, faults = evidence_of(files, tests or {})
     problems = [problem for problem in PROBLEMS[year] if not names or problem.name in names]
     return build_document(problems, evidences, Target(HANDOUTS[year]), faults)
+
+
+@cache
+def written(year: int) -> Document:
+    """The write-up of all saved results and outcomes."""
+    results, tests, _ = read_sources(source_files([str(RESULTS)]))
+    return document(year, results, tests=tests)
 
 
 def answers(

@@ -1,59 +1,31 @@
 """``allreduce`` as a user runs it, on the CPU."""
 
-import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+from run_commands import invoke, shown, tables
 
-from cs336sys.cli import app
 from cs336sys.commands.allreduce.options import message_sizes
 from cs336sys.commands.allreduce.tables import allreduce_tables, fit_of, groups_of, plot_collectives
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.settings.operations import CollectiveWorkload
-from cs336sys.tables.render import render
 from cs336sys.tables.table import with_rows
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--steps", "4"]
 
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
+def test_every_cell_is_checked_and_timed(tmp_path):
     """Three sizes of all-gather between one that two ranks cannot share and one that no machine has room for."""
-    folder = tmp_path_factory.mktemp("allreduce")
-    arguments = [*SMALL, "--collective", "all_gather", "--message", "4B,1KB,20002B,400KB", "--message", "1000TB"]
-    arguments += ["--save", str(folder / "r.jsonl"), "--plot", str(folder / "r.png")]
-    return invoke(*arguments, "--format", "json"), folder, arguments
-
-
-def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
-    result, folder, _ = sweep
-    shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
-    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
-
-
-def test_every_cell_is_checked_and_timed(sweep):
-    result, folder, _ = sweep
+    options = "--device cpu --world-size 2 --steps 4 --collective all_gather"
+    messages = "--message 4B,1KB,20002B,400KB --message 1000TB"
+    files = ["--save", tmp_path / "r.jsonl", "--plot", tmp_path / "r.png"]
+    result = invoke("allreduce", options, messages, files, "--format json")
     found = tables(result)
     rows = found["allreduce"]["rows"]
     assert [row["status"] for row in rows] == ["unsupported", "ok", "ok", "ok", "oom"]
-    assert [(row["size_bytes"], row["elements"]) for row in rows[1:4]] == [
-        (1000, 250),
-        (20_000, 5000),
-        (400_000, 100_000),
-    ]
+    sizes = [(row["size_bytes"], row["elements"]) for row in rows[1:4]]
+    assert sizes == [(1000, 250), (20_000, 5000), (400_000, 100_000)]
     for name in ("allreduce", "latency"):
         for row in [row for row in found[name]["rows"] if row.get("status", "ok") == "ok"]:
             assert row["min_us"] <= row["time_us_mean"] <= row["max_us"]
@@ -78,30 +50,9 @@ def test_every_cell_is_checked_and_timed(sweep):
     )
     assert less in notes
     assert [row["timing"] for row in found["fit"]["rows"]] == ["back to back", "synchronized"]
-    assert (folder / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_resume_measures_nothing_again_and_shows_the_same(sweep):
-    result, folder, arguments = sweep
-    before = (folder / "r.jsonl").read_bytes()
-    assert tables(invoke(*arguments, "--resume", "--format", "json")) == tables(result)
-    assert (folder / "r.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("format", "marker"),
-    [("table", "│"), ("markdown", "| fp32"), ("latex", r"\toprule"), ("typst", "#figure("), ("csv", "size_bytes")],
-)
-def test_every_format_shows_every_cell(sweep, format, marker):
-    _, folder, _ = sweep
-    shown = render(allreduce_tables(read_results(folder / "r.jsonl").cells, None), format)
-    assert marker in shown
-    assert "oom" in shown
-
-
-def test_samples_are_kept_with_their_warm_up(sweep):
-    _, folder, _ = sweep
-    cell = read_results(folder / "r.jsonl").cells[1]
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert shown(tmp_path / "r.jsonl") == result.stdout
+    cell = read_results(tmp_path / "r.jsonl").cells[1]
     assert (len(cell.samples["back_to_back"].warmup), len(cell.samples["synchronized"].measured)) == (5, 4)
     assert cell.samples["back_to_back"].unit == "us"
     assert CollectiveWorkload(**cell.configuration).size_bytes == 1000
@@ -109,17 +60,8 @@ def test_samples_are_kept_with_their_warm_up(sweep):
 
 def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
     monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
-    arguments = [
-        "--collective",
-        "all_reduce,reduce_scatter",
-        "--world-size",
-        "3",
-        "--message",
-        "8B:1MB",
-        "--factor",
-        "50000",
-    ]
-    rows = tables(invoke("allreduce", "--device", "cpu", *arguments, "--dry-run", "--format", "json"))["plan"]["rows"]
+    options = "--collective all_reduce,reduce_scatter --world-size 3 --message 8B:1MB --factor 50000"
+    rows = tables(invoke("allreduce --device cpu", options, "--dry-run --format json"))["plan"]["rows"]
     assert [(row["collective"], row["size_bytes"], row["elements"], row["tensors_bytes"]) for row in rows] == [
         ("all_reduce", 8, 2, 8),
         ("all_reduce", 400_000, 100_000, 400_000),
@@ -185,10 +127,15 @@ def test_fit_finds_the_latency_and_bandwidth_of_each_backend_and_world_size():
     assert fit_of([cells[-2]], "back_to_back") is None
 
 
-def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monkeypatch):
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+    figures = []
     writer = "cs336sys.commands.allreduce.tables.write_figure"
-    monkeypatch.setattr(writer, lambda figure, *arguments, **options: drawn.append(figure))
+    monkeypatch.setattr(writer, lambda figure, *arguments, **options: figures.append(figure))
+    return figures
+
+
+def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, drawn):
     cells = [
         cell(size, 10.0 * ranks + size / 1e5, ranks, backend)
         for backend in ("gloo", "nccl")
@@ -207,11 +154,7 @@ def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monke
     assert list(over_ranks.get_ydata()) == [20.0, 30.0, 50.0]
 
 
-def test_bandwidths_of_the_picture_are_those_of_median_calls(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "cs336sys.commands.allreduce.tables.write_figure", lambda figure, *_, **__: drawn.append(figure)
-    )
+def test_bandwidths_of_the_picture_are_those_of_median_calls(tmp_path, drawn):
     # A stall: the mean of 100, 100 and 400 us is 200, and its bandwidth half of the median's.
     stalled = Samples("us", "cuda events", (100.0, 100.0, 400.0))
     cells = [replace(cell(size, 200.0), samples={"back_to_back": stalled}) for size in (10**6, 10**7)]

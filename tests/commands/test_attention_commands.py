@@ -5,10 +5,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
 from cs336sys.accounting.activations import attention_memory
-from cs336sys.cli import app
 from cs336sys.commands.attention.tables import attn_tables, flash_tables, plot_flash, pool_flash_rounds
 from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, read_results
@@ -16,23 +15,14 @@ from cs336sys.run.cells import Worker
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-FLASH = ["flash", "--device", "cpu", "--context", "32", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32"]
-ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--head-dim", "8", "--context", "16", "--steps", "2"]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+FLASH = "flash --device cpu --context 32 --num-heads 2 --head-dim 16 --dtype fp32"
+ATTN = "attn --device cpu --batch-size 2 --head-dim 8 --context 16 --steps 2"
 
 
 def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch):
     monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("H100", 80.0))
-    shape = ("--context", "1024,65536", "--head-dim", "64", "--dry-run", "--format", "json")
-    plan = tables(invoke("attn", *shape))["plan"]
+    shape = "--context 1024,65536 --head-dim 64 --dry-run --format json"
+    plan = tables(invoke("attn", shape))["plan"]
     assert [(row["context"], row["implementation"]) for row in plan["rows"]] == [
         (1024, "eager"),
         (1024, "compiled"),
@@ -42,18 +32,18 @@ def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch)
     n, s = 4 * 8 * 1024 * 64, 4 * 8 * 1024**2
     assert plan["rows"][0]["predicted_held_gib"] == (5 * n + s) / 2**30
     assert "2 of 4 need more than the 80.0 GiB of H100" in plan["notes"]
-    batches = tables(invoke("attn", "--implementation", "eager", "--batch-size", "1,2", *shape))["plan"]
+    batches = tables(invoke("attn --implementation eager --batch-size 1,2", shape))["plan"]
     assert [row["batch_size"] for row in batches["rows"]] == [1, 1, 2, 2]
     assert batches["title"].endswith("(nothing was run): heads 1, head dim 64, dtype fp32, causal False")
-    plan = tables(invoke("flash", "--implementation", "auto,eager", *shape))["plan"]
+    plan = tables(invoke("flash --implementation auto,eager", shape))["plan"]
     assert [row["predicted_peak_gib"] is None for row in plan["rows"]] == [True, False] * 2
 
 
 def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
     picture, saved = tmp_path / "flash.png", tmp_path / "flash.jsonl"
-    arguments = ("--implementation", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--save", str(saved))
-    result = invoke(*FLASH, *arguments, "--format", "json")
-    assert invoke("show", str(saved), "--format", "json").stdout == result.stdout
+    arguments = ("--implementation tiled,eager,sdpa-flash,sdpa-cudnn --plot", picture, "--save", saved)
+    result = invoke(FLASH, arguments, "--format json")
+    assert invoke("show", saved, "--format json").stdout == result.stdout
     table = tables(result)["flash"]
     statuses = {row["implementation"]: row["status"] for row in table["rows"]}
     assert statuses == {"tiled": "ok", "eager": "ok", "sdpa-flash": "ok", "sdpa-cudnn": "unsupported"}
@@ -66,8 +56,8 @@ def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
 
 def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch):
     path = tmp_path / "flash.jsonl"
-    arguments = ("--implementation", "tiled,eager", "--context", "64", "--repetition-ms", "1", "--rounds", "2")
-    arguments = (*FLASH, *arguments, "--save", str(path), "--format", "json")
+    arguments = "--implementation tiled,eager --context 64 --repetition-ms 1 --rounds 2"
+    arguments = (FLASH, arguments, "--save", path, "--format json")
     measured = []
 
     def measure(worker, configuration, **options):
@@ -78,7 +68,7 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
 
     real_measure, stop = Worker.measure, 3
     monkeypatch.setattr(Worker, "measure", measure)
-    interrupted = invoke(*arguments)
+    interrupted = invoke(arguments)
     assert interrupted.exit_code == 130
     table = json.loads(interrupted.stdout)["tables"][0]
     assert [(row["implementation"], row["rounds"]) for row in table["rows"]] == [("tiled", 2), ("eager", 1)]
@@ -86,7 +76,7 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
 
     stop, drawn = None, []
     monkeypatch.setattr("cs336sys.commands.attention.tables.plot_flash", lambda cells, path: drawn.extend(cells))
-    table = tables(invoke(*arguments, "--resume", "--plot", str(tmp_path / "flash.png")))["flash"]
+    table = tables(invoke(arguments, "--resume --plot", tmp_path / "flash.png"))["flash"]
     assert measured == [
         (context, number, name) for context in (32, 64) for number in (1, 2) for name in ("tiled", "eager")
     ]
@@ -101,8 +91,8 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
 
 def test_one_round_is_neither_saved_nor_shown(tmp_path):
     path = tmp_path / "flash.jsonl"
-    arguments = ("--implementation", "eager", "--repetition-ms", "1", "--save", str(path), "--format", "json")
-    title = tables(invoke(*FLASH, *arguments))["flash"]["title"]
+    arguments = ("--implementation eager --repetition-ms 1 --save", path, "--format json")
+    title = tables(invoke(FLASH, arguments))["flash"]["title"]
     assert title.startswith("flash: batch 1, heads 2, context 32, head dim 16, dtype fp32, causal True, ")
     assert "rounds" not in title
     (cell,) = read_results(path).cells
@@ -114,8 +104,8 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
 
 
 def test_heads_of_keys_and_windows_are_swept_and_shown():
-    arguments = ("--implementation", "eager,sdpa-flash", "--kv-heads", "1,2", "--window", "5", "--repetition-ms", "1")
-    table = tables(invoke(*FLASH, *arguments, "--baseline", "eager", "--format", "json"))["flash"]
+    arguments = "--implementation eager,sdpa-flash --kv-heads 1,2 --window 5 --repetition-ms 1"
+    table = tables(invoke(FLASH, arguments, "--baseline eager --format json"))["flash"]
     assert [(row["kv_heads"], row["implementation"], row["status"]) for row in table["rows"]] == [
         (1, "eager", "ok"),
         (1, "sdpa-flash", "unsupported"),
@@ -134,18 +124,18 @@ def test_heads_of_keys_and_windows_are_swept_and_shown():
 
 
 def test_settings_are_kept_of_triton_alone_and_before_others_of_a_shape_are_measured(tmp_path):
-    names = ("--implementation", "eager,triton", "--context", "32,64")
-    plan = tables(invoke(*FLASH, "--keep-settings", *names, "--dry-run", "--format", "json"))["plan"]
+    names = "--implementation eager,triton --context 32,64"
+    plan = tables(invoke(FLASH, "--keep-settings", names, "--dry-run --format json"))["plan"]
     assert [row["implementation"] for row in plan["rows"]] == ["triton", "eager"] * 2
-    refused = invoke(*FLASH, "--keep-settings", "--implementation", "eager,tiled")
+    refused = invoke(FLASH, "--keep-settings --implementation eager,tiled")
     assert refused.exit_code == 2
     assert "--keep-settings is about implementation triton: add it to --implementation" in refused.stderr
 
 
 def test_no_settings_are_kept_where_no_gpu_runs_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    names = ("--implementation", "triton", "--num-heads", "1", "--repetition-ms", "1", "--warmup-ms", "0")
-    refused = invoke(*FLASH, *names, "--keep-settings")
+    names = "--implementation triton --num-heads 1 --repetition-ms 1 --warmup-ms 0"
+    refused = invoke(FLASH, names, "--keep-settings")
     assert refused.exit_code == 3
     assert "--keep-settings needs kernels that run on a GPU, got cpu: leave it out" in refused.stderr
     assert not (tmp_path / "cs336sys").exists()
@@ -167,8 +157,8 @@ def test_flash_says_that_kept_settings_were_there_and_compares_cells_that_kept_t
 
 def test_attn_measures_eager_and_the_models_own(tmp_path):
     picture = tmp_path / "attn.svg"
-    names = ("--implementation", "eager,model")
-    rows = tables(invoke(*ATTN, *names, "--format", "json", "--plot", str(picture)))["attn"]["rows"]
+    names = "--implementation eager,model"
+    rows = tables(invoke(ATTN, names, "--format json --plot", picture))["attn"]["rows"]
     assert "<svg" in picture.read_text()
     assert [(row["implementation"], row["status"]) for row in rows] == [
         ("eager", "ok"),

@@ -1,6 +1,5 @@
 """``bench`` as a user runs it: sweeps, statuses, formats, interruption and bad input."""
 
-import csv
 import json
 import os
 import signal
@@ -12,27 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from run_commands import invoke, shown, tables
 
-from cs336sys.cli import app
 from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
 from cs336sys.run import cells as cells_module
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "2"]
-
-IN_TURN = ["--interleave", "attention", "--attention", "sdpa,flash"]
+TINY = "--size tiny --device cpu --batch-size 2 --context 24 --steps 2"
 
 
-def invoke(*arguments, tiny=True):
-    return CliRunner().invoke(app, [*(TINY if tiny else ["bench"]), *arguments])
+def bench(*options):
+    return invoke("bench", TINY, *options)
 
 
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+def rows_of(*options):
+    return tables(bench(*options, "--format", "json"))["bench"]["rows"]
+
+
+def plan_of(*options):
+    return tables(invoke("bench", *options, "--dry-run", "--format", "json"))["plan"]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +40,9 @@ def sweep(tmp_path_factory, kept_workers):
     # One that has trained already would hold before it what it held at its peak.
     kept_workers.end()
     path = tmp_path_factory.mktemp("bench") / "r.jsonl"
-    files = ("--save", str(path), "--plot", str(path.with_name("bench.png")))
+    files = ("--save", path, "--plot", path.with_name("bench.png"))
     arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "1000000000000", "--force", *files)
-    return invoke(*arguments, "--format", "json"), path, arguments
+    return bench(*arguments, "--format", "json"), path, arguments
 
 
 def test_sweep_reports_every_cell_and_ends_well(sweep):
@@ -69,56 +68,24 @@ def test_sweep_reports_every_cell_and_ends_well(sweep):
     assert any(note.startswith("oom: out of memory at building the model: ") for note in found["bench"]["notes"])
     speedups = found["speedup"]["rows"]
     assert [(row["precision"], row["over"]) for row in speedups] == [("bf16", "fp32")]
-    assert [cell.status for cell in read_results(path).cells] == ["ok", "ok", "oom", "oom"]
-
-
-def test_a_picture_is_drawn(sweep):
-    assert sweep[1].with_name("bench.png").read_bytes().startswith(b"\x89PNG")
-    wrong = invoke("--plot", "bench.jpg")
-    assert (wrong.exit_code, wrong.stdout) == (2, "")
-    assert "--plot bench.jpg: the file must end in .png, .svg, .pdf" in wrong.stderr
-
-
-def test_speedup_is_the_ratio_of_medians(sweep):
-    result, path, _ = sweep
-    fp32, bf16 = read_results(path).cells[:2]
-    expected = fp32.samples["step"].median / bf16.samples["step"].median
-    assert tables(result)["speedup"]["rows"][0]["step_speedup"] == pytest.approx(expected)
+    cells = read_results(path).cells
+    assert [cell.status for cell in cells] == ["ok", "ok", "oom", "oom"]
+    fp32, bf16 = (cell.samples["step"].median for cell in cells[:2])
+    assert speedups[0]["step_speedup"] == pytest.approx(fp32 / bf16)
+    assert shown(path) == result.stdout
+    assert path.with_name("bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_resume_measures_nothing_again_and_shows_the_same(sweep):
     result, path, arguments = sweep
     before = path.read_bytes()
-    again = invoke(*arguments, "--resume", "--format", "json")
+    again = bench(*arguments, "--resume", "--format", "json")
     assert tables(again) == tables(result)
     assert path.read_bytes() == before
 
 
-def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
-    result, path, _ = sweep
-    shown = CliRunner().invoke(app, ["show", str(path), "--format", "json"])
-    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
-
-
-def test_every_format_shows_the_same_cells(sweep):
-    result, _, arguments = sweep
-    step_ms = tables(result)["bench"]["rows"][0]["step_ms_mean"]
-    text = invoke(*arguments, "--resume", "--format", "csv").stdout
-    rows = list(csv.DictReader(text.splitlines()))
-    assert [row["status"] for row in rows] == ["ok", "ok", "oom", "oom"]
-    assert float(rows[0]["step_ms_mean"]) == step_ms
-    speedup = invoke(*arguments, "--resume", "--format", "csv", "--table", "speedup").stdout
-    assert len(list(csv.DictReader(speedup.splitlines()))) == 1
-    markers = {"table": "│", "markdown": "| tiny", "latex": r"\toprule", "typst": "#figure("}
-    for format, marker in markers.items():
-        shown = invoke(*arguments, "--resume", "--format", format)
-        assert shown.exit_code == 0
-        assert marker in shown.stdout
-        assert "oom" in shown.stdout
-
-
 def test_output_goes_to_the_file(tmp_path):
-    result = invoke("--warmup", "0", "--mode", "forward", "--output", str(tmp_path / "t.md"))
+    result = bench("--warmup", "0", "--mode", "forward", "--output", tmp_path / "t.md")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "| tiny" in (tmp_path / "t.md").read_text()
 
@@ -132,12 +99,11 @@ def in_order(path):
 
 def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_missing(tmp_path):
     path = tmp_path / "r.jsonl"
-    arguments = ("--warmup", "1", "--attention", "reference,sdpa", "--rounds", "2", "--format", "json")
-    arguments = (*arguments, "--save", str(path))
-    found = tables(invoke(*arguments))
+    arguments = ("--warmup 1 --attention reference,sdpa --rounds 2 --format json --save", path)
+    found = tables(bench(*arguments))
     assert in_order(path) == [(1, "reference", 1), (1, "sdpa", 1), (1, "reference", 2), (1, "sdpa", 2)]
     assert ", rounds 2, " in found["bench"]["title"]
-    assert tables(CliRunner().invoke(app, ["show", str(path), "--format", "json"])) == found
+    assert tables(invoke("show", path, "--format", "json")) == found
     measured = {
         name: [
             sample
@@ -163,7 +129,7 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     lines = path.read_text().splitlines(keepends=True)
     assert [json.loads(line)["kind"] for line in lines] == ["run", "cell", "cell", "cell", "cell"]
     path.write_text("".join(lines[:2] + lines[3:]))
-    again = tables(invoke(*arguments, "--resume"))
+    again = tables(bench(*arguments, "--resume"))
     assert in_order(path) == [(1, "reference", 1), (1, "reference", 2), (1, "sdpa", 2), (1, "sdpa", 1)]
     assert again["bench"]["rows"][0] == found["bench"]["rows"][0]
     assert again["bench"]["rows"][1]["step_ms_mean"] != found["bench"]["rows"][1]["step_ms_mean"]
@@ -175,9 +141,8 @@ def test_every_round_of_a_warmup_study_is_a_fresh_process_and_its_first_step_is_
     started = []
     start = cells_module.call_guarded
     monkeypatch.setattr(cells_module, "call_guarded", lambda *how: started.append(how) or start(*how))
-    arguments = ("--warmup", "0,2", "--mode", "forward", "--rounds", "2", "--format", "json")
     path = tmp_path / "r.jsonl"
-    rows = tables(invoke(*arguments, "--save", str(path)))["bench"]["rows"]
+    rows = rows_of("--warmup 0,2 --mode forward --rounds 2 --save", path)
     assert len(started) == 4
     assert in_order(path) == [(0, "reference", 1), (2, "reference", 1), (0, "reference", 2), (2, "reference", 2)]
     assert [row["warmup"] for row in rows] == [0, 2]
@@ -187,9 +152,9 @@ def test_every_round_of_a_warmup_study_is_a_fresh_process_and_its_first_step_is_
 
 def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp_path):
     path = tmp_path / "r.jsonl"
-    arguments = ("--precision", "bf16,fp32", "--attention", "reference,sdpa", "--interleave", "precision", "--warmup")
-    arguments = (*arguments, "1", "--steps", "3", "--format", "json", "--save", str(path))
-    found = tables(invoke(*arguments))
+    options = "--precision bf16,fp32 --attention reference,sdpa --interleave precision --warmup 1 --steps 3"
+    arguments = (options, "--format json --save", path)
+    found = tables(bench(*arguments))
     cells = read_results(path).cells
     # Side by side in the file and in the table, although attention is the inner list.
     order = [("reference", "bf16"), ("reference", "fp32"), ("sdpa", "bf16"), ("sdpa", "fp32")]
@@ -210,7 +175,7 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     # Where one is missing both are measured again, in turn.
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
-    again = tables(invoke(*arguments, "--resume"))
+    again = tables(bench(*arguments, "--resume"))
     assert [row["status"] for row in again["bench"]["rows"]] == ["ok"] * 4
     assert note in again["bench"]["notes"]
     first, second = again["speedup"]["rows"]
@@ -221,20 +186,10 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     assert second["step_speedup"] != speedups[1]["step_speedup"]
 
 
-def test_one_round_is_neither_saved_nor_shown(tmp_path):
-    path = tmp_path / "r.jsonl"
-    arguments = ("--warmup", "0", "--mode", "forward", "--rounds", "1", "--save", str(path), "--format", "json")
-    table = tables(invoke(*arguments))["bench"]
-    assert "round" not in table["title"]
-    (cell,) = read_results(path).cells
-    assert not {"round", "rounds"} & set(cell.configuration)
-
-
 def test_compare_takes_rounds_for_runs(tmp_path):
     path = tmp_path / "r.jsonl"
-    invoke("--warmup", "0", "--mode", "forward", "--rounds", "2", "--save", str(path))
-    result = CliRunner().invoke(app, ["compare", str(path), str(path), "--format", "json"])
-    table = tables(result)["step_ms"]
+    bench("--warmup 0 --mode forward --rounds 2 --save", path)
+    table = tables(invoke("compare", path, path, "--format", "json"))["step_ms"]
     rows = [(row["ratio"], row["a_runs"], row["b_runs"], row["verdict"]) for row in table["rows"]]
     assert rows == [(1.0, 2, 2, "same within 0 %")]
     assert "rounds of one run a side: what differs between processes is not covered" in table["notes"][1]
@@ -244,11 +199,11 @@ def test_speedups_are_over_the_default_or_a_chosen_baseline():
     """It was the first value: README's command printed 0.33x for "three times faster"."""
     arguments = ("--attention", "sdpa,reference", "--warmup", "0", "--mode", "forward", "--format", "json")
     for more, over in (((), "reference"), (("--baseline", "attention=sdpa"), "sdpa")):
-        (row,) = tables(invoke(*arguments, *more))["speedup"]["rows"]
+        (row,) = tables(bench(*arguments, *more))["speedup"]["rows"]
         assert {row["attention"], row["over"]} == {"reference", "sdpa"}
         assert row["over"] == over
     for baseline in ("flash", "attention=flash", "size=tiny"):
-        refused = invoke(*arguments, "--baseline", baseline)
+        refused = bench(*arguments, "--baseline", baseline)
         message = f"error: --baseline '{baseline}': choose from precision=fp32, compile=off, attention=sdpa, "
         assert (refused.exit_code, message in refused.stderr) == (2, True), refused.stderr
 
@@ -258,7 +213,7 @@ def test_attention_that_no_setting_changes_is_measured_once(more):
     """A model with its own attention was timed three times, and had speed-ups between equal steps."""
     model = f"{Path(__file__).parents[1] / 'user_models.py'}:causal_by_products"
     arguments = ("--model", model, "--attention", "sdpa,flash,reference", "--mode", "forward", "--warmup", "1", *more)
-    result = invoke(*arguments, "--format", "json")
+    result = bench(*arguments, "--format", "json")
     rows = tables(result)["bench"]["rows"]
     assert (rows[0]["attention"], rows[0]["status"]) == ("the model's own", "ok")
     assert [row["status"] for row in rows[1:]] == (["unsupported"] * 2 if more else [])
@@ -268,41 +223,32 @@ def test_attention_that_no_setting_changes_is_measured_once(more):
 
 
 def test_a_sweep_that_cannot_serve_a_gate_says_so_at_once(tmp_path):
-    result = invoke("--warmup", "0", "--mode", "forward", "--save", str(tmp_path / "r.jsonl"))
+    result = bench("--warmup", "0", "--mode", "forward", "--save", tmp_path / "r.jsonl")
     assert (
         "warning: 1 of 1 cells cannot serve compare --fail-above 5%: too few or too noisy samples; --steps 4 would do"
         in result.stderr
     )
-    assert "too few" not in invoke("--warmup", "0", "--mode", "forward").stderr
+    assert "too few" not in bench("--warmup", "0", "--mode", "forward").stderr
 
 
 def test_percentiles_on_request():
-    row = tables(invoke("--steps", "3", "--percentiles", "0,50,100", "--format", "json"))["bench"]["rows"][0]
+    (row,) = rows_of("--steps", "3", "--percentiles", "0,50,100")
     assert row["step_ms_p0"] <= row["step_ms_p50"] == row["step_ms_median"] <= row["step_ms_p100"]
 
 
 def test_graphs_on_a_cpu_are_a_row_that_says_why_and_the_sweep_goes_on():
-    found = tables(invoke("--warmup", "1", "--cuda-graph", "on,off", "--mode", "forward", "--format", "json"))
-    assert [(row["cuda_graph"], row["status"]) for row in found["bench"]["rows"]] == [
-        ("on", "unsupported"),
-        ("off", "ok"),
-    ]
-    assert (
-        "unsupported: CUDA graphs need a GPU, and device 'cpu' is not one: launch the step" in found["bench"]["notes"]
-    )
+    found = tables(bench("--warmup 1 --cuda-graph on,off --mode forward --format json"))
+    statuses = [(row["cuda_graph"], row["status"]) for row in found["bench"]["rows"]]
+    assert statuses == [("on", "unsupported"), ("off", "ok")]
+    reason = "unsupported: CUDA graphs need a GPU, and device 'cpu' is not one: launch the step"
+    assert reason in found["bench"]["notes"]
     assert "speedup" not in found
 
 
 def test_dry_run_predicts_memory_and_measures_nothing():
-    arguments = ("--size", "small,10b", "--context", "128,512", "--bf16", "--rounds", "3", "--dry-run")
-    arguments = (*arguments, "--format", "json")
-    rows = tables(invoke(*arguments, tiny=False))["plan"]["rows"]
-    assert [(row["size"], row["context"]) for row in rows] == [
-        ("small", 128),
-        ("small", 512),
-        ("10b", 128),
-        ("10b", 512),
-    ]
+    rows = plan_of("--size small,10b --context 128,512 --bf16 --rounds 3")["rows"]
+    expected = [("small", 128), ("small", 512), ("10b", 128), ("10b", 512)]
+    assert [(row["size"], row["context"]) for row in rows] == expected
     for row in rows:
         parts = [row[f"{part}_gib"] for part in ("parameters", "gradients", "optimizer_state", "activations")]
         assert parts[2] == pytest.approx(8 * row["parameters"] / 2**30)
@@ -310,8 +256,7 @@ def test_dry_run_predicts_memory_and_measures_nothing():
 
 
 def test_several_modes_are_cells_of_one_sweep():
-    arguments = ("--size", "small", "--mode", "forward,train", "--dry-run", "--format", "json")
-    forward, train = tables(invoke(*arguments, tiny=False))["plan"]["rows"]
+    forward, train = plan_of("--size small --mode forward,train")["rows"]
     assert (forward["mode"], train["mode"]) == ("forward", "train")
     assert forward["gradients_gib"] == forward["optimizer_state_gib"] == 0 < train["optimizer_state_gib"]
 
@@ -325,8 +270,7 @@ def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatc
     monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: asked.append(device) or found)
     # Without nvidia-smi it is torch that knows of a GPU.
     monkeypatch.setattr("cs336sys.machine.device.choose_device", lambda name: None)
-    arguments = ("--size", "small,10b", "--context", "128", "--device", "cuda", "--dry-run", "--format", "json")
-    plan = tables(invoke(*arguments, tiny=False))["plan"]
+    plan = plan_of("--size small,10b --context 128 --device cuda")
     assert asked == ["cuda"]
     assert [row["fits"] for row in plan["rows"]] == verdicts
     if memory_gib is None:
@@ -338,8 +282,7 @@ def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatc
 
 
 def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
-    alone = tables(invoke("--attention", "sdpa,flash", "--dry-run", "--format", "json"))["plan"]
-    in_turn = tables(invoke(*IN_TURN, "--dry-run", "--format", "json"))["plan"]
+    alone, in_turn = (plan_of(TINY, "--attention sdpa,flash", more) for more in ("", "--interleave attention"))
     assert in_turn["rows"] == alone["rows"]
     (note,) = set(in_turn["notes"]) - set(alone["notes"])
     assert note == "All values of attention hold parameters and optimizer states together: add the other rows'."
@@ -347,7 +290,7 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_missing_gpu_is_one_sentence():
-    result = invoke("--device", "cuda")
+    result = bench("--device", "cuda")
     assert result.exit_code == 3
     assert result.stderr.strip().splitlines()[-1].startswith("error: device 'cuda': torch sees no CUDA GPU here")
 
@@ -363,9 +306,9 @@ def interruptible(command):
 
 def test_interrupted_sweep_prints_what_was_measured(tmp_path):
     path = tmp_path / "r.jsonl"
-    arguments = [*TINY, "--warmup", "0", "--mode", "forward", "--seed", "1", "--save", str(path)]
+    arguments = [*TINY.split(), "--warmup", "0", "--mode", "forward", "--seed", "1", "--save", str(path)]
     # Many steps: the second cell must outlast the way of the signal on a loaded machine.
-    command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "1000", "--steps", "100"]
+    command = [sys.executable, "-m", "cs336sys", "bench", *arguments, "--batch-size", "1000", "--steps", "100"]
     with interruptible(command) as process:
         deadline = time.monotonic() + 300
         while not (path.exists() and b'"cell"' in path.read_bytes()):
@@ -377,16 +320,6 @@ def test_interrupted_sweep_prints_what_was_measured(tmp_path):
     assert process.returncode == 130
     assert "| tiny" in stdout
     assert stderr.splitlines()[-1] == "interrupted: 1 of 2 cells measured"
-
-
-def test_options_can_be_set_by_variables():
-    result = CliRunner().invoke(
-        app,
-        ["bench", "--dry-run", "--format", "json"],
-        env={"CS336SYS_BENCH_SIZE": "tiny"},
-        auto_envvar_prefix="CS336SYS",
-    )
-    assert [row["size"] for row in tables(result)["plan"]["rows"]] == ["tiny"]
 
 
 def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
@@ -411,7 +344,7 @@ def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
         "    def forward(self, x):\n        return self.head(self.embedding(x))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "cs336sys", *TINY, "--format", "json"],
+        [sys.executable, "-m", "cs336sys", "bench", *TINY.split(), "--format", "json"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -437,8 +370,8 @@ def mine(tmp_path):
 def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_again(mine):
     saved = mine.with_name("r.jsonl")
     arguments = ["--context", "32", "--warmup", "1", "--model", f"{mine}:build", "--format", "json"]
-    arguments += ["--save", str(saved), "--resume"]
-    result = invoke(*arguments)
+    arguments += ["--save", saved, "--resume"]
+    result = bench(*arguments)
     assert result.exit_code == 1
     (table, *_) = json.loads(result.stdout)["tables"]
     assert [(row["context"], row["status"]) for row in table["rows"]] == [(24, "ok"), (32, "error")]
@@ -448,8 +381,8 @@ def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_aga
     assert f"model {mine}:build, code " in table["title"]
     assert "error: mine.py, line 5: ValueError: too long" in table["notes"]
     assert "Traceback" not in result.stderr
-    invoke(*arguments)
+    bench(*arguments)
     assert len(read_results(saved).cells) == 3, "the one that failed is tried again"
     mine.write_text(mine.read_text() + "# edited\n")
-    invoke(*arguments)
+    bench(*arguments)
     assert len(read_results(saved).cells) == 5

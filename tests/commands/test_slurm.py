@@ -177,24 +177,3 @@ def test_cores_memory_and_all_gpus(tmp_path):
     assert (found["gpus-per-node"], found["cpus-per-task"], found["mem"]) == ("8", "12", "64G")
     # srun does not take them over from sbatch.
     assert steps(result.stdout, tmp_path)[0][:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=12"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--nodes", "2", "--gpus", "3", *DDP], "--gpus 3: give a multiple of --nodes 2, or --gpus-per-node instead"),
-        (["--gpus", "2", "--gpus-per-node", "2", *DDP], "--gpus 2: give a multiple of --nodes 1"),
-        (["--mem", "64GB", "flash"], "--mem '64GB': must be megabytes, or a number with K, M, G or T: 64G"),
-        (["--sbatch", "cpus-per-task=3", "flash"], "--sbatch 'cpus-per-task=3': give --cpus to cs336sys slurm instead"),
-        (["report", "--year", "2026"], "report without --run measures nothing: add --run"),
-        (["--nodes", "2", "tune"], "--nodes 2: tune runs on one machine; leave --nodes out"),
-        (["verify"], "--wrap: name what makes a model parallel"),
-        (["--gpus", "4", "verify", "--wrap", "ddp", "--mesh", "data=2"], "--mesh data=2: its sizes multiply to 2"),
-        (["report", "--run"], "no --year: choose from 2025, 2026"),
-        (["report", "--year", "2026", "--run", "--only", "none"], "--only 'none': choose from"),
-    ],
-)
-def test_mistake_is_refused_before_the_queue(arguments, sentence):
-    result = slurm(*arguments)
-    assert result.exit_code == 2
-    assert sentence in result.stderr

@@ -114,27 +114,6 @@ def test_the_same_wrap_is_right_where_gradients_are_to_be_summed(summed):
     assert all(0 < row["relative_difference"] < 1e-12 for row in verify["rows"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "--wrap: name what makes a model parallel"),
-        (["--wrap", "dpd"], "did you mean ddp?"),
-        (["--wrap", "gone.py:wrap"], "there is no file gone.py"),
-        (["--wrap", "ddp", "--mesh", "rows"], "unknown dimension 'rows'"),
-        (["--wrap", "ddp", "--mesh", "data=3"], "its sizes multiply to 3, not to 2 ranks"),
-        (["--wrap", "ddp", "--mesh", "data,tensor=3"], "its sizes multiply to 3, not to 2 ranks"),
-        (["--wrap", "ddp", "--mesh", "data=0,tensor=2"], "--mesh data=0,tensor=2: write each dimension once, with its"),
-        (["--wrap", "ddp", "--mesh", "data=,tensor=2"], "--mesh data=,tensor=2: write each dimension once, with its"),
-        (["--wrap", "ddp", "--mesh", "data,tensor"], "at least 1 (one may be without): data=2,tensor=2"),
-        (["--wrap", "ddp", "--batch-size", "6"], "--batch-size 6: must be at least 8"),
-    ],
-)
-def test_bad_settings_are_refused_in_one_sentence(arguments, sentence):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-
-
 HANGING = """
 import pathlib
 import time

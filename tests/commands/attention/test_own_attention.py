@@ -141,13 +141,6 @@ def test_rounds_keep_what_a_kernel_refuses():
     assert sum("does not take a context of 131" in note for note in notes) == 1
 
 
-@pytest.mark.parametrize("value", ["mine.py:attention", "attention", "cs336sys.nowhere:f"])
-def test_a_kernel_that_is_not_there_is_refused(value):
-    result = CliRunner().invoke(app, ["flash", "--kernel", value])
-    assert result.exit_code == 2
-    assert result.output.startswith("error: ")
-
-
 @pytest.mark.gpu
 def test_honest_and_early_kernels_on_a_gpu():
     for dtype in ("fp32", "bf16"):

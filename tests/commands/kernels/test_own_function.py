@@ -1,9 +1,7 @@
 """A fused kernel of the user's beside ours: honest ones are timed, and shortcuts do not pass."""
 
 import pytest
-from typer.testing import CliRunner
 
-from cs336sys.cli import app
 from cs336sys.commands.kernels import measure as measurement
 from cs336sys.errors import UserCodeError
 from cs336sys.settings.operations import KernelWorkload
@@ -87,11 +85,3 @@ def test_a_function_of_another_op_is_the_user_s_error(measure):
 
 def test_refused_rows_are_told(measure):
     assert "does not take 131 rows, 1 rows" in measure("rms-norm", "even_rows_alone").derived["notes"][0]
-
-
-@pytest.mark.parametrize("options", [[], ["--op", "adamw"], ["--op", "rms-norm,swiglu"]])
-def test_a_kernel_stands_beside_one_function(tmp_path, options):
-    (tmp_path / "mine.py").write_text(HONEST)
-    result = CliRunner().invoke(app, ["kernels", *options, "--kernel", f"{tmp_path}/mine.py:rms_norm"])
-    assert result.exit_code == 2
-    assert "stands beside one op" in result.output

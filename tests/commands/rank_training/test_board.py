@@ -9,7 +9,6 @@ import torch
 from cs336sys.accounting.sharding.selective_checkpointing import computed_flops, flops_again, kept_step
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.gradient_check import with_few_blocks
-from cs336sys.errors import UsageError
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ModelSize, choose_size
 from cs336sys.settings.training import Workload
@@ -70,17 +69,3 @@ def test_recomputed_flops_count_beside_the_model_s():
     # Attention's backward pass computes the scores again.
     assert computed_flops(everything) / everything.training.flops == pytest.approx(5.044 / 4.745, rel=1e-3)
     assert computed_flops(some) - computed_flops(everything) == flops_again(kept_step(some))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kernels": "reference", "size": replace(SIZE, d_ff=16)}, "d_ff and d_model are both 16"),
-        ({"attention": "reference"}, "choose flash or sdpa"),
-        ({"checkpointing": "keep=4"}, "keep=4: the model has 3 blocks"),
-        ({"checkpointing": "keep"}, "as in keep=24"),
-    ],
-)
-def test_refusals(settings, message):
-    with pytest.raises(UsageError, match=message):
-        workload(**settings)

@@ -11,11 +11,11 @@ import training_ranks
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes, sharded_step
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.shard.tables import shard_plan
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
-from cs336sys.settings.training import UserCode, Workload
+from cs336sys.settings.training import Workload
 from cs336sys.training.ranks.tensor_strategies import torch_context
 
 # Divides by no number of ranks.
@@ -107,20 +107,6 @@ def test_torchs_own_is_refused_where_it_has_no_kernels():
     assert reason("cuda").endswith("--attention reference is not torch's; choose sdpa")
     assert reason("cuda", attention="sdpa").endswith("equal chunks: context 37 is no multiple of that")
     assert reason("cuda", attention="sdpa", compile="block").endswith("choose --compile off and --cuda-graph off")
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"strategy": ALL_TO_ALL, "world_size": 3}, "3 ranks do not divide 4 heads; choose 1, 2 or 4 ranks, or ring"),
-        ({"strategy": RING, "world_size": 40}, "a sequence of 37 tokens cannot be split over 40 ranks"),
-        ({"strategy": RING, "checkpointing": "keep=1", "attention": "flash"}, "choose none or block"),
-        ({"strategy": RING, "user": UserCode("model.py:Model")}, "attention of cs336_basics alone; leave out --model"),
-    ],
-)
-def test_workloads_that_cannot_be_are_refused(settings, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        workload(**settings)
 
 
 def test_a_ring_of_torchs_attention_has_no_logsumexp(ranks):

@@ -14,7 +14,7 @@ from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_mem
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import RankMeasurement
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.results.model import Samples
 from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES, ParallelWorkload
@@ -152,26 +152,6 @@ def test_without_a_baseline_nothing_is_exposed():
 def test_model_compiled_as_a_whole_cannot_be_fully_sharded(strategy):
     with pytest.raises(CapabilityError, match="the model leaves no place to gather its parts; choose --compile block"):
         STRATEGIES[strategy].load("wraps")(workload(strategy, compile="model"), torch.device("cpu"), None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"strategy": "fsdp"}, "--prefetch: strategy 'fsdp' needs one"),
-        (
-            {"strategy": "none", "prefetch": 1},
-            "--prefetch 1: only strategies with fsdp gather ahead; add one to --strategy",
-        ),
-        ({"strategy": "none", "checkpointing": "half"}, "--checkpoint 'half': choose from none, block, keep=N"),
-        (
-            {"training": Workload(SIZE, compile="model"), "strategy": "none", "checkpointing": "block"},
-            "--checkpoint block: --compile model leaves no blocks to put checkpoints around; choose block",
-        ),
-    ],
-)
-def test_workloads_that_cannot_be_are_refused(settings, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        ParallelWorkload(**{"training": Workload(SIZE, device="cpu")} | settings)
 
 
 def test_layers_made_on_the_meta_device_start_as_those_of_the_model():

@@ -6,7 +6,6 @@ import tensor_training_ranks
 
 from cs336sys.accounting.sharding.cells import predicted_rank_memory, sharding_sent_bytes
 from cs336sys.commands.rank_training.measure import measure_parallel_training
-from cs336sys.errors import UsageError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
@@ -125,37 +124,6 @@ def test_gpus_replay_strategies_that_share_layers_or_sequences(strategy, mesh, c
     outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
     assert (outcome.status, outcome.reason) == ("ok", None)
     assert outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mesh": "tp=4"}, "--mesh tp=4: that is 4 ranks, and there are 2"),
-        ({"mesh": "fsdp=1,tp=2"}, "--mesh fsdp=1,tp=2: strategy 'tensor' has the dimensions tp"),
-        ({"mesh": "fsdp=two"}, "--mesh fsdp=two: write dimensions and their numbers of ranks, as in fsdp=2,tp=2"),
-        ({"mesh": "pp=2"}, "--mesh pp=2: unknown dimension 'pp'"),
-        ({"mesh": "tp=2,tp=1"}, "--mesh tp=2,tp=1: tp is given twice"),
-        ({"strategy": "none", "mesh": "tp=2"}, "--mesh tp=2: the ranks of strategy 'none' have one dimension"),
-        ({"strategy": "fsdp+tensor", "mesh": "tp=2,fsdp=1"}, "so tp comes last: fsdp=1,tp=2"),
-        ({"strategy": "fsdp+tensor", "world_size": 3}, "choose an even number, or say by --mesh how many"),
-        ({"world_size": 3}, "4 attention heads cannot be shared by 3 tensor parallel ranks: choose 1, 2 or 4 ranks"),
-        (
-            {"strategy": "ddp+tensor", "mesh": "ddp=3,tp=1", "world_size": 3},
-            "3 groups of ranks cannot share it equally",
-        ),
-        ({"checkpointing": "keep=1", "attention": "sdpa"}, "shares them: choose none or block"),
-        ({"kernels": "fused"}, "leave out --kernels fused"),
-        ({"compile": "model"}, "is compiled by blocks; choose --compile block or off"),
-        (
-            {"strategy": "tensor-sequence", "size": choose_size("tiny", context=15)},
-            "--context 15: 2 ranks cannot share it equally; choose a multiple of 2, or a strategy without sequence",
-        ),
-    ],
-)
-def test_refusals(settings, message):
-    with pytest.raises(UsageError) as refused:
-        workload(**{"strategy": "tensor"} | settings)
-    assert message in str(refused.value)
 
 
 def test_sent_bytes_by_hand():

@@ -9,13 +9,11 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import pytest
-from course_answers import RESULTS, document
+from course_answers import written
 
 from cs336sys.commands.report.answer import Answer
-from cs336sys.commands.report.options import read_sources, source_files
 from cs336sys.tables.numbers import format_value
 from cs336sys.tables.table import Table
 
@@ -228,12 +226,6 @@ READ = [
     r"as long\.", r"take [\d.]+x as long", r"x the (?:error|speed\))", r"\d+ %\), and in", r"calls\)\.",
     r"told apart at 5 %",
 ]  # fmt: skip
-
-
-@cache
-def written(year: int):
-    results, tests, _ = read_sources(source_files([str(RESULTS)]))
-    return document(year, results, tests=tests)
 
 
 @pytest.mark.parametrize("year", [2025, 2026])

@@ -1,0 +1,34 @@
+"""Commands as users type them, run in this process."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from cs336sys.cli import app
+
+
+def _split(words: Any) -> list[str]:
+    if isinstance(words, list | tuple):
+        return [word for part in words for word in _split(part)]
+    return shlex.split(words) if isinstance(words, str) else [str(words)]
+
+
+def invoke(*words: Any, **settings: Any) -> Result:
+    """Run a command; a text may hold several words, and a list several texts and paths."""
+    return CliRunner().invoke(app, _split(words), **settings)
+
+
+def tables(result: Result) -> dict[str, dict]:
+    """Return the tables that a command printed with ``--format json``, by name."""
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def shown(path: Path) -> str:
+    """Return what ``show`` prints of saved cells, as JSON."""
+    result = invoke("show", path, "--format json")
+    assert result.exit_code == 0, result.output
+    return result.stdout
