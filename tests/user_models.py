@@ -18,57 +18,38 @@ def ours(size):
     )
 
 
-def llama(size):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _of_transformers(name, size, **more):
+    """A model of the package transformers, by the first part of its names."""
+    import transformers
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=size.vocab_size,
-            hidden_size=size.d_model,
-            intermediate_size=size.d_ff,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_heads // 2,
-            max_position_embeddings=size.context,
-            use_cache=False,
-        )
-    )
+    shared = {"vocab_size": size.vocab_size, "max_position_embeddings": size.context, "use_cache": False}
+    shared |= {"hidden_size": size.d_model, "intermediate_size": size.d_ff, "num_hidden_layers": size.num_layers}
+    shared |= {"num_attention_heads": size.num_heads, "num_key_value_heads": size.num_heads // 2}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**shared | more))
+
+
+def llama(size):
+    return _of_transformers("Llama", size)
 
 
 def qwen3(size):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    return _of_transformers("Qwen3", size, head_dim=size.d_model // size.num_heads)
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=size.vocab_size,
-            hidden_size=size.d_model,
-            intermediate_size=size.d_ff,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_heads // 2,
-            head_dim=size.d_model // size.num_heads,
-            max_position_embeddings=size.context,
-            use_cache=False,
-        )
-    )
+
+def mistral(size, attention="sdpa"):
+    return _of_transformers("Mistral", size, sliding_window=4, attn_implementation=attention)
+
+
+def eager_mistral(size):
+    return mistral(size, "eager")
 
 
 def gpt2(size):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=size.vocab_size,
-            n_embd=size.d_model,
-            n_inner=size.d_ff,
-            n_layer=size.num_layers,
-            n_head=size.num_heads,
-            n_positions=size.context,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
+    shared = {"n_embd": size.d_model, "n_inner": size.d_ff, "n_layer": size.num_layers, "n_head": size.num_heads}
+    shared |= {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=size.vocab_size, n_positions=size.context, **shared))
 
 
 class Encoder(nn.Module):
@@ -144,8 +125,8 @@ def half(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten()) / 2
 
 
-def without_blocks(size):
-    return nn.Sequential(nn.Embedding(size.vocab_size, size.d_model), nn.Linear(size.d_model, size.vocab_size))
+def without_blocks(size, **how):
+    return nn.Sequential(nn.Embedding(size.vocab_size, size.d_model, **how), nn.Linear(size.d_model, size.vocab_size))
 
 
 class ResidualBlock(nn.Module):
@@ -271,30 +252,26 @@ class Positioned(Masked):
         self.register_buffer("positions", torch.arange(size.context))
 
 
-def _plain(size):
-    return nn.Sequential(nn.Embedding(size.vocab_size, size.d_model), nn.Linear(size.d_model, size.vocab_size))
-
-
 def scaled_afterwards(size):
-    model = _plain(size)
+    model = without_blocks(size)
     nn.init.normal_(model[1].weight, std=0.5)
     return model
 
 
 def orthogonal(size):
-    model = _plain(size)
+    model = without_blocks(size)
     nn.init.orthogonal_(model[1].weight, gain=(size.d_model * 3) ** -0.5)
     return model
 
 
 def weight_normed(size):
-    model = _plain(size)
+    model = without_blocks(size)
     nn.utils.parametrizations.weight_norm(model[1])
     return model
 
 
 def with_hooks(size):
-    model = _plain(size)
+    model = without_blocks(size)
     model[1].weight.register_hook(lambda gradient: 2 * gradient)
     return model
 
@@ -351,12 +328,10 @@ class Counting(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
-        self.head = nn.Linear(size.d_model, size.vocab_size)
+        self.layers = without_blocks(size)
 
     def forward(self, tokens):
-        words = torch.from_numpy(tokens.numpy().copy())
-        return self.head(self.embedding(words))
+        return self.layers(torch.from_numpy(tokens.numpy().copy()))
 
 
 # What can be wrong with them.
@@ -493,56 +468,16 @@ def added_padding(tokens):
     return torch.zeros(padding(tokens).shape, device=tokens.device).masked_fill(~padding(tokens), -1e9)
 
 
-def causal_by_flag(size):
-    return MaskedAttention(size, None)
+def _attending(mask, **how):
+    return lambda size: MaskedAttention(size, mask, **how)
 
 
-def causal_by_mask(size):
-    return MaskedAttention(size, causal)
-
-
-def causal_by_products(size):
-    return MaskedAttention(size, causal, is_eager=True)
-
-
-def window_by_mask(size):
-    return MaskedAttention(size, window_of_4)
-
-
-def window_by_products(size):
-    return MaskedAttention(size, added_window_of_4, is_eager=True)
-
-
-def padding_by_mask(size):
-    return MaskedAttention(size, padding)
-
-
-def padding_by_products(size):
-    return MaskedAttention(size, added_padding, is_eager=True)
-
-
-def mistral(size, attention="sdpa"):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.d_model,
-        intermediate_size=size.d_ff,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_heads // 2,
-        sliding_window=4,
-        use_cache=False,
-    )
-    config._attn_implementation = attention
-    return MistralForCausalLM(config)
-
-
-def eager_mistral(size):
-    return mistral(size, "eager")
+causal_by_flag, causal_by_mask = _attending(None), _attending(causal)
+window_by_mask, padding_by_mask = _attending(window_of_4), _attending(padding)
+causal_by_products = _attending(causal, is_eager=True)
+window_by_products = _attending(added_window_of_4, is_eager=True)
+padding_by_products = _attending(added_padding, is_eager=True)
 
 
 def sparse_embedding(size):
-    return nn.Sequential(
-        nn.Embedding(size.vocab_size, size.d_model, sparse=True), nn.Linear(size.d_model, size.vocab_size)
-    )
+    return without_blocks(size, sparse=True)

@@ -1,14 +1,13 @@
-import csv
-import io
 import json
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
+import run_commands
+from run_commands import invoke
 
-from cs336sys.cli import app
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, Samples
 
@@ -26,14 +25,8 @@ def around(median_ms):
 
 def cell(size, precision="fp32", steps=8, status="ok", reason=None, **samples):
     d_model = {"tiny": 128, "small": 768, "medium": 1024}[size]
-    configuration = {
-        "size": size,
-        "d_model": d_model,
-        "context": 512,
-        "precision": precision,
-        "steps": steps,
-        "seed": 0,
-    }
+    configuration = {"size": size, "d_model": d_model, "context": 512, "precision": precision, "steps": steps}
+    configuration["seed"] = 0
     return Cell("bench", configuration, status, samples, {}, reason, run_id="run")
 
 
@@ -51,8 +44,12 @@ def save(tmp_path, monkeypatch):
     return save
 
 
-def compare(*arguments):
-    return CliRunner().invoke(app, ["compare", *arguments])
+compare = partial(invoke, "compare")
+
+
+def tables(*words):
+    """The tables of a comparison that ends well, and their rows, in their order."""
+    return [*run_commands.tables(compare(words, "--format json")).values()]
 
 
 @pytest.fixture
@@ -75,7 +72,7 @@ def sweeps(save):
 
 
 def test_comparison_of_two_sweeps(sweeps):
-    result = compare("a.jsonl", "b.jsonl")
+    result = compare("a.jsonl b.jsonl")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == (
         "### compare: step_ms of B against A\n"
@@ -111,50 +108,10 @@ def test_comparison_of_two_sweeps(sweeps):
     )
 
 
-def test_json_reads_back(sweeps):
-    result = compare("a.jsonl", "b.jsonl", "--format", "json")
-    steps, not_compared, summary = json.loads(result.stdout)["tables"]
-    assert [steps["name"], not_compared["name"], summary["name"]] == ["step_ms", "not_compared", "summary"]
-    assert [(row["size"], row["precision"], row["verdict"]) for row in steps["rows"]] == [
-        ("small", "fp32", "differs: slower"),
-        ("small", "bf16", "differs: faster"),
-        ("medium", "fp32", "same within 0 %"),
-    ]
-    assert (steps["rows"][0]["a_median_ms"], steps["rows"][0]["b_median_ms"]) == (100.0, 110.0)
-    assert (steps["rows"][0]["a_runs"], steps["rows"][0]["b_autocorrelation"]) == (1, pytest.approx(-0.535, abs=0.001))
-    assert steps["rows"][0]["ratio"] == 1.1
-    assert 1.08 < steps["rows"][0]["ratio_low"] < 1.1 < steps["rows"][0]["ratio_high"] < 1.12
-    assert not_compared["rows"] == [
-        {"size": "medium", "precision": "bf16", "a_status": "ok", "b_status": "oom", "reason": "CUDA out of memory"}
-    ]
-    assert summary["rows"][0]["geometric_mean_ratio"] == pytest.approx((1.1 * 0.8 * 1.0) ** (1 / 3))
-
-
-def test_csv_reads_back(sweeps, tmp_path):
-    result = compare("a.jsonl", "b.jsonl", "--format", "csv", "--output", "report/")
-    assert (result.exit_code, result.stdout) == (0, "")
-    steps, not_compared, summary = (
-        (tmp_path / "report" / f"{name}.csv").read_text().strip() for name in ("step_ms", "not_compared", "summary")
-    )
-    rows = list(csv.DictReader(io.StringIO(steps)))
-    assert [(row["size"], float(row["ratio"]), row["verdict"]) for row in rows] == [
-        ("small", 1.1, "differs: slower"),
-        ("small", 0.8, "differs: faster"),
-        ("medium", 1.0, "same within 0 %"),
-    ]
-    assert (
-        not_compared
-        == "table,size,precision,a_status,b_status,reason\nnot_compared,medium,bf16,ok,oom,CUDA out of memory"
-    )
-    assert summary.startswith(
-        "table,metric,cells,faster,slower,same,undecided,geometric_mean_ratio\nsummary,step_ms,3,1,1,1,0,0.95"
-    )
-
-
 def test_fail_above_names_each_regression(sweeps):
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --fail-above 5%")
     assert result.exit_code == 1
-    assert result.stdout == compare("a.jsonl", "b.jsonl").stdout
+    assert result.stdout == compare("a.jsonl b.jsonl").stdout
     assert result.stderr == (
         "regression: size small, precision fp32: step_ms is 10.0 % slower\n"
         "regression: size medium, precision bf16: ok in A, oom in B\n"
@@ -165,11 +122,11 @@ def test_a_regression_is_one_where_no_table_has_the_columns_asked_for(save):
     """It was a usage error: of a cell that no longer runs there is no ratio."""
     save("a.jsonl", cell("small", step=around(10)))
     save("b.jsonl", cell("small", status="oom", reason="out of memory"))
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5", "--columns", "ratio")
+    result = compare("a.jsonl b.jsonl --fail-above 5 --columns ratio")
     assert result.exit_code == 1
     assert ": ok in A, oom in B\n" in result.stderr
     assert "error: --columns 'ratio': choose from" in result.stderr
-    result = compare("a.jsonl", "b.jsonl", "--columns", "ratio")
+    result = compare("a.jsonl b.jsonl --columns ratio")
     assert (result.exit_code, result.stdout) == (2, "")
 
 
@@ -177,9 +134,7 @@ def test_cells_that_differ_in_where_a_trace_went_and_how_long_ranks_waited_are_c
     one = cell("small", step=around(10))
     save("a.jsonl", replace(one, configuration=one.configuration | {"trace": None, "timeout_s": 120.0}))
     save("b.jsonl", replace(one, configuration=one.configuration | {"trace": "traces", "timeout_s": 60.0}))
-    result = compare("a.jsonl", "b.jsonl", "--format", "json")
-    assert result.exit_code == 0, result.stderr
-    assert [row["ratio"] for row in json.loads(result.stdout)["tables"][0]["rows"]] == [1.0]
+    assert [row["ratio"] for row in tables("a.jsonl b.jsonl")[0]["rows"]] == [1.0]
 
 
 def test_a_cut_line_is_said(save, tmp_path):
@@ -189,37 +144,37 @@ def test_a_cut_line_is_said(save, tmp_path):
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"schema_version": 1, "kind": "cell"')
     warned = r"warning: .*a\.jsonl: line 3 is cut, or no record of results, and passed over\n"
-    assert re.search(warned, compare("a.jsonl", "b.jsonl").stderr)
+    assert re.search(warned, compare("a.jsonl b.jsonl").stderr)
 
 
 def test_fail_above_passes_what_is_not_slower_by_so_much(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("slower.jsonl", cell("small", step=around(110)))
     save("noisy.jsonl", cell("small", step=times(10, 20, 30, 120, 130, 140, 150, 160)))
-    assert compare("a.jsonl", "slower.jsonl", "--fail-above", "12").exit_code == 0
-    assert compare("a.jsonl", "slower.jsonl", "--fail-above", " 9.5 %").exit_code == 1
-    assert compare("slower.jsonl", "a.jsonl", "--fail-above", "0").exit_code == 0
+    assert compare("a.jsonl slower.jsonl --fail-above 12").exit_code == 0
+    assert compare("a.jsonl slower.jsonl --fail-above", " 9.5 %").exit_code == 1
+    assert compare("slower.jsonl a.jsonl --fail-above 0").exit_code == 0
 
 
 def test_fail_above_fails_for_what_may_be_slower_by_so_much(save):
     """Without an end to its interval under the limit nothing is known to hold it."""
     save("a.jsonl", cell("small", step=around(100)))
     save("noisy.jsonl", cell("small", step=times(120, 10, 160, 20, 150, 30, 140, 130)))
-    noisy = compare("a.jsonl", "noisy.jsonl", "--fail-above", "5%")
+    noisy = compare("a.jsonl noisy.jsonl --fail-above 5%")
     assert (noisy.exit_code, "1.250x" in noisy.stdout) == (1, True)
     assert noisy.stderr.startswith("undecided: the cell: step_ms may be slower by up to ")
     assert noisy.stderr.endswith(" %: take more --steps or --rounds\n")
-    allowed = compare("a.jsonl", "noisy.jsonl", "--fail-above", "5%", "--allow-undecided")
+    allowed = compare("a.jsonl noisy.jsonl --fail-above 5% --allow-undecided")
     assert (allowed.exit_code, allowed.stderr) == (0, noisy.stderr)
-    assert compare("a.jsonl", "noisy.jsonl").exit_code == 0
-    wide = compare("a.jsonl", "noisy.jsonl", "--fail-above", "1000%")
+    assert compare("a.jsonl noisy.jsonl").exit_code == 0
+    wide = compare("a.jsonl noisy.jsonl --fail-above 1000%")
     assert (wide.exit_code, wide.stderr) == (0, "")
 
 
 def test_fail_above_fails_for_what_is_not_finite_or_missing(save):
     save("a.jsonl", cell("small", step=around(100)), cell("medium", step=around(300)), cell("tiny", status="oom"))
     save("nan.jsonl", cell("small", step=times(*[float("nan")] * 8)))
-    result = compare("a.jsonl", "nan.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl nan.jsonl --fail-above 5%")
     assert result.exit_code == 1
     assert "| undecided |" in result.stdout
     assert result.stderr == (
@@ -228,10 +183,10 @@ def test_fail_above_fails_for_what_is_not_finite_or_missing(save):
         "undecided: size small: step_ms: samples are not finite: 8 of B\n"
         "undecided: size medium: only A has it\n"
     )
-    assert compare("a.jsonl", "nan.jsonl", "--fail-above", "5%", "--allow-undecided").exit_code == 0
-    assert compare("a.jsonl", "nan.jsonl").exit_code == 0
+    assert compare("a.jsonl nan.jsonl --fail-above 5% --allow-undecided").exit_code == 0
+    assert compare("a.jsonl nan.jsonl").exit_code == 0
     save("series.jsonl", cell("small", forward=around(100)), cell("medium", step=around(300)))
-    result = compare("a.jsonl", "series.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl series.jsonl --fail-above 5%")
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "undecided: size small: A or B lacks the series")
 
 
@@ -240,13 +195,13 @@ def test_nothing_measured_on_either_side_fails_and_says_so(save):
     save("a.jsonl", cell("small", status="oom", reason="CUDA out of memory"))
     save("b.jsonl", cell("small", status="timeout", reason="no result after 60 s"))
     for arguments in (("b.jsonl",), ("a.jsonl",), ("b.jsonl", "--allow-undecided")):
-        result = compare("a.jsonl", *arguments, "--fail-above", "5%")
+        result = compare("a.jsonl", *arguments, "--fail-above 5%")
         status = "timeout" if arguments[0] == "b.jsonl" else "oom"
         assert (result.exit_code, result.stderr) == (
             1,
             f"regression: nothing was measured, in A or in B: {status}\n",
         )
-    assert compare("a.jsonl", "b.jsonl").exit_code == 0
+    assert compare("a.jsonl b.jsonl").exit_code == 0
 
 
 def test_a_file_against_itself_passes(save):
@@ -258,7 +213,7 @@ def test_a_file_against_itself_passes(save):
         cell("medium", step=times(7)),
         cell("medium", "bf16", status="oom", reason="CUDA out of memory"),
     )
-    result = compare("a.jsonl", "a.jsonl", "--fail-above", "0%")
+    result = compare("a.jsonl a.jsonl --fail-above 0%")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("| same within 0 % |") == 3
 
@@ -266,13 +221,13 @@ def test_a_file_against_itself_passes(save):
 def test_samples_that_drift_apart_are_a_regression(save):
     save("a.jsonl", cell("small", step=times(*range(100, 110))))
     save("b.jsonl", cell("small", step=times(*range(300, 330, 3))))
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --fail-above 5%")
     assert "differs: slower" in result.stdout
     assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 200 % slower\n")
 
 
 def test_a_regression_fails_whatever_is_allowed(sweeps):
-    assert compare("a.jsonl", "b.jsonl", "--fail-above", "5%", "--allow-undecided").exit_code == 1
+    assert compare("a.jsonl b.jsonl --fail-above 5% --allow-undecided").exit_code == 1
 
 
 def test_several_files_and_rounds_are_runs(save):
@@ -281,7 +236,7 @@ def test_several_files_and_rounds_are_runs(save):
         save(f"a{number}.jsonl", cell("small", step=times(level, level + 1)), run_id=f"a{number}")
         save(f"b{number}.jsonl", cell("small", step=times(1.2 * level, 1.2 * level + 1)), run_id=f"b{number}")
     a, b = (",".join(f"{name}{number}.jsonl" for number in range(4)) for name in "ab")
-    result = compare(a, b, "--fail-above", "5%", "--format", "json")
+    result = compare(a, b, "--fail-above 5% --format json")
     (table, _) = json.loads(result.stdout)["tables"]
     (row,) = table["rows"]
     assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("differs: slower", 4, 4)
@@ -289,14 +244,13 @@ def test_several_files_and_rounds_are_runs(save):
         "the noise is the spread between runs of one side; compare in the documentation says how many it needs"
     )
     assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 19.9 % slower\n")
-    one = compare("a0.jsonl", "b0.jsonl", "--format", "json")
-    assert json.loads(one.stdout)["tables"][0]["rows"][0]["verdict"] == "undecided"
+    assert tables("a0.jsonl b0.jsonl")[0]["rows"][0]["verdict"] == "undecided"
 
 
 def test_cell_that_runs_again_is_no_regression(save):
     save("a.jsonl", cell("small", status="oom", reason="CUDA out of memory"))
     save("b.jsonl", cell("small", step=around(100)))
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --fail-above 5%")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "| oom | ok  | CUDA out of memory |" in result.stdout
 
@@ -304,18 +258,16 @@ def test_cell_that_runs_again_is_no_regression(save):
 def test_only_failed_cells_still_fail(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("b.jsonl", cell("small", status="timeout", reason="no result after 60 s"))
-    result = compare("a.jsonl", "b.jsonl", "--metric", "step_ms", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --metric step_ms --fail-above 5%")
     assert (result.exit_code, result.stderr) == (1, "regression: the cell: ok in A, timeout in B\n")
 
 
 def test_metrics_asked_for_have_a_table_each(save):
     save("a.jsonl", cell("small", forward=around(30), step=around(100)))
     save("b.jsonl", cell("small", forward=around(30), step=around(50)))
-    result = compare("a.jsonl", "b.jsonl", "--metric", "forward,step_ms", "--format", "json")
-    names = [
-        (table["name"], [row["ratio"] for row in table["rows"]]) for table in json.loads(result.stdout)["tables"][:2]
-    ]
-    assert names == [("forward_ms", [1.0]), ("step_ms", [0.5])]
+    found = tables("a.jsonl b.jsonl --metric forward,step_ms")[:2]
+    ratios = [(table["name"], [row["ratio"] for row in table["rows"]]) for table in found]
+    assert ratios == [("forward_ms", [1.0]), ("step_ms", [0.5])]
 
 
 def test_warnings(save):
@@ -338,7 +290,7 @@ def test_warnings(save):
         cell("tiny", step=slow),
         machine=H200 | {"gpu": "NVIDIA A100"},
     )
-    result = compare("a.jsonl", "b.jsonl")
+    result = compare("a.jsonl b.jsonl")
     assert result.exit_code == 0
     assert result.stderr == (
         "warning: not compared, because only A has them: 2 cells\n"
@@ -357,7 +309,7 @@ def test_runs_of_other_code_are_left_out_and_it_is_said(save, tmp_path):
     (tmp_path / "both.jsonl").write_bytes(
         b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in ("old", "new"))
     )
-    result = compare("old.jsonl", "both.jsonl", "--format", "json")
+    result = compare("old.jsonl both.jsonl --format json")
     row = json.loads(result.stdout)["tables"][0]["rows"][0]
     assert (row["ratio"], row["b_runs"]) == (0.5, 1)
     assert result.stderr == "warning: B holds 1 cell of other code or another machine than its last: left out\n"
@@ -366,41 +318,29 @@ def test_runs_of_other_code_are_left_out_and_it_is_said(save, tmp_path):
 def test_too_few_samples_to_be_significant(save):
     save("a.jsonl", cell("small", step=times(10, 11, 12), steps=3))
     save("b.jsonl", cell("small", step=times(20, 21, 22), steps=3))
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --fail-above 5%")
     assert result.exit_code == 1
     assert result.stderr == (
         "warning: undecided, 1 comparison of 1: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
         "undecided: the cell: step_ms: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
     )
-    assert compare("a.jsonl", "b.jsonl", "--fail-above", "5%", "--allow-undecided").exit_code == 0
+    assert compare("a.jsonl b.jsonl --fail-above 5% --allow-undecided").exit_code == 0
 
 
-def test_fail_above_needs_a_number(sweeps):
-    result = compare("a.jsonl", "b.jsonl", "--fail-above")
-    assert result.exit_code == 2
-    assert "requires an argument" in result.stderr
-
-
-def test_files_without_results(save, tmp_path):
+def test_files_without_a_configuration_in_common(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("other.jsonl", cell("medium", "bf16", step=around(100)), cell("small", "bf16", step=around(100)))
-    (tmp_path / "notes.txt").write_text("not a results file\n")
-    for name, message in (
-        ("notes.txt", "notes.txt holds no results: it should be a file written by --save"),
-        ("missing.jsonl", "cannot read results from missing.jsonl: No such file or directory"),
-        (
-            "other.jsonl",
-            "a.jsonl and other.jsonl have no configuration in common; those nearest to each other differ in precision "
-            "(fp32 and bf16)",
-        ),
-    ):
-        result = compare("a.jsonl", name)
-        assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+    result = compare("a.jsonl other.jsonl")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: a.jsonl and other.jsonl have no configuration in common; those nearest to each other differ in "
+        "precision (fp32 and bf16)\n",
+    )
 
 
 def test_the_base_installation_compares(sweeps, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    assert compare("a.jsonl", "b.jsonl").exit_code == 0
+    assert compare("a.jsonl b.jsonl").exit_code == 0
 
 
 @pytest.mark.parametrize("value", ["0.0", "1e308", "5e-324", str(10**400), "-1.0", "[" * 5000])
@@ -411,7 +351,7 @@ def test_samples_that_are_no_times_cost_their_cell_and_never_pass(save, tmp_path
     text = (tmp_path / "b.jsonl").read_text()
     assert text.count("123.5") == 5
     (tmp_path / "b.jsonl").write_text(text.replace("123.5", value))
-    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    result = compare("a.jsonl b.jsonl --fail-above 5%")
     assert result.exit_code == 1
     assert re.search(r"(?m)^warning: .*b\.jsonl: line 3 is .*, and passed over$", result.stderr)
     assert "size medium: only A has it" in result.stderr
@@ -424,11 +364,8 @@ def test_cells_of_several_commands_are_told_apart(save):
         Cell("bench", {"size": "small", "head_dim": 64}, "ok", {"step": around(50)}, run_id="run"),
     )
     save("a.jsonl", *cells)
-    result = compare("a.jsonl", "a.jsonl", "--format", "json")
-    forward, step, summary = json.loads(result.stdout)["tables"]
-    assert [(table["name"], table["rows"][0]["command"]) for table in (forward, step)] == [
-        ("forward_ms", "attn"),
-        ("step_ms", "bench"),
-    ]
+    forward, step, summary = tables("a.jsonl a.jsonl")
+    of_commands = [(table["name"], table["rows"][0]["command"]) for table in (forward, step)]
+    assert of_commands == [("forward_ms", "attn"), ("step_ms", "bench")]
     assert forward["notes"][-1] == "every cell: head_dim 64"
     assert [row["metric"] for row in summary["rows"]] == ["forward_ms", "step_ms"]

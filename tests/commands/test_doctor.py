@@ -1,10 +1,9 @@
 """``doctor`` as a user runs it."""
 
-import json
+from functools import partial
 
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
-from cs336sys.cli import app
 from cs336sys.machine import diagnosis
 from cs336sys.machine.diagnosis.software import Check
 
@@ -13,14 +12,11 @@ WARNED = Check("nsys importer", "lacks libdw.so.1", "warn", "`apt-get install li
 MISSING = Check("Triton", "not installed", "missing", '`python -m pip install "triton>=3.6"`.')
 
 
-def doctor(*arguments):
-    return CliRunner().invoke(app, ["doctor", *arguments])
+doctor = partial(invoke, "doctor")
 
 
 def test_this_machine_is_described():
-    result = doctor("--format", "json")
-    assert result.exit_code == 0, result.output
-    (table,) = json.loads(result.stdout)["tables"]
+    (table,) = tables(doctor("--format json")).values()
     rows = {row["name"]: row for row in table["rows"]}
     assert {"Python", "torch", "GPU", "C compiler", "nsys", "ncu", "RAM"} <= set(rows)
     for row in rows.values():
@@ -31,7 +27,7 @@ def test_this_machine_is_described():
 
 def test_warnings_are_no_failure(monkeypatch):
     monkeypatch.setattr(diagnosis, "diagnose", lambda: [OK, WARNED])
-    result = doctor("--format", "csv")
+    result = doctor("--format csv")
     assert result.exit_code == 0
     assert result.stdout == (
         "table,name,verdict,found,fix\n"
@@ -42,7 +38,7 @@ def test_warnings_are_no_failure(monkeypatch):
 
 def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
     monkeypatch.setattr(diagnosis, "diagnose", lambda: [OK, WARNED, MISSING])
-    result = doctor("--format", "table")
+    result = doctor("--format table")
     assert result.exit_code == 3
     assert result.stdout == (
         "What cs336sys finds here: 1 ok, 1 warn, 1 missing\n"
@@ -58,9 +54,6 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
 
 def test_ceilings_are_those_of_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = doctor("--ceilings", str(tmp_path / "c.json"))
+    result = doctor("--ceilings", tmp_path / "c.json")
     assert result.exit_code == 3
     assert "torch sees no CUDA GPU here" in result.output
-    result = doctor("--ceilings", str(tmp_path / "c.json"), "--model", "mine.py:build")
-    assert result.exit_code == 2
-    assert "leave out --model, or --ceilings" in result.output

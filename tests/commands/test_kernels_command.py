@@ -1,30 +1,20 @@
 """``kernels`` as a user runs it, on the CPU."""
 
-import json
 from dataclasses import replace
 
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
-from cs336sys.cli import app
 from cs336sys.commands.kernels.tables import kernel_tables, plot_kernels
 from cs336sys.results.model import Cell, Samples
 
-KERNELS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--tokens", "4", "--width", "16", "--repetition-ms", "1"]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, arguments)
+KERNELS = "kernels --device cpu --dtype fp32 --tokens 4 --width 16 --repetition-ms 1"
 
 
 def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     picture = tmp_path / "kernels.png"
-    result = invoke(
-        *(*KERNELS, "--op", "swiglu,rope", "--head-dim", "8", "--implementation", "ours,eager,liger"),
-        *("--plot", str(picture), "--format", "json"),
-    )
-    assert result.exit_code == 0, result.output
-    (table,) = json.loads(result.stdout)["tables"]
+    options = "--op swiglu,rope --head-dim 8 --implementation ours,eager,liger --format json"
+    (table,) = tables(invoke(KERNELS, options, "--plot", picture)).values()
     assert [(row["op"], row["implementation"], row["status"]) for row in table["rows"]] == [
         ("swiglu", "ours", "ok"),
         ("swiglu", "eager", "ok"),

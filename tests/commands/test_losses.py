@@ -1,14 +1,10 @@
 """``losses`` as a user runs it, on the CPU."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
-from cs336sys.cli import app
 from cs336sys.commands.losses.measure import measure_losses
 from cs336sys.commands.losses.tables import loss_tables
 from cs336sys.results.model import Cell, Samples, configuration_key
@@ -19,8 +15,8 @@ from cs336sys.settings.training import Workload
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
-LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]
+LOSSES = "losses --device cpu --size tiny --context 4 --batch-size 1 --vocab-size 256"
+LOSSES += " --num-layers 1 --d-model 16 --d-ff 32 --num-heads 2"
 
 
 def test_curves_of_two_ways(tmp_path):
@@ -30,21 +26,8 @@ def test_curves_of_two_ways(tmp_path):
     (text / "picture.png").write_bytes(b"\xff" * 100)
     picture = tmp_path / "losses.svg"
     saved = tmp_path / "losses.jsonl"
-    options = [
-        "--text",
-        str(text),
-        "--steps",
-        "30",
-        "--learning-rate",
-        "0.01",
-        "--precision",
-        "fp32,bf16",
-        "--format",
-        "json",
-    ]
-    result = CliRunner().invoke(app, [*LOSSES, *options, "--plot", str(picture), "--save", str(saved)])
-    assert result.exit_code == 0, result.output
-    (table,) = json.loads(result.stdout)["tables"]
+    options = ["--steps 30 --learning-rate 0.01 --precision fp32,bf16 --format json --text", text]
+    (table,) = tables(invoke(LOSSES, options, "--plot", picture, "--save", saved)).values()
     first, second = table["rows"]
     assert first["first_loss"] == pytest.approx(5.55, abs=0.5)
     assert first["last_loss"] < first["first_loss"]
@@ -53,8 +36,7 @@ def test_curves_of_two_ways(tmp_path):
     assert abs(second["mean_difference"]) <= second["largest_difference"]
     assert "precision bf16" in picture.read_text()
 
-    shown = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
-    assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
+    assert tables(invoke("show", saved, "--format json"))["losses"]["rows"] == table["rows"]
 
 
 def test_wrong_kernel_is_found_before_training(tmp_path, monkeypatch):
@@ -98,20 +80,14 @@ def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatc
     text = tmp_path / "text.md"
     for content in ("one text of these two", "one text of these two", "another text, which is longer"):
         text.write_text(content)
-        assert CliRunner().invoke(app, [*LOSSES, "--text", str(text)]).exit_code == 0
+        assert invoke(LOSSES, "--text", text).exit_code == 0
     first, again, other = asked_for
     assert first == again != other
-
-
-MODELS = Path(__file__).parents[1] / "user_models.py"
 
 
 def test_a_folder_without_text_is_refused_before_anything_runs(tmp_path):
     """It was an error of torch's in every cell: both buffer length (0) and count (-1) must not be 0."""
     (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    result = CliRunner().invoke(app, [*LOSSES, "--text", str(tmp_path)])
-    assert result.exit_code == 2
-    assert (
-        result.stderr
-        == f"error: --text {tmp_path}: there is nothing to learn from; of a folder .md and .txt are read\n"
-    )
+    result = invoke(LOSSES, "--text", tmp_path)
+    sentence = f"error: --text {tmp_path}: there is nothing to learn from; of a folder .md and .txt are read\n"
+    assert (result.exit_code, result.stderr) == (2, sentence)

@@ -8,40 +8,28 @@ import re
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+from run_commands import invoke, shown, tables
 
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
-from cs336sys.cli import app
 from cs336sys.commands.memprof.tables import memory_tables
 from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "1"]
+TINY = "--size tiny --device cpu --batch-size 2 --context 24 --steps 1"
 
 
-def invoke(*arguments, tiny=True):
-    return CliRunner().invoke(app, [*(TINY if tiny else ["memprof"]), *arguments])
-
-
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+def memprof(*words):
+    return invoke("memprof", words, "--format json")
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """Forward pass, and training with two strategies."""
     directory = tmp_path_factory.mktemp("memprof")
-    arguments = ["--vocab-size", "64", "--mode", "forward,train", "--checkpoint", "none,nested"]
-    arguments += ["--snapshot", str(directory / "s"), "--save", str(directory / "r.jsonl")]
-    return invoke(*arguments, "--format", "json"), directory, arguments
-
-
-def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
-    result, directory, _ = sweep
-    shown = CliRunner().invoke(app, ["show", str(directory / "r.jsonl"), "--format", "json"])
-    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+    options = "--vocab-size 64 --mode forward,train --checkpoint none,nested"
+    arguments = [TINY, options, "--snapshot", directory / "s", "--save", directory / "r.jsonl"]
+    return memprof(arguments), directory, arguments
 
 
 def test_peaks_of_every_cell(sweep):
@@ -58,20 +46,11 @@ def test_peaks_of_every_cell(sweep):
         assert row["traced_gib"] == pytest.approx(row["peak_gib"], rel=0.02)
         assert row["reserved_gib"] is None, "a CPU's allocator reserves nothing"
     assert [cell.status for cell in read_results(directory / "r.jsonl").cells] == ["ok"] * 3
+    assert shown(directory / "r.jsonl") == result.stdout
 
 
 def test_a_cell_out_of_memory_is_a_result(tmp_path):
-    arguments = [
-        "--batch-size",
-        "1000000000000",
-        "--force",
-        "--no-predict",
-        "--snapshot",
-        str(tmp_path / "s"),
-        "--format",
-        "json",
-    ]
-    found = tables(invoke(*arguments))
+    found = tables(memprof(TINY, "--batch-size 1000000000000 --force --no-predict --snapshot", tmp_path / "s"))
     assert not any(note.startswith("On a CPU") for note in found["memprof"]["notes"])
     small, huge = found["memprof"]["rows"]
     assert (small["status"], huge["status"]) == ("ok", "oom")
@@ -133,7 +112,7 @@ def test_strategies_are_compared_with_their_cost_and_the_formula(sweep):
 def test_resume_measures_nothing_again(sweep):
     result, directory, arguments = sweep
     before = (directory / "r.jsonl").read_bytes()
-    invoke(*arguments, "--resume", "--format", "csv", "--output", f"{directory}/tables/")
+    invoke("memprof", arguments, "--resume --format csv --output", f"{directory}/tables/")
     assert (directory / "r.jsonl").read_bytes() == before
     first, second = (
         list(csv.DictReader((directory / "tables" / f"{name}.csv").open())) for name in ("memprof", "phases")
@@ -206,8 +185,8 @@ def test_a_first_step_is_not_taken_for_the_later_one_that_is_predicted(sweep):
 
 def test_dry_run_predicts_what_no_machine_here_could_hold():
     """38 GiB in the widest cell."""
-    arguments = ["--size", "2.7b", "--num-layers", "4", "--context", "2048", "--checkpoint", "none,every=2"]
-    found = tables(invoke(*arguments, "--dry-run", "--top", "2", "--format", "json", tiny=False))
+    sizes = "--size 2.7b --num-layers 4 --context 2048"
+    found = tables(memprof(sizes, "--checkpoint none,every=2 --dry-run --top 2"))
     assert list(found) == ["plan", "phases", "allocations", "strategies"]
     rows = found["plan"]["rows"]
     assert [row["checkpointing"] for row in rows] == ["none", "every=2"]
@@ -222,39 +201,32 @@ def test_dry_run_predicts_what_no_machine_here_could_hold():
     assert all("4 blocks" in note for note in found["strategies"]["notes"])
 
 
-def test_dry_run_without_trace_is_arithmetic(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ("--size 10b --mode forward,train --bf16", [("forward", "none"), ("train", "none")]),
+        # A forward pass has nothing to checkpoint.
+        (f"{TINY} --mode forward --checkpoint none,block,nested", [("forward", "none")]),
+    ],
+)
+def test_dry_run_without_trace_is_arithmetic(options, rows, monkeypatch):
     monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
-    arguments = ["--size", "10b", "--mode", "forward,train", "--bf16", "--dry-run", "--no-predict", "--format", "json"]
-    found = tables(invoke(*arguments, tiny=False))
+    found = tables(memprof(options, "--dry-run --no-predict"))
     assert list(found) == ["plan"]
-    assert [row["mode"] for row in found["plan"]["rows"]] == ["forward", "train"]
-    assert [row["traced_peak_gib"] for row in found["plan"]["rows"]] == [None, None]
-
-
-def test_forward_pass_has_nothing_to_checkpoint():
-    arguments = [
-        "--mode",
-        "forward",
-        "--checkpoint",
-        "none,block,nested",
-        "--dry-run",
-        "--no-predict",
-        "--format",
-        "json",
-    ]
-    assert [row["checkpointing"] for row in tables(invoke(*arguments))["plan"]["rows"]] == ["none"]
+    assert [(row["mode"], row["checkpointing"]) for row in found["plan"]["rows"]] == rows
+    assert {row["traced_peak_gib"] for row in found["plan"]["rows"]} == {None}
 
 
 def test_half_precision_on_a_cpu_is_explained():
     """What is predicted is a GPU's memory."""
-    arguments = ["--mode", "forward", "--bf16", "--no-predict", "--format", "json"]
-    (note,) = (note for note in tables(invoke(*arguments))["memprof"]["notes"] if note.startswith("On a CPU"))
+    notes = tables(memprof(TINY, "--mode forward --bf16 --no-predict"))["memprof"]["notes"]
+    (note,) = (note for note in notes if note.startswith("On a CPU"))
     assert "fp32 copy of the logits" in note
 
 
 def test_own_snapshots_have_the_categories_that_were_recorded(sweep):
     _, directory, _ = sweep
-    read = tables(CliRunner().invoke(app, ["memprof", "--from", str(directory / "s"), "--format", "json"]))
+    read = tables(memprof("--from", directory / "s"))
     assert next(iter(read)) == "verdict"
     peaks = {}
     for cell in read_results(directory / "r.jsonl").cells:

@@ -2,19 +2,19 @@
 
 import base64
 import hashlib
-import json
 import os
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import run_commands
 from agents_page import missing_fields
 from cuda_snapshots import write
 from memory_causes import run
-from typer.testing import CliRunner
+from run_commands import invoke
 
-from cs336sys.cli import app
 from cs336sys.command_line.options.bytes import read_memory_limit
 
 
@@ -26,23 +26,17 @@ def folder(tmp_path_factory):
     return path
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["memprof", *map(str, arguments)])
+memprof = partial(invoke, "memprof")
 
 
-def test_answer_for_programs_has_its_fields(folder):
-    printed = invoke("--from", folder, "--format", "json").stdout
-    assert missing_fields("Why did memory run out?", printed) == []
-
-
-def tables(*arguments):
-    result = invoke(*arguments, "--format", "json")
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+def tables(*words):
+    return run_commands.tables(memprof(words, "--format json"))
 
 
 def test_verdict_comes_first_and_the_failure_before_peaks(folder):
-    found = tables("--from", folder, "--top", 10)
+    printed = memprof("--from", folder, "--top 10 --format json")
+    assert missing_fields("Why did memory run out?", printed.stdout) == []
+    found = run_commands.tables(printed)
     assert list(found) == ["verdict", "causes", "memory", "ranks", "kinds"]
     assert [row["snapshot"] for row in found["verdict"]["rows"]] == ["failed.pickle", "b.pickle", "a.pickle"]
     failed, leaking, healthy = (row["verdict"] for row in found["verdict"]["rows"])
@@ -73,7 +67,7 @@ def test_difference_adds_up_to_the_last_row(folder):
 
 
 def test_page_and_pictures(folder, tmp_path):
-    result = invoke("--from", folder / "a.pickle", "--html", tmp_path / "page.html", "--snapshot", tmp_path / "s")
+    result = memprof("--from", folder / "a.pickle", "--html", tmp_path / "page.html", "--snapshot", tmp_path / "s")
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "s").iterdir()} == {"a.png", "a.svg", "a.html"}
     page = (tmp_path / "page.html").read_text()
@@ -95,7 +89,7 @@ def test_snapshots_of_one_name_have_files_of_their_own(folder, tmp_path):
     for rank in ("rank0", "rank1"):
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "oom.pickle").write_bytes((folder / "a.pickle").read_bytes())
-    result = invoke("--from", f"{tmp_path / 'rank0'},{tmp_path / 'rank1'}", "--snapshot", tmp_path / "s")
+    result = memprof("--from", f"{tmp_path / 'rank0'},{tmp_path / 'rank1'}", "--snapshot", tmp_path / "s")
     assert result.exit_code == 0, result.output
     pages = sorted(path.name for path in (tmp_path / "s").glob("*.html"))
     assert [page[-14:] for page in pages] == ["rank0-oom.html", "rank1-oom.html"]
@@ -112,22 +106,22 @@ def test_memory_limits_have_any_unit(text, size):
 def test_name_that_the_system_refuses_is_refused_before_measuring(tmp_path):
     model = tmp_path / f"{'m' * 200}.py"
     model.write_text("raise AssertionError('loaded')\n\n\ndef build(size): ...\n")
-    result = invoke("--model", f"{model}:build", "--size", "tiny", "--device", "cpu", "--snapshot", tmp_path / "s")
+    result = memprof("--model", f"{model}:build", "--size", "tiny", "--device", "cpu", "--snapshot", tmp_path / "s")
     assert result.exit_code == 2
     assert "cannot write --snapshot" in result.stderr
     assert "File name too long" in result.stderr
 
 
 def test_dry_run_says_formulas_before_it_traces():
-    result = invoke("--size", "tiny", "--context", "32", "--batch-size", "1", "--num-layers", "1", "--dry-run")
+    result = memprof("--size tiny --context 32 --batch-size 1 --num-layers 1 --dry-run")
     assert result.exit_code == 0, result.output
     assert "GiB by formulas (" in result.stderr.splitlines()[0]
 
 
 def test_plan_of_another_model_says_what_is_not_predicted():
     model = f"{Path(__file__).parents[1] / 'user_models.py'}:Encoder"
-    words = ["--model", model, "--size", "tiny", "--context", "32", "--batch-size", "2", "--plan", "--memory"]
-    answer = tables(*words, "10GiB")["answer"]
+    words = "--size tiny --context 32 --batch-size 2 --plan --memory 10GiB --model"
+    answer = tables(words, model)["answer"]
     assert answer["rows"][0]["answer"].startswith("It fits as it is")
     assert any("model of yours: fsdp" in note for note in answer["notes"])
 
@@ -139,7 +133,7 @@ def test_hostile_file_runs_nothing(tmp_path):
 
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[Runs()]]}))
-    result = invoke("--from", path)
+    result = memprof("--from", path)
     assert result.exit_code == 2
     assert "asks for posix.mkdir, which could run code" in result.stderr
     assert not (tmp_path / "made").exists()
@@ -148,25 +142,25 @@ def test_hostile_file_runs_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--from", "none.pickle"], "cannot read none.pickle: No such file or directory"),
-        (["--from", "EMPTY"], "this folder holds no .pickle"),
-        (["--from", "A", "--size", "tiny"], "--size: --from reads snapshots; leave it out"),
-        (["--against", "A"], "--against: is for snapshots that --from reads; leave it out"),
-        (["--html", "x.html"], "--html: is for snapshots that --from reads; leave it out"),
-        (["--from", "A,A", "--against", "A,A"], "one of them must be one"),
-        (["--from", "A", "--html", "x.txt"], "the file must end in .html"),
-        (["--plan"], "--plan needs to know how much memory there is: add --memory 80GiB"),
-        (["--memory", "80GiB"], "--memory 80GiB: is for --plan; add that, or leave it out"),
-        (["--plan", "--memory", "much"], "--memory 'much': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)"),
-        (["--plan", "--memory", "80"], "--memory '80': give a size such as 130GiB"),
-        (["--micro-batches", "3"], "--micro-batches 3: must divide the batch of 4"),
-        (["--micro-batches", "2", "--cuda-graph", "on"], "--micro-batches 2: is launched, not captured"),
+        ("--from none.pickle", "cannot read none.pickle: No such file or directory"),
+        ("--from EMPTY", "this folder holds no .pickle"),
+        ("--from A --size tiny", "--size: --from reads snapshots; leave it out"),
+        ("--against A", "--against: is for snapshots that --from reads; leave it out"),
+        ("--html x.html", "--html: is for snapshots that --from reads; leave it out"),
+        ("--from A,A --against A,A", "one of them must be one"),
+        ("--from A --html x.txt", "the file must end in .html"),
+        ("--plan", "--plan needs to know how much memory there is: add --memory 80GiB"),
+        ("--memory 80GiB", "--memory 80GiB: is for --plan; add that, or leave it out"),
+        ("--plan --memory much", "--memory 'much': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)"),
+        ("--plan --memory 80", "--memory '80': give a size such as 130GiB"),
+        ("--micro-batches 3", "--micro-batches 3: must divide the batch of 4"),
+        ("--micro-batches 2 --cuda-graph on", "--micro-batches 2: is launched, not captured"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, tmp_path, arguments, sentence):
     (tmp_path / "empty").mkdir(exist_ok=True)
     names = {"EMPTY": str(tmp_path / "empty"), "A": str(folder / "a.pickle")}
-    filled = [",".join(names.get(part, part) for part in argument.split(",")) for argument in arguments]
-    result = invoke(*filled)
+    filled = [",".join(names.get(part, part) for part in argument.split(",")) for argument in arguments.split()]
+    result = memprof(filled)
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.stderr.split())

@@ -1,6 +1,5 @@
 """``nsys`` as a user runs it: on its own, under nsys, and on a report; with bad input."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -9,45 +8,31 @@ import pytest
 import torch
 from fake_nsys import put_nsys
 from profile_files import ChromeTrace, NsysReport, train_step
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
 from cs336sys.capture.range_names import run_name
-from cs336sys.cli import app
 from cs336sys.results.model import read_results
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["nsys", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "2"]
+TINY = "nsys --size tiny --device cpu --batch-size 2 --context 24 --steps 2"
 
 
-def invoke(*arguments, **settings):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **settings)
-
-
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+def read(path, *words):
+    """The tables of ``nsys --from``."""
+    return tables(invoke("nsys --from", path, words, "--format json"))
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """fp32 and bf16, compared, with cells that cannot fit any machine."""
     folder = tmp_path_factory.mktemp("nsys")
-    arguments = (
-        *TINY,
-        "--warmup",
-        "1",
-        "--compare-precision",
-        "--batch-size",
-        "1000000000000",
-        "--force",
-        "--keep",
-        folder / "kept",
-    )
-    arguments = (*arguments, "--save", folder / "r.jsonl", "--plot", folder / "r.png", "--format", "json")
-    return invoke(*arguments), folder, arguments
+    options = "--warmup 1 --compare-precision --batch-size 1000000000000 --force"
+    files = ("--keep", folder / "kept", "--save", folder / "r.jsonl", "--plot", folder / "r.png")
+    arguments = (TINY, options, files, "--format json")
+    return invoke(arguments), folder, arguments
 
 
 def test_a_sweep_shows_every_cell(sweep):
@@ -98,7 +83,7 @@ def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
     result, folder, arguments = sweep
     assert [cell.status for cell in read_results(folder / "r.jsonl").cells] == ["ok", "ok", "oom", "oom"]
     monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
-    again, before = tables(invoke(*arguments, "--resume", "--top", "1")), tables(result)
+    again, before = tables(invoke(arguments, "--resume --top 1")), tables(result)
     assert {name: again[name] for name in ("phases", "shares", "attention", "precisions")} == {
         name: before[name] for name in ("phases", "shares", "attention", "precisions")
     }
@@ -108,20 +93,13 @@ def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
 def test_a_kept_trace_gives_the_same_tables(sweep):
     result, folder, _ = sweep
     (path,) = (folder / "kept").glob("*fp32*.trace.json.gz")
-    found = tables(invoke("nsys", "--from", path, "--format", "json", "--plot", folder / "shares.png"))
+    found = read(path, "--plot", folder / "shares.png")
     assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
     of_sweep = tables(result)
     for name in ("kernels", "shares", "attention"):
         for row, other in zip(found[name]["rows"], of_sweep[name]["rows"], strict=False):
             assert {key: row[key] for key in row if key in other} == {key: other[key] for key in row if key in other}
     assert found["phases"]["title"] == f"nsys: {path.name}, made by torch.profiler"
-
-
-@pytest.mark.parametrize("format", ["table", "markdown", "csv", "latex", "typst"])
-def test_every_format(sweep, format):
-    (path,) = (sweep[1] / "kept").glob("*fp32*.trace.json.gz")
-    chosen = ["--table", "kernels"] if format == "csv" else []
-    assert "aten::mm" in invoke("nsys", "--from", path, "--format", format, *chosen).stdout
 
 
 @pytest.fixture
@@ -139,7 +117,7 @@ def report(tmp_path):
 
 
 def test_a_report_of_our_own_says_what_was_run(report):
-    found = tables(invoke("nsys", "--from", report, "--format", "json"))
+    found = read(report)
     rows = {row["phase"]: row for row in found["phases"]["rows"]}
     assert {(row["size"], row["context"], row["precision"]) for row in rows.values()} == {("tiny", 512, "bf16")}
     assert [rows[name]["kernels"] for name in ("forward", "loss", "backward", "optimizer", "step")] == [2, 1, 3, 1, 7]
@@ -173,7 +151,7 @@ def test_reading_a_report_needs_no_torch(report):
 def test_a_report_is_exported_by_the_installed_nsys(report, tmp_path, monkeypatch):
     monkeypatch.setenv("CS336SYS_NSYS", str(put_nsys(tmp_path / "bin")))
     exported = shutil.copyfile(report, tmp_path / "mine.nsys-rep")
-    assert "phases" in tables(invoke("nsys", "--from", exported, "--format", "json"))
+    assert "phases" in read(exported)
     exported.write_bytes(b"from the future")
     result = invoke("nsys", "--from", exported)
     assert result.exit_code == 2
@@ -192,7 +170,7 @@ def test_a_report_without_nsys_to_export_it(tmp_path, monkeypatch):
 
 def test_a_folder_of_one_report_is_read_and_one_of_two_is_refused(report):
     folder = report.parent
-    assert "phases" in tables(invoke("nsys", "--from", folder, "--format", "json"))
+    assert "phases" in read(folder)
     shutil.copyfile(report, folder / "other.sqlite")
     refused = invoke("nsys", "--from", folder)
     assert (refused.exit_code, refused.stdout) == (2, "")
@@ -209,8 +187,8 @@ def test_ranges_of_another_program(tmp_path):
         recorder.kernel("nvjet", start + 60, start + 70, start + 72)
         recorder.kernel("nvjet", start + 62, start + 72, start + 74)
     path = recorder.write()
-    ranges = ("--range", "prefill, layer 0", "--range", "decode")
-    found = tables(invoke("nsys", "--from", path, *ranges, "--format", "json"))
+    ranges = "--range 'prefill, layer 0' --range decode"
+    found = read(path, ranges)
     assert [(row["phase"], row["kernels"]) for row in found["phases"]["rows"]] == [
         ("prefill, layer 0", 1),
         ("decode", 2),
@@ -218,13 +196,11 @@ def test_ranges_of_another_program(tmp_path):
     assert "size" not in found["phases"]["rows"][0]
     assert found["kernels"]["rows"][0]["kernel"] == "vectorized_elementwise add<fp32>"
     assert found["kernels"]["rows"][1]["instances"] == 2
-    full = tables(invoke("nsys", "--from", path, *ranges, "--full-names", "--format", "json"))
+    full = read(path, ranges, "--full-names")
     assert full["kernels"]["rows"][0]["kernel"] == long_name
     assert "attention" not in found
-    unnamed = tables(invoke("nsys", "--from", path, "--format", "json"))
-    assert unnamed["phases"]["notes"][0] == (
-        "phases: the program's own annotations, the outermost; others are chosen with --range"
-    )
+    note = "phases: the program's own annotations, the outermost; others are chosen with --range"
+    assert read(path)["phases"]["notes"][0] == note
     result = invoke("nsys", "--from", path, "--range", "decoder")
     assert (result.exit_code, result.stdout) == (2, "")
     names = "'decode', 'prefill, layer 0'"
@@ -238,7 +214,7 @@ def test_ranges_are_a_list_whose_every_name_is_shown_where_one_is_wrong(tmp_path
         recorder.range(name, 100 * number, 100 * number + 90)
         recorder.kernel("nvjet", 100 * number + 10, 100 * number + 20, 100 * number + 30)
     path = recorder.write()
-    found = tables(invoke("nsys", "--from", path, "--range", "prefill,decode", "--format", "json"))
+    found = read(path, "--range prefill,decode")
     assert [row["phase"] for row in found["phases"]["rows"]] == ["prefill", "decode"]
     refused = invoke("nsys", "--from", path, "--range", "prefill,step")
     assert refused.exit_code == 2
@@ -250,7 +226,7 @@ def test_different_kernels_of_one_short_name_are_numbered(tmp_path):
     recorder.range("forward", 0, 100)
     for number, dtype in enumerate(("int, float", "long, float")):
         recorder.kernel(f"void cub::Kernel3<{dtype}>({dtype})", 10 + number, 20, 30 + number)
-    found = tables(invoke("nsys", "--from", recorder.write(), "--format", "json"))
+    found = read(recorder.write())
     assert [row["kernel"] for row in found["kernels"]["rows"]] == ["Kernel3", "Kernel3 (2)"]
     assert "unclassified: Kernel3" in found["shares"]["notes"]
 
@@ -261,14 +237,8 @@ def test_fewer_launches_backward_than_forward_are_pointed_out(tmp_path):
     trace.range("backward", 100, 200)
     for at in (10, 20, 110):
         trace.kernel("nvjet", at, at + 1, at + 5)
-    notes = tables(invoke("nsys", "--from", trace.write(), "--format", "json"))["phases"]["notes"]
+    notes = read(trace.write())["phases"]["notes"]
     assert "warning: the backward pass has fewer launches than the forward pass" in notes
-
-
-def test_dry_run_predicts_memory_and_measures_nothing():
-    result = invoke("nsys", "--size", "small,xl", "--context", "128", "--dry-run", "--format", "json")
-    rows = tables(result)["plan"]["rows"]
-    assert [(row["size"], row["context"]) for row in rows] == [("small", 128), ("xl", 128)]
 
 
 PROFILED = {"NSYS_PROFILING_SESSION_ID": "1"}
@@ -276,22 +246,20 @@ PROFILED = {"NSYS_PROFILING_SESSION_ID": "1"}
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_under_nsys_the_steps_run_in_this_process():
-    result = invoke(*TINY, env=PROFILED)
-    assert result.exit_code == 3
-    assert result.stderr.strip() == (
-        "error: nsys traces GPU work, and this machine has no GPU: run without nsys, with --device cpu"
-    )
+    result = invoke(TINY, env=PROFILED)
+    sentence = "error: nsys traces GPU work, and this machine has no GPU: run without nsys, with --device cpu"
+    assert (result.exit_code, result.stderr.strip()) == (3, sentence)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--size", "tiny,small"], "one report can hold one run, not 2: give each list option one value"),
-        (["--save", "r.jsonl"], "--save: this process runs under nsys, which writes a report for --from to read"),
-        (["--profiler", "torch"], "--profiler torch: this process runs under nsys"),
+        ("--size tiny,small", "one report can hold one run, not 2: give each list option one value"),
+        ("--save r.jsonl", "--save: this process runs under nsys, which writes a report for --from to read"),
+        ("--profiler torch", "--profiler torch: this process runs under nsys"),
     ],
 )
 def test_under_nsys_what_makes_no_sense_is_refused(arguments, sentence):
-    result = invoke("nsys", *arguments, env=PROFILED)
+    result = invoke("nsys", arguments, env=PROFILED)
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in result.stderr

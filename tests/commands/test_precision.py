@@ -1,12 +1,11 @@
 """``precision`` as a user runs it."""
 
-import json
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from run_commands import invoke, tables
 
-from cs336sys.cli import app
 from cs336sys.machine.system import cpu_model
 
 SUMS = """\
@@ -33,12 +32,11 @@ DTYPES = """\
 """
 
 
-def precision(*arguments):
-    return CliRunner().invoke(app, ["precision", *arguments])
+precision = partial(invoke, "precision")
 
 
 def test_both_tables_on_the_cpu():
-    result = precision("--device", "cpu", "--precision", "bf16")
+    result = precision("--device cpu --precision bf16")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(SUMS)
     title = f"autocast on cpu ({cpu_model()}) with torch {torch.__version__}\n"
@@ -48,37 +46,21 @@ def test_both_tables_on_the_cpu():
 
 
 def test_saved_cells_are_shown_as_they_were_printed(tmp_path):
-    saved = str(tmp_path / "p.jsonl")
-    printed = precision("--device", "cpu", "--save", saved)
+    printed = precision("--device cpu --save", tmp_path / "p.jsonl")
     assert printed.exit_code == 0, printed.output
-    shown = CliRunner().invoke(app, ["show", saved])
-    assert (shown.exit_code, shown.stdout) == (0, printed.stdout)
-    (table,) = json.loads(CliRunner().invoke(app, ["show", saved, "--table", "autocast", "--format", "json"]).stdout)[
-        "tables"
-    ]
-    assert len(table["rows"]) == 4
+    assert invoke("show", tmp_path / "p.jsonl").stdout == printed.stdout
 
 
 def test_a_file_that_cannot_be_appended_to_is_found_first(tmp_path):
     (tmp_path / "p.jsonl").write_text("notes\n")
-    result = precision("--device", "cpu", "--save", str(tmp_path / "p.jsonl"))
+    result = precision("--device cpu --save", tmp_path / "p.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "it holds something else" in result.stderr
 
 
 def test_both_precisions_and_losses_by_default():
-    tables = json.loads(precision("--device", "cpu", "--format", "json").stdout)["tables"]
-    sums, dtypes = (table["rows"] for table in tables)
-    assert (
-        sums[1].items()
-        >= {
-            "accumulation": "fp16 += fp16",
-            "sum": 9.953125,
-            "absolute_error": 0.046875,
-            "relative_error_percent": 0.46875,
-        }.items()
-    )
-    rows = [(row["precision"], row["loss_function"], row["loss"]) for row in dtypes]
+    _, dtypes = tables(precision("--device cpu --format json")).values()
+    rows = [(row["precision"], row["loss_function"], row["loss"]) for row in dtypes["rows"]]
     assert rows == [(name, loss, "fp32") for name in ("fp16", "bf16") for loss in ("cross-entropy", "mse")]
 
 
@@ -87,26 +69,25 @@ def test_device_that_cannot_run_a_cell_gives_a_row_with_the_reason(monkeypatch):
 
     def without_half(*arguments):
         if torch.get_autocast_dtype("cpu") == torch.float16:
-            raise RuntimeError("not implemented for 'Half'")
+            raise RuntimeError("not implemented for 'Half'\nmore")
         return linear(*arguments)
 
     monkeypatch.setattr(torch.nn.functional, "linear", without_half)
-    result = precision("--device", "cpu", "--format", "json")
-    assert result.exit_code == 0
-    rows = json.loads(result.stdout)["tables"][1]["rows"]
+    _, dtypes = tables(precision("--device cpu --format json")).values()
+    rows = dtypes["rows"]
     assert [row["status"] for row in rows] == ["unsupported", "unsupported", "ok", "ok"]
     assert (rows[0]["reason"], rows[0]["logits"]) == ("not implemented for 'Half'", None)
 
 
 def test_cuda_without_a_gpu_exits_with_3(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = precision("--device", "cuda")
+    result = precision("--device cuda")
     assert result.exit_code == 3
     assert result.stderr == "error: device 'cuda': torch sees no CUDA GPU here; choose cpu or auto\n"
 
 
 @pytest.mark.gpu
 def test_on_the_gpu_by_default():
-    tables = json.loads(precision("--format", "json").stdout)["tables"]
-    assert torch.cuda.get_device_name() in tables[1]["title"]
-    assert {row["layer_norm"] for row in tables[1]["rows"]} == {"fp32"}
+    _, dtypes = tables(precision("--format json")).values()
+    assert torch.cuda.get_device_name() in dtypes["title"]
+    assert {row["layer_norm"] for row in dtypes["rows"]} == {"fp32"}

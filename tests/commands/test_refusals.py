@@ -301,6 +301,7 @@ REFUSED = [
     ("precision --precision fp32", "--precision 'fp32': choose from fp16, bf16"),
     ("precision --save x.json.gz", "--save x.json.gz: holds JSON lines"),
     ("doctor --loss mine.py:loss", "--loss mine.py:loss only applies to --model: add --model, or leave it out"),
+    ("doctor --ceilings c.json --model mine.py:build", "leave out --model, or --ceilings"),
     ("doctor --optimizer fused", "--optimizer fused only applies to --model: add --model, or leave it out"),
     # account
     ("account memory --strategy zero", "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp"),
@@ -353,6 +354,8 @@ REFUSED = [
         f"compare {BENCH} {BENCH} --fail-above fast",
         "--fail-above 'fast': must be a percentage of at least 0, such as 5%",
     ),
+    (f"compare {BENCH} {__file__}", "holds no results: it should be a file written by --save"),
+    (f"compare {BENCH} missing.jsonl", "cannot read results from missing.jsonl: No such file or directory"),
     (f"compare {BENCH} {BENCH} --fail-above -5%", "--fail-above '-5%': must be a percentage of at least 0"),
     (f"compare {BENCH} {BENCH} --fail-above nan", "--fail-above 'nan': must be a percentage of at least 0"),
     (f"compare {BENCH} {BENCH} --allow-undecided", "--allow-undecided needs --fail-above: nothing else fails"),

@@ -5,34 +5,25 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import run_commands
 from agents_page import missing_fields
 from profile_files import ChromeTrace, NsysReport, train_step
 from rank_captures import write_ranks
-from typer.testing import CliRunner
+from run_commands import invoke, shown
 
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.cli import app
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
+trace = partial(invoke, "trace")
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["trace", *map(str, arguments)])
-
-
-def tables(result):
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
-
-
-def test_answers_for_programs_have_their_fields(runs):
-    assert missing_fields("Who is late?", invoke(runs / "after", "--format", "json").stdout) == []
-    capture = invoke(runs / "after" / "trace_0.json", "--format", "json").stdout
-    assert missing_fields("Where does a step go?", capture) == []
+def tables(*words):
+    return run_commands.tables(trace(words, "--format json"))
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +38,24 @@ def runs(tmp_path_factory):
 
 
 def test_verdict_names_the_straggler_and_what_to_try(runs):
-    found = tables(invoke(runs / "after", "--format", "json"))
+    printed = trace(runs / "after", "--format json")
+    assert missing_fields("Who is late?", printed.stdout) == []
+    one_rank = trace(runs / "after" / "trace_0.json", "--format json").stdout
+    assert missing_fields("Where does a step go?", one_rank) == []
+    found = run_commands.tables(printed)
     sentences = [row["verdict"] for row in found["verdict"]["rows"]]
     assert re.match(r"Rank 2 \(trace_2.json\) holds the others up by [23]\.\d % of a step .*: computing", sentences[0])
     assert re.match(r"On rank \d \(.*\) the GPU computes [\d.]+ % of the step, which takes 6\.\d+ ms\.", sentences[1])
     assert [row["gpu"] for row in found["ranks"]["rows"]] == [f"rank {rank}" for rank in range(4)]
     parts = [row for row in found["parts"]["rows"] if row["part"] != "step"]
     assert sum(row["share_percent"] for row in parts) == pytest.approx(100)
-    equal = tables(invoke(runs / "before", "--format", "json"))["verdict"]["rows"]
+    equal = tables(runs / "before")["verdict"]["rows"]
     assert equal[0]["verdict"].startswith("No rank of 4 holds the others up: none computes or idles 0.")
 
 
 def test_a_comparison_of_two_steps_begins_with_undecided(tmp_path):
     paths = [write_ranks(tmp_path, ranks=1, steps=2, seed=seed)[0].rename(tmp_path / f"{seed}.json") for seed in (1, 2)]
-    (row,) = tables(invoke(paths[0], "--against", paths[1], "--format", "json"))["verdict"]["rows"]
+    (row,) = tables(paths[0], "--against", paths[1])["verdict"]["rows"]
     assert row["verdict"].startswith("Undecided: the captures hold too few steps to tell a change from noise")
 
 
@@ -76,9 +71,7 @@ def test_a_step_is_not_faster_where_only_a_slower_kernel_is_no_noise(tmp_path):
             trace.kernel("gemm", start, start, stop)
             trace.kernel("softmax", start + 10, stop, stop + 1000 * others[step % 2])
         paths.append(trace.write())
-    sentences = [
-        row["verdict"] for row in tables(invoke(paths[0], "--against", paths[1], "--format", "json"))["verdict"]["rows"]
-    ]
+    sentences = [row["verdict"] for row in tables(paths[0], "--against", paths[1])["verdict"]["rows"]]
     assert sentences[0].startswith("Undecided whether a step takes longer or less: ")
     assert sentences[0].endswith("; the changes that are no noise add up to +0.0300 ms.")
     assert sentences[1] == "Most: gemm (slower, +0.0300 ms)."
@@ -90,24 +83,22 @@ def test_collectives_stand_beside_what_allreduce_measured_on_such_gpus(runs, tmp
     for path in (runs / "before").iterdir():
         named = json.dumps([{"id": 0, "name": gpu}])
         (tmp_path / path.name).write_text(path.read_text().replace("{", f'{{"deviceProperties": {named}, ', 1))
-    found = tables(invoke(tmp_path, "--format", "json"))["collectives"]["rows"]
+    found = tables(tmp_path)["collectives"]["rows"]
     assert all(row.get("alone_busbw_gbps") is None for row in found)
     row = next(row for row in found if row["busbw_gbps"])
     sizes = {row["bytes"] // 2: 100.0, row["bytes"] * 2: 400.0}
     written = write_allreduce(saved / "a.jsonl", gpu, row["collective"], row["ranks"], sizes)
     save = saved / "t.jsonl"
-    arguments = [tmp_path, "--allreduce", written, "--save", save, "--format", "json"]
-    beside = tables(invoke(*arguments))["collectives"]["rows"]
+    beside = tables(tmp_path, "--allreduce", written, "--save", save)["collectives"]["rows"]
     same = next(one for one in beside if (one["collective"], one["bytes"]) == (row["collective"], row["bytes"]))
     assert same["alone_busbw_gbps"] == pytest.approx(200.0)
     assert same["of_alone_percent"] == pytest.approx(row["busbw_gbps"] / 2)
-    shown = json.loads(CliRunner().invoke(app, ["show", str(save), "--format", "json"]).stdout)["tables"]
-    assert next(table for table in shown if table["name"] == "collectives")["rows"] == beside
+    assert run_commands.tables(invoke("show", save, "--format json"))["collectives"]["rows"] == beside
     other = write_allreduce(saved / "b.jsonl", "another GPU", row["collective"], row["ranks"], sizes)
-    refused = invoke(tmp_path, "--allreduce", other)
+    refused = trace(tmp_path, "--allreduce", other)
     assert refused.exit_code == 2
     assert f"holds no collectives of NCCL on {gpu}" in refused.stderr
-    both = invoke(tmp_path, "--allreduce", written, "--against", tmp_path)
+    both = trace(tmp_path, "--allreduce", written, "--against", tmp_path)
     assert both.exit_code == 2
     assert "choose one of the two" in both.stderr
 
@@ -124,9 +115,9 @@ def write_allreduce(path, gpu, collective, ranks, sizes):
 
 
 def test_changes_add_up_to_the_difference(runs):
-    found = tables(invoke(runs / "before", "--against", runs / "after", "--format", "json", "--top", "50"))
+    found = tables(runs / "before", "--against", runs / "after", "--top 50")
     rows = found["changes"]["rows"]
-    sides = [tables(invoke(runs / side / "trace_0.json", "--format", "json")) for side in ("before", "after")]
+    sides = [tables(runs / side / "trace_0.json") for side in ("before", "after")]
     before_ms, after_ms = (side["parts"]["rows"][-1]["ms_mean"] for side in sides)
     assert sum(row["delta_ms"] for row in rows) == pytest.approx(after_ms - before_ms)
     assert found["verdict"]["rows"][0]["verdict"].startswith("A step takes 0.")
@@ -142,7 +133,7 @@ def test_a_page_takes_no_option_of_tables_away(runs):
 
 def test_the_page_loads_nothing_and_shows_hostile_names_as_text(runs):
     page = runs / "page.html"
-    result = invoke(runs / "before", "--against", runs / "after", "--html", page)
+    result = trace(runs / "before", "--against", runs / "after", "--html", page)
     assert result.exit_code == 0, result.output
     assert "explained" in result.stdout
     text = page.read_text()
@@ -153,16 +144,15 @@ def test_the_page_loads_nothing_and_shows_hostile_names_as_text(runs):
     assert "default-src 'none'" in text
     assert text.count("<rect") == 2 * 4 * 12
     for format in ("markdown", "csv", "latex", "typst", "table"):
-        shown = invoke(runs / "before", "--format", format)
+        shown = trace(runs / "before", "--format", format)
         assert shown.exit_code == 0
         assert "\x1b]" not in shown.stdout
 
 
 def test_saved_captures_are_shown_again(runs):
     saved = runs / "r.jsonl"
-    result = invoke(runs / "before", "--against", runs / "after", "--save", saved, "--format", "json")
-    again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
-    assert json.loads(again.stdout)["tables"] == json.loads(result.stdout)["tables"]
+    result = trace(runs / "before", "--against", runs / "after", "--save", saved, "--format", "json")
+    assert shown(saved) == result.stdout
 
 
 def test_nsys_and_torch_profiler_are_compared_by_kernels(tmp_path):
@@ -170,7 +160,7 @@ def test_nsys_and_torch_profiler_are_compared_by_kernels(tmp_path):
     for recorder in (report, trace):
         for start in range(0, 10_000, 2000):
             train_step(recorder, start)
-    found = tables(invoke(report.write(), "--against", trace.write(), "--format", "json"))
+    found = tables(report.write(), "--against", trace.write())
     verdicts = {row["verdict"] for row in found["changes"]["rows"]}
     assert verdicts == {"same within 0 % of a step"}
     assert any("two profilers" in note for note in found["verdict"]["notes"])
@@ -205,7 +195,7 @@ WHOLE = json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "t
 def test_a_bad_file_is_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    result = invoke(path)
+    result = trace(path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -217,7 +207,7 @@ def test_numbers_that_are_none_are_not_recorded(tmp_path, value):
     trace.range("step", 0, 1000)
     trace.kernel("gemm", 10, 20, 500)
     trace.events[-1]["args"] |= {"correlation": value, "bytes": value, "External id": value}
-    found = tables(invoke(trace.write(), "--format", "json"))
+    found = tables(trace.write())
     assert found["kinds"]["rows"][0]["count"] == 1
 
 
@@ -233,12 +223,11 @@ def test_measured_ceilings_are_those_of_the_capture_s_gpu(tmp_path):
     for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         Ceilings(gpu, {"fp32": 50.0, "bf16": 766.0}, 4260.0, 4.5).write(ceilings)
         saved = tmp_path / f"{gpu[-4:].strip()}.jsonl"
-        result = invoke(path, "--ceilings", ceilings, "--save", saved, "--format", "json")
+        result = trace(path, "--ceilings", ceilings, "--save", saved, "--format", "json")
         if gpu != "NVIDIA H200":
             assert result.exit_code == 2
             assert "are those of NVIDIA H100 80GB HBM3" in result.output
             continue
-        again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
-        assert json.loads(again.stdout)["tables"] == json.loads(result.stdout)["tables"]
+        assert shown(saved) == result.stdout
         derived = json.loads(saved.read_text().splitlines()[1])["derived"]
         assert derived["ceilings"]["tflops"]["bf16"] == 766.0

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+import run_commands
+from run_commands import invoke
 
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.step_time import space
@@ -15,7 +17,6 @@ from cs336sys.accounting.step_time.choice import choose
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.accounting.step_time.work import CountedModel
-from cs336sys.cli import app
 from cs336sys.commands.tune import options as tune_command
 from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
 from cs336sys.machine.environment import new_run
@@ -42,19 +43,14 @@ def rates_measured_once():
         yield
 
 
-def tune(*words):
-    return CliRunner().invoke(app, ["tune", *words])
-
-
 def tables(*words):
-    result = tune(*words, "--format", "json")
-    assert result.exit_code == 0, result.output
-    return {table["name"]: table["rows"] for table in json.loads(result.stdout)["tables"]}
+    found = run_commands.tables(invoke("tune", words, "--format json"))
+    return {name: table["rows"] for name, table in found.items()}
 
 
 @pytest.fixture(scope="module")
 def chosen():
-    return tables("--size", "xl", "--bf16", "--memory", "80GiB", "--gpu", "h200")
+    return tables("--size xl --bf16 --memory 80GiB --gpu h200")
 
 
 def test_best_fit_and_are_sorted_and_none_of_the_front_is_beaten(chosen):
@@ -74,7 +70,7 @@ def test_each_of_the_best_has_a_command_that_means_it(chosen):
     for row in chosen["commands"][:3]:
         words = row["command"].split()
         assert words[:2] == ["cs336sys", "bench"]
-        result = CliRunner().invoke(app, [*words[1:], "--dry-run", "--device", "cpu", "--format", "json"])
+        result = invoke(words[1:], "--dry-run --device cpu --format json")
         # A plan is for this machine; what cannot run here is refused with its reason, not misread.
         assert result.exit_code in (0, 3), result.output
     lines = [row["line"] for row in chosen["lines"]]
@@ -85,11 +81,11 @@ def test_the_gpu_of_a_file_of_ceilings_limits_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("cs336sys.machine.system.gpu_capacity", lambda device: None)
     path, rates = tmp_path / "ceilings.json", {"fp32": 51.12, "bf16": 769.3}
     Ceilings("NVIDIA GeForce RTX 4090", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
-    found = tables("--size", "xl", "--bf16", "--kernels", "fused", "--rates", str(path))
+    found = tables("--size xl --bf16 --kernels fused --rates", path)
     assert 0 < max(row["peak_gib"] for row in found["best"]) <= 0.95 * 24
     assert all(row["over_gib"] == pytest.approx(row["peak_gib"] - 0.95 * 24) for row in found["rejected"])
     Ceilings("NVIDIA L40S", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
-    assert "the memory of NVIDIA L40S is not known: give --memory" in tune("--rates", str(path)).stderr
+    assert "the memory of NVIDIA L40S is not known: give --memory" in invoke("tune --rates", path).stderr
 
 
 def test_more_memory_is_never_slower(chosen):
@@ -99,28 +95,14 @@ def test_more_memory_is_never_slower(chosen):
 
 
 def test_given_options_stay():
-    found = tables(
-        *[
-            "--size",
-            "small",
-            "--bf16",
-            "--gpu",
-            "h200",
-            "--attention",
-            "sdpa",
-            "--micro-batch",
-            "4",
-            "--checkpoint",
-            "none,block",
-        ]
-    )
+    found = tables("--size small --bf16 --gpu h200 --attention sdpa --micro-batch 4 --checkpoint none,block")
     words = [row["configuration"] for row in found["best"]]
     assert all(text.startswith("batch 4, ") and "sdpa" in text for text in words)
     assert not any("every=" in text for text in words)
 
 
 def test_micro_batches_add_up_to_the_tokens_of_a_step():
-    found = tables(*["--size", "small", "--bf16", "--gpu", "h200", "--tokens-per-step", "32768"])
+    found = tables("--size small --bf16 --gpu h200 --tokens-per-step 32768")
     for row in found["best"]:
         batch, _, times = row["configuration"].removeprefix("batch ").split(",")[0].partition(" x ")
         assert int(batch) * int(times or 1) * 512 == 32768
@@ -149,7 +131,7 @@ def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("tune") / "tuned.jsonl"
     words = "tune --size tiny --context 32 --device cpu --micro-batch 1,2 --compile off --attention reference,sdpa"
     words += " --checkpoint none,block --measure 2 --steps 2 --warmup 1 --budget 1 --format json --save "
-    return [*words.split(), str(path)], CliRunner().invoke(app, [*words.split(), str(path)]), path
+    return [words, path], invoke(words, path), path
 
 
 def test_measuring_checks_saves_and_compares_the_best_and_the_plain_one(measured):
@@ -199,7 +181,7 @@ def test_next_best_stand_in_for_candidates_that_do_not_run(measured, monkeypatch
     monkeypatch.setattr("cs336sys.run.cells.Worker", NoCompiler)
     words = "tune --size tiny --context 32 --device cpu --micro-batch 1 --compile off,block --attention reference"
     words += " --checkpoint none --optimizer course,fused,adamw --measure 2 --steps 1 --warmup 1 --budget 1"
-    result = CliRunner().invoke(app, [*words.split(), "--format", "json"])
+    result = invoke(words, "--format json")
     # As of every sweep in which a cell ends in an error.
     assert result.exit_code == 1, result.output
     (rows,) = [table["rows"] for table in json.loads(result.stdout)["tables"] if table["name"] == "measured"]
@@ -254,61 +236,19 @@ def test_configuration_dropped_early_is_compared_in_shared_rounds():
 def test_interrupted_measuring_is_resumed_and_shown_again(measured):
     words, _, path = measured
     before = [cell.configuration["round"] for cell in read_results(path).cells]
-    again = CliRunner().invoke(app, [*words, "--resume"])
+    again = invoke(words, "--resume")
     assert again.exit_code == 0, again.output
     rounds = [cell.configuration["round"] for cell in read_results(path).cells]
     assert rounds[: len(before)] == before
     assert rounds.count(1) == before.count(1), "cells of the first round are not measured again"
-    shown = CliRunner().invoke(app, ["show", str(path)])
+    shown = invoke("show", path)
     assert shown.exit_code == 0, shown.output
     assert "slower than the best" in shown.output
 
 
-MODEL = """
-import torch
-from torch import nn
-import torch.nn.functional as F
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads, inner):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x):
-        batch, tokens, width = x.shape
-        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.embed = nn.Embedding(size.vocab_size, size.d_model)
-        self.blocks = nn.ModuleList(Block(size.d_model, size.num_heads, size.d_ff) for _ in range(size.num_layers))
-        self.head = nn.Linear(size.d_model, size.vocab_size)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def build(size):
-    return Model(size)
-"""
-
-
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "mine.py"
-    path.write_text(MODEL)
-    user = UserCode(model=f"{path}:build")
+def counted():
+    user = UserCode(model=f"{Path(__file__).parents[1] / 'user_models.py'}:Encoder")
     size = replace(SIZES["tiny"], context=64)
     outcome = count_model(Workload(size, precision="bf16", user=user).configuration(), lambda stage: None)
     return CountedModel.from_columns(outcome.derived), size

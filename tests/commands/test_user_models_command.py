@@ -5,35 +5,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from cs336sys.cli import app
+from run_commands import invoke, tables
 
 FILE = Path(__file__).parents[1] / "user_models.py"
-TINY = ["--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1", "--warmup", "1"]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+TINY = "--size tiny --device cpu --batch-size 2 --context 16 --steps 1 --warmup 1 --format json"
 
 
 @pytest.mark.parametrize("command", ["bench", "nsys", "ddp", "shard"])
 def test_a_plan_says_who_knows_the_memory_of_a_users_model(command):
-    result = invoke(command, *TINY, "--model", f"{FILE}:ours", "--dry-run", "--format", "json")
-    assert result.exit_code == 0, result.output
-    (table,) = json.loads(result.stdout)["tables"]
+    (table,) = tables(invoke(command, TINY, f"--dry-run --model {FILE}:ours")).values()
     assert table["rows"][0]["model"] == f"{FILE}:ours"
     assert any("memprof --model" in note for note in table["notes"])
 
 
 def doctor(*arguments):
-    result = invoke("doctor", "--format", "json", *arguments)
+    result = invoke("doctor --format json", arguments)
     (table,) = json.loads(result.stdout)["tables"]
     return result.exit_code, {row["name"]: row for row in table["rows"]}
 
 
 def test_doctor_says_what_each_command_can_do_with_a_model():
-    code, rows = doctor("--model", f"{FILE}:Classifier", "--batch", f"{FILE}:images", "--loss", f"{FILE}:classes")
+    code, rows = doctor(f"--model {FILE}:Classifier --batch {FILE}:images --loss {FILE}:classes")
     assert code == 0
     assert rows["blocks"]["found"] == "4 of ResidualBlock: stages.0.0 to stages.1.1"
     assert rows["attention"]["verdict"] == "warn"
@@ -137,14 +129,12 @@ def test_doctor_warns_of_what_is_never_trained():
 )
 def test_a_loss_that_is_no_number_is_a_warning_and_a_note(command):
     """And so are blocks in a list."""
-    ranks = {"ddp": ["--mode", "naive", "--world-size", "1"], "shard": ["--strategy", "fsdp", "--world-size", "1"]}
-    given = [*TINY, *ranks.get(command, []), "--model", f"{FILE}:InAList", "--loss", f"{FILE}:of_nothing"]
-    result = invoke(command, *given, "--format", "json")
-    assert result.exit_code == 0, result.output
+    ranks = {"ddp": "--mode naive --world-size 1", "shard": "--strategy fsdp --world-size 1"}
+    result = invoke(command, TINY, ranks.get(command, ""), f"--model {FILE}:InAList --loss {FILE}:of_nothing")
     loss = f"warning: {FILE}:InAList: the loss is nan: the measured steps train nothing"
     hidden = f"warning: {FILE}:InAList: 4 tensors that require gradients (blocks.0.weight, "
     assert loss in result.stderr
     assert hidden in result.stderr
-    notes = [note for table in json.loads(result.stdout)["tables"] for note in table["notes"]]
+    notes = [note for table in tables(result).values() for note in table["notes"]]
     assert loss in notes
     assert any(note.startswith(hidden) for note in notes)

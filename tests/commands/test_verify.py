@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import run_commands
 from agents_page import missing_fields
+from run_commands import shown, tables
 from running import left_in, wait_until
-from typer.testing import CliRunner
 
 import cs336sys
-from cs336sys.cli import app
 from cs336sys.commands.verify.options import VerificationOptions, VerifiedModelOptions
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -30,8 +30,8 @@ def parallelize(model, group):
 """
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["verify", *arguments], env={"OMP_NUM_THREADS": "1"})
+def invoke(*words):
+    return run_commands.invoke("verify", words, env={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def summed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
     (folder / "mine.py").write_text(SUMMED)
     arguments = ["--wrap", f"{folder}/mine.py:parallelize", "--case", "step,clipping", "--device", "cpu"]
-    files = ["--save", str(folder / "r.jsonl"), "--html", str(folder / "r.html")]
-    return invoke(*arguments, *files, "--format", "json"), folder, arguments
+    files = ["--save", folder / "r.jsonl", "--html", folder / "r.html"]
+    return invoke(arguments, files, "--format json"), folder, arguments
 
 
 def test_summed_gradients_are_named_with_their_line(summed):
@@ -58,6 +58,7 @@ def test_summed_gradients_are_named_with_their_line(summed):
     assert step["collective"].startswith("allreduce of 2,048 float64")
     assert step["allowed_difference"] < 1e-12
     assert "not averaged" in (folder / "r.html").read_text()
+    assert shown(folder / "r.jsonl") == result.stdout
 
 
 def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
@@ -69,8 +70,8 @@ def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
 
 def test_error_of_the_users_model_is_said_once(tmp_path):
     (tmp_path / "broken.py").write_text("def build(size): return size.nothing\n")
-    arguments = ["--model", f"{tmp_path}/broken.py:build", "--wrap", "ddp,naive", "--case", "save,step"]
-    verify, *_ = json.loads(invoke(*arguments, "--device", "cpu", "--format", "json").stdout)["tables"]
+    options = "--wrap ddp,naive --case save,step --device cpu --format json"
+    verify, *_ = json.loads(invoke(options, "--model", f"{tmp_path}/broken.py:build").stdout)["tables"]
     assert [row["verdict"] for row in verify["rows"]] == ["error", "refused", "refused", "refused"]
     others = {row["reason"] for row in verify["rows"][1:]}
     assert others == {"not run: the model or its loss fails in one process, see the first case"}
@@ -99,17 +100,9 @@ def test_ranks_of_torchrun_verify_a_wrap_and_end_with_its_verdict(summed):
     assert diagnosis["rows"][0]["cause"] == "not averaged"
 
 
-def test_saved_cells_are_shown_as_they_were_printed(summed):
-    result, folder, _ = summed
-    shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
-    assert json.loads(shown.stdout)["tables"] == json.loads(result.stdout)["tables"]
-
-
 def test_the_same_wrap_is_right_where_gradients_are_to_be_summed(summed):
     _, _, arguments = summed
-    result = invoke(*arguments, "--gradients", "sum", "--format", "json")
-    assert result.exit_code == 0, result.output
-    (verify,) = json.loads(result.stdout)["tables"]
+    verify = tables(invoke(arguments, "--gradients sum --format json"))["verify"]
     assert [row["verdict"] for row in verify["rows"]] == ["ok", "ok"]
     assert all(0 < row["relative_difference"] < 1e-12 for row in verify["rows"])
 

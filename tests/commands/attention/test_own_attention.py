@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from run_commands import invoke, shown, tables
 
-from cs336sys.cli import app
 from cs336sys.commands.attention import measure as measurement
 from cs336sys.results.model import read_results
 from cs336sys.settings.operations import AttentionWorkload
@@ -109,35 +108,27 @@ def test_the_least_time_is_that_of_flops_or_bytes(monkeypatch):
     )
 
 
+FLASH = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu --rounds 2"
+FLASH += " --warmup-ms 1 --repetition-ms 2 --format json --kernel"
+
+
 def test_command_shows_it_beside_ours(tmp_path):
-    command = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu"
-    command += " --warmup-ms 1 --repetition-ms 2 --rounds 2 --format json"
     saved = tmp_path / "r.jsonl"
     kernels = ",".join(f"{KERNELS}:{name}" for name in ("honest_without_gradient", "computes_half"))
-    result = CliRunner().invoke(app, [*command.split(), "--kernel", kernels, "--save", str(saved)])
+    result = invoke(FLASH, kernels, "--save", saved)
     assert result.exit_code == 1, result.output
     rows = {row["implementation"].split(":")[-1]: row for row in json.loads(result.stdout)["tables"][0]["rows"]}
-    assert [rows[name]["status"] for name in ("eager", "honest_without_gradient", "computes_half")] == [
-        "ok",
-        "ok",
-        "wrong",
-    ]
+    statuses = [rows[name]["status"] for name in ("eager", "honest_without_gradient", "computes_half")]
+    assert statuses == ["ok", "ok", "wrong"]
     assert rows["honest_without_gradient"]["forward_speedup"] is not None
     assert rows["honest_without_gradient"].get("backward_ms") is None
     codes = {cell.configuration.get("code") for cell in read_results(saved).cells}
     assert len(codes) == 2
-    again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
-    assert again.exit_code == 0, again.output
+    assert shown(saved) == result.stdout
 
 
 def test_rounds_keep_what_a_kernel_refuses():
-    command = (
-        "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu --rounds 2"
-    )
-    command += f" --warmup-ms 1 --repetition-ms 2 --format json --kernel {KERNELS}:refuses_odd_lengths"
-    result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == 0, result.output
-    (notes,) = [table["notes"] for table in json.loads(result.stdout)["tables"]]
+    notes = tables(invoke(FLASH, f"{KERNELS}:refuses_odd_lengths"))["flash"]["notes"]
     assert sum("does not take a context of 131" in note for note in notes) == 1
 
 

@@ -49,10 +49,16 @@ class SharedMuon(torch.optim.Optimizer):
                 parameter.sub_(update, alpha=group["lr"])
 
 
+def _muon(parameters, group):
+    return SharedMuon(parameters, lr=0.01, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+
+
 def right_muon(model, group):
-    return average(model, group), SharedMuon(
-        model.parameters(), lr=0.01, rank=dist.get_rank(group), world_size=dist.get_world_size(group)
-    )
+    return average(model, group), _muon(model.parameters(), group)
+
+
+def muon_without_average(model, group):
+    return model, _muon(model.parameters(), group)
 
 
 class Both:
@@ -61,8 +67,7 @@ class Both:
     def __init__(self, model, group):
         matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-        ranks = {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
-        self.optimizers = [torch.optim.AdamW(others, lr=0.01, eps=1.0), SharedMuon(matrices, lr=0.01, **ranks)]
+        self.optimizers = [torch.optim.AdamW(others, lr=0.01, eps=1.0), _muon(matrices, group)]
 
     def zero_grad(self):
         for optimizer in self.optimizers:
@@ -75,12 +80,6 @@ class Both:
 
 def right_muon_and_adamw(model, group):
     return average(model, group), Both(model, group)
-
-
-def muon_without_average(model, group):
-    return model, SharedMuon(
-        model.parameters(), lr=0.01, rank=dist.get_rank(group), world_size=dist.get_world_size(group)
-    )
 
 
 class CourseZero(torch.optim.Optimizer):
@@ -118,41 +117,35 @@ def right_hooks_and_sharded_sgd(model, group):
     return average(model, group), ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-class ScheduledAdamW(torch.optim.AdamW):
-    """Halves its learning rate once for each rank: the schedule counts the steps of all processes."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] *= 0.5 ** dist.get_world_size()
-
-
 class HalvingAdamW(torch.optim.AdamW):
-    """Halves its learning rate after each step."""
+    """Halves its learning rate after each step, so many times."""
+
+    times = 1
 
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            group["lr"] *= 0.5
-
-
-def schedule_of_all_ranks(model, group):
-    return average(model, group), ScheduledAdamW(model.parameters(), lr=0.5, eps=1.0)
+            group["lr"] *= 0.5**self.times
 
 
 def right_schedule(model, group):
     return average(model, group), HalvingAdamW(model.parameters(), lr=0.5, eps=1.0)
 
 
+def schedule_of_all_ranks(model, group):
+    """Once for each rank: the schedule counts the steps of all processes."""
+    module, optimizer = right_schedule(model, group)
+    optimizer.times = dist.get_world_size(group)
+    return module, optimizer
+
+
 def infinities_zeroed(model, group):
-    def send(parameter):
+    def zero(parameter):
         parameter.grad.copy_(torch.nan_to_num(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0))
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    return model
+        parameter.register_post_accumulate_grad_hook(zero)
+    return average(model, group)
 
 
 def own_steps(model, group):
@@ -208,7 +201,7 @@ def half_parameters_summed(model, mesh):
 class FlatSlices:
     """Each rank's optimizer has flattened slices, grouped by their number of dimensions."""
 
-    def __init__(self, model, group, by_name=False, drops_empty=False):
+    def __init__(self, model, group, by_name=False):
         self.module, self.group = model, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.parameters = list(model.parameters())
@@ -217,7 +210,6 @@ class FlatSlices:
         decayed = [part for parameter, part in pairs if (parameter if by_name else part).dim() >= 2]
         others = [part for parameter, part in pairs if (parameter if by_name else part).dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"] or not drops_empty]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1.0)
         self.inner_step = self.optimizer.step
         self.optimizer.step = self.step_slices
@@ -242,8 +234,7 @@ class FlatSlices:
             parameter.data.view(-1).copy_(torch.cat(parts))
 
 
-def matrices_in_no_group(model, group):
-    return FlatSlices(model, group)
+matrices_in_no_group = FlatSlices
 
 
 def right_flat_groups(model, group):

@@ -5,11 +5,16 @@ Each is called as ``--wrap data_faults.py:NAME`` calls it, with the model and th
 
 import contextlib
 import copy
+import os
 import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from cs336sys.settings.training import Workload
+from cs336sys.training.model import build_model
 
 
 class Averaged(nn.Module):
@@ -45,50 +50,26 @@ class Averaged(nn.Module):
         yield
 
 
-def right(model, group):
-    return Averaged(model, group)
+def _wrong(right=Averaged, **changed):
+    """The right wrap with these methods in place of its own."""
+    return type("Wrong", (right,), changed)
 
 
-class Summed(Averaged):
-    def send(self, parameter):
-        dist.all_reduce(parameter.grad, group=self.group)
-
-
-class AveragedTwice(Averaged):
-    def send(self, parameter):
-        super().send(parameter)
-        parameter.grad /= self.ranks
-
-
-class DividedAlone(Averaged):
-    """Each rank divides, and none adds."""
-
-    def send(self, parameter):
-        parameter.grad /= self.ranks
+right = Averaged
+Summed = _wrong(send=lambda self, parameter: dist.all_reduce(parameter.grad, group=self.group))
+AveragedTwice = _wrong(send=lambda self, parameter: (Averaged.send(self, parameter), parameter.grad.div_(self.ranks)))
+# Each rank divides, and none adds.
+DividedAlone = _wrong(send=lambda self, parameter: parameter.grad.div_(self.ranks))
+NormsLeftOut = _wrong(trained=lambda self: [weight for weight in Averaged.trained(self) if weight.dim() > 1])
+LastLeftOut = _wrong(trained=lambda self: Averaged.trained(self)[:-1])
+FirstRanksGradient = _wrong(send=lambda self, parameter: dist.broadcast(parameter.grad, 0, group=self.group))
+LastRanksGradient = _wrong(
+    send=lambda self, parameter: dist.broadcast(parameter.grad, self.ranks - 1, group=self.group)
+)
 
 
 def nothing_sent(model, group):
     return model
-
-
-class NormsLeftOut(Averaged):
-    def trained(self):
-        return [parameter for parameter in super().trained() if parameter.dim() > 1]
-
-
-class LastLeftOut(Averaged):
-    def trained(self):
-        return super().trained()[:-1]
-
-
-class FirstRanksGradient(Averaged):
-    def send(self, parameter):
-        dist.broadcast(parameter.grad, 0, group=self.group)
-
-
-class LastRanksGradient(Averaged):
-    def send(self, parameter):
-        dist.broadcast(parameter.grad, self.ranks - 1, group=self.group)
 
 
 class NotWaited(Averaged):
@@ -120,7 +101,14 @@ class OneStepLate(Averaged):
                 parameter.grad.copy_(gradient)
 
 
-class BucketOneShort(Averaged):
+class Unfinished(Averaged):
+    """Sends in hooks alone."""
+
+    def finish_gradient_synchronization(self):
+        pass
+
+
+class BucketOneShort(Unfinished):
     """A bucket is sent when all its gradients but one are ready."""
 
     def __init__(self, model, group):
@@ -137,11 +125,8 @@ class BucketOneShort(Averaged):
         if len(self.ready) == len(self.trained()):
             self.ready.clear()
 
-    def finish_gradient_synchronization(self):
-        pass
 
-
-class SentBeforeComplete(Averaged):
+class SentBeforeComplete(Unfinished):
     """A module's hook runs when its inputs have gradients; its parameters have none yet, or those of before."""
 
     def __init__(self, model, group):
@@ -149,21 +134,13 @@ class SentBeforeComplete(Averaged):
         for parameter in self.trained():
             parameter.grad = torch.zeros_like(parameter)
         for module in model.modules():
-            parameters = list(module.parameters(recurse=False))
-            if parameters:
-                module.register_full_backward_pre_hook(self.before(parameters))
+            if parameters := list(module.parameters(recurse=False)):
+                module.register_full_backward_pre_hook(lambda *_, sent=parameters: self.send_all(sent))
 
-    def before(self, parameters):
-        def hook(*_):
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self.send(parameter)
-
-        return hook
-
-    def finish_gradient_synchronization(self):
-        pass
+    def send_all(self, parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.send(parameter)
 
 
 class SwappedInBucket(Averaged):
@@ -194,9 +171,7 @@ class AddedAtEachMicroBatch(Averaged):
     def __init__(self, model, group):
         super().__init__(model, group)
         for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter_: dist.all_reduce(parameter_.grad, group=group)
-            )
+            parameter.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad, group=group))
 
     def send(self, parameter):
         parameter.grad /= self.ranks
@@ -209,19 +184,14 @@ class NoSyncForgets(Averaged):
         self.module.zero_grad()
 
 
-class Hooked(Averaged):
+class Hooked(Unfinished):
     """A right wrap: averages in hooks, unless under no_sync."""
 
     def __init__(self, model, group):
         super().__init__(model, group)
         self.sends = True
         for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter_: self.send(parameter_) if self.sends else None
-            )
-
-    def finish_gradient_synchronization(self):
-        pass
+            parameter.register_post_accumulate_grad_hook(lambda weight: self.send(weight) if self.sends else None)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -297,13 +267,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def right_trainer(model, group):
-    return Trainer(model, group)
-
-
-class UnevenAveragedEvenly(Trainer):
-    def share(self, inputs):
-        return 1.0
+right_trainer = Trainer
+UnevenAveragedEvenly = _wrong(Trainer, share=lambda self, inputs: 1.0)
 
 
 class GradientsKept(Trainer):
@@ -338,12 +303,11 @@ class WeightsAveraged(Trainer):
         return loss
 
 
-class WithoutOptimizerState(Trainer):
-    def state_dict(self):
-        return {"model": self.module.state_dict()}
-
-    def load_state_dict(self, state):
-        self.module.load_state_dict(state["model"])
+WithoutOptimizerState = _wrong(
+    Trainer,
+    state_dict=lambda self: {"model": self.module.state_dict()},
+    load_state_dict=lambda self, state: self.module.load_state_dict(state["model"]),
+)
 
 
 class LoadedByFirstRank(Trainer):
@@ -396,9 +360,7 @@ def unfreezes(model, group):
     return Averaged(model, group)
 
 
-class NotBroadcast(Averaged):
-    def start(self):
-        pass
+NotBroadcast = _wrong(start=lambda self: None)
 
 
 class BuffersNotBroadcast(Averaged):
@@ -499,14 +461,8 @@ def updated_in_float32(model, group):
 
 def half_of_the_ranks(model, group):
     """Averages among neighbours alone."""
-    ranks = dist.get_world_size(group)
-
-    class Wrong(Averaged):
-        def start(self):
-            pass
-
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
-    return Wrong(model, pairs[dist.get_rank(group) // 2])
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(group), 2)]
+    return NotBroadcast(model, pairs[dist.get_rank(group) // 2])
 
 
 class CountedCalls(Averaged):
@@ -514,20 +470,9 @@ class CountedCalls(Averaged):
 
     def __init__(self, model, group):
         super().__init__(model, group)
-        self.calls = {}
+        self.calls = Counter()
         for block in model.layers:
-            forward = block.forward
-            block.forward = self.counting(block, forward)
-
-    def counting(self, block, forward):
-        inner = block.attn.forward
-
-        def attend(*args, **kwargs):
-            self.calls[block] = self.calls.get(block, 0) + 1
-            return inner(*args, **kwargs)
-
-        block.attn.forward = attend
-        return forward
+            block.attn.register_forward_pre_hook(lambda *_, counted=block: self.calls.update([counted]))
 
     def finish_gradient_synchronization(self):
         super().finish_gradient_synchronization()
@@ -555,32 +500,24 @@ def optimizer_of_half(model, group):
     return wrapped, torch.optim.AdamW(list(model.parameters())[:-1], lr=1e-2)
 
 
-class FewerCollectivesOnOne(Averaged):
-    """One rank leaves its last gradient out, and hangs the others."""
-
+def _only_on_rank_0(change):
     def trained(self):
-        parameters = super().trained()
-        return parameters[:-1] if dist.get_rank(self.group) == 0 else parameters
+        parameters = Averaged.trained(self)
+        return change(parameters) if dist.get_rank(self.group) == 0 else parameters
+
+    return _wrong(trained=trained)
 
 
-class OtherOrderOnOne(Averaged):
-    """Gradients are sent in the order in which they became ready, which differs between ranks."""
-
-    def trained(self):
-        parameters = super().trained()
-        return list(reversed(parameters)) if dist.get_rank(self.group) == 0 else parameters
+# One rank leaves its last gradient out, and hangs the others; or sends in the order in which they became ready.
+FewerCollectivesOnOne = _only_on_rank_0(lambda parameters: parameters[:-1])
+OtherOrderOnOne = _only_on_rank_0(lambda parameters: parameters[::-1])
 
 
-def rank_dies(model, group):
-    import os
-
-    class Wrong(Averaged):
-        def finish_gradient_synchronization(self):
-            super().finish_gradient_synchronization()
-            if dist.get_rank(self.group) == self.ranks - 1:
-                os._exit(7)
-
-    return Wrong(model, group)
+class rank_dies(Averaged):
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        if dist.get_rank(self.group) == self.ranks - 1:
+            os._exit(7)
 
 
 def raises(model, group):
@@ -591,9 +528,6 @@ def raises(model, group):
 
 
 def buffered(size):
-    from cs336sys.settings.training import Workload
-    from cs336sys.training.model import build_model
-
     model = build_model(Workload(size, seed=torch.initial_seed()), torch.device("cpu"))
     model.register_buffer("scale", torch.rand(3))
     return model

@@ -1,6 +1,7 @@
 """A catalogue of mistakes in parallel training, each planted in a wrap that is right without it."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -52,16 +53,15 @@ class Fault:
         return self.wrap.rpartition(":")[2]
 
 
-def _data(name, causes, source, cases=(), **settings):
-    return Fault(f"{DATA}:{name}", tuple(cases), tuple(causes.split(",")), source, **settings)
-
-
-def _sharded(name, causes, source, cases=(), **settings):
-    return Fault(f"{SHARDED}:{name}", tuple(cases), tuple(causes.split(",")), source, **settings)
+def _fault(file, name, causes, source, cases=(), mesh="data", **settings):
+    return Fault(f"{file}:{name}", tuple(cases), tuple(causes.split(",")), source, mesh, **settings)
 
 
 def _layers(name, causes, source, mesh, cases=(), **settings):
-    return Fault(f"{LAYERS}:{name}", tuple(cases), tuple(causes.split(",")), source, mesh, **settings)
+    return _fault(LAYERS, name, causes, source, cases, mesh, **settings)
+
+
+_data, _sharded = partial(_fault, DATA), partial(_fault, SHARDED)
 
 
 FAULTS = (
@@ -173,13 +173,5 @@ LESS_PRECISE = (
 )
 
 # What the default suite has of both.
-REPRESENTATIVE = {
-    "right",
-    "right_holder",
-    "right_fsdp",
-    "right_tensor",
-    "right_context",
-    "right_pipeline",
-    "SentInBf16",
-    "updated_in_float32",
-}
+REPRESENTATIVE = {f"right{kind}" for kind in ("", "_holder", "_fsdp", "_tensor", "_context", "_pipeline")}
+REPRESENTATIVE |= {"SentInBf16", "updated_in_float32"}

@@ -79,15 +79,11 @@ class Tensor:
         return Add.apply(out, self.group, self.scale, self.twice) if self.adds else out
 
 
-def right_tensor(model, group):
-    return Tensor(group).wrap(model)
-
-
 def _wrong(**changed):
-    def wrap(model, group):
-        return type("Wrong", (Tensor,), changed)(group).wrap(model)
+    return lambda model, group: type("Wrong", (Tensor,), changed)(group).wrap(model)
 
-    return wrap
+
+right_tensor = _wrong()
 
 
 tensor_not_added = _wrong(adds=False)
@@ -198,15 +194,11 @@ class Sequence(nn.Module):
         parameter.grad /= self.ranks
 
 
-def right_context(model, group):
-    return Sequence(model, group)
-
-
 def _wrong_context(**changed):
-    def wrap(model, group):
-        return type("Wrong", (Sequence,), changed)(model, group)
+    return type("Wrong", (Sequence,), changed)
 
-    return wrap
+
+right_context = Sequence
 
 
 context_keys_not_gathered = _wrong_context(gather=lambda self, x: x)
@@ -263,13 +255,8 @@ class Stage(nn.Module):
         self.group, self.rank = group, dist.get_rank(group)
         self.first = self.rank == 0
         self.embedding = model.token_embeddings if self.first else None
-        self.layers = nn.ModuleDict(
-            {
-                str(number): layer
-                for number, layer in enumerate(model.layers)
-                if (number < self.first_blocks if self.first else number >= self.second_from)
-            }
-        )
+        kept = range(self.first_blocks) if self.first else range(self.second_from, len(model.layers))
+        self.layers = nn.ModuleDict({str(number): model.layers[number] for number in kept})
         self.norm, self.head = (None, None) if self.first else (model.ln_final, model.lm_head)
         self.width, self.vocabulary = model.ln_final.weight.shape[0], model.lm_head.weight.shape[0]
 
@@ -292,15 +279,13 @@ class Stage(nn.Module):
         return logits
 
 
-def right_pipeline(model, group):
-    return Stage(model, group)
-
-
 def _wrong_stage(**changed):
-    def wrap(model, group):
-        return type("Wrong", (Stage,), changed)(model, group)
+    return type("Wrong", (Stage,), changed)
 
-    return wrap
+
+right_pipeline = Stage
+# Embedding and head are one parameter, and each stage has a part of its gradient.
+pipeline_tied_apart = Stage
 
 
 pipeline_without_gradient = _wrong_stage(returns=False)
@@ -314,11 +299,6 @@ def _sent_before(self, x):
 
 
 pipeline_activations_of_before = _wrong_stage(sent=_sent_before)
-
-
-def pipeline_tied_apart(model, group):
-    """Embedding and head are one parameter, and each stage has a part of its gradient."""
-    return Stage(model, group)
 
 
 def pipeline_gradient_never_sent(model, group):

@@ -1,5 +1,7 @@
 """Wraps of ranks that hold slices of weights or of optimizer state: right ones, and the same with one mistake each."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,26 +14,21 @@ def _shard(model, mesh, **settings):
     return fully_shard(model, mesh=mesh, **settings)
 
 
-def right_fsdp(model, mesh):
-    return _shard(model, mesh)
+right_fsdp = _shard
 
 
-def _units(model):
-    return [*model.layers, model]
+def _divided_by(model, mesh, factor):
+    for unit in (*_shard(model, mesh).layers, model):
+        unit.set_gradient_divide_factor(factor)
+    return model
 
 
 def fsdp_summed(model, mesh):
-    _shard(model, mesh)
-    for unit in _units(model):
-        unit.set_gradient_divide_factor(1.0)
-    return model
+    return _divided_by(model, mesh, 1.0)
 
 
 def fsdp_divided_twice(model, mesh):
-    _shard(model, mesh)
-    for unit in _units(model):
-        unit.set_gradient_divide_factor(float(mesh.size() ** 2))
-    return model
+    return _divided_by(model, mesh, float(mesh.size() ** 2))
 
 
 def fsdp_never_sent(model, mesh):
@@ -127,18 +124,15 @@ class Zero:
         return torch.nn.utils.clip_grad_norm_(self.every, max_norm)
 
 
-def right_zero(model, group):
-    return Zero(model, group)
+def _wrong(right=Zero, **changed):
+    """The right wrap with these methods in place of its own."""
+    return type("Wrong", (right,), changed)
 
 
-class ZeroNotSent(Zero):
-    def send(self):
-        pass
-
-
-class ZeroSentByNext(Zero):
-    def owner(self, number):
-        return (number + 1) % self.ranks
+right_zero = Zero
+ZeroNotSent = _wrong(send=lambda self: None)
+ZeroSentByNext = _wrong(owner=lambda self, number: (number + 1) % self.ranks)
+ZeroClipsOwn = _wrong(clip_grad_norm_=lambda self, norm: torch.nn.utils.clip_grad_norm_(self.own(), norm))
 
 
 class ZeroLastHasNoOwner(Zero):
@@ -150,11 +144,6 @@ class ZeroLastHasNoOwner(Zero):
 
     def owner(self, number):
         return min(number // ((len(self.every) - 1) // self.ranks), self.ranks - 1)
-
-
-class ZeroClipsOwn(Zero):
-    def clip_grad_norm_(self, max_norm):
-        return torch.nn.utils.clip_grad_norm_(self.own(), max_norm)
 
 
 class ZeroSentBeforeTheStep(Zero):
@@ -201,9 +190,8 @@ class Flat:
             dist.broadcast(parameter.data, 0, group=group)
         size = sum(parameter.numel() for parameter in self.every)
         self.each = -(-size // self.ranks)
-        self.master = nn.Parameter(
-            self.slice(self.flat([parameter.data for parameter in self.every]), self.rank).clone()
-        )
+        weights = self.flat([parameter.data for parameter in self.every])
+        self.master = nn.Parameter(self.slice(weights, self.rank).clone())
         self.optimizer = self
         self.inner = torch.optim.AdamW([self.master], lr=1e-2)
         self.param_groups = [{"params": self.every, "lr": 1e-2}]
@@ -220,9 +208,7 @@ class Flat:
         self.module.zero_grad()
         loss = nn.functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        grads = self.flat(
-            [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.every]
-        )
+        grads = self.flat([torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.every])
         dist.all_reduce(grads, group=self.group)
         self.master.grad = self.slice(grads / self.ranks, (self.rank + self.shift) % self.ranks).clone()
         self.inner.step()
@@ -241,44 +227,25 @@ class Flat:
             first += parameter.numel()
 
 
-def flat_other_slice(model, group):
-    class Wrong(Flat):
-        shift = 1
-
-    return _trainer(Wrong(model, group))
-
-
-def right_flat(model, group):
-    return _trainer(Flat(model, group))
-
-
-def flat_off_by_one(model, group):
-    class Wrong(Flat):
-        def put(self, whole):
-            super().put(whole.roll(1))
-
-    return _trainer(Wrong(model, group))
-
-
-def flat_weights_late(model, group):
-    """The weights that are computed with are those of the step before."""
-
-    class Wrong(Flat):
-        def publish(self):
-            whole = self.master.data.new_empty(self.each * self.ranks)
-            dist.all_gather_into_tensor(whole, self.master.data, group=self.group)
-            before, self.before = getattr(self, "before", None), whole
-            if before is not None:
-                self.put(before)
-
-    return _trainer(Wrong(model, group))
-
-
-def _trainer(flat):
+def _flat(**changed):
     """The parts that ``verify`` asks for, with an optimizer that it can build again."""
 
-    class Trained:
-        module, step = flat.module, staticmethod(flat.step)
+    def wrap(model, group):
+        flat = _wrong(Flat, **changed)(model, group)
         optimizer = torch.optim.AdamW(flat.every, lr=1e-2)
+        return SimpleNamespace(module=flat.module, step=flat.step, optimizer=optimizer)
 
-    return Trained()
+    return wrap
+
+
+def _put_those_of_before(self, whole):
+    """The weights that are computed with are those of the step before."""
+    before, self.before = getattr(self, "before", None), whole
+    if before is not None:
+        Flat.put(self, before)
+
+
+right_flat = _flat()
+flat_other_slice = _flat(shift=1)
+flat_off_by_one = _flat(put=lambda self, whole: Flat.put(self, whole.roll(1)))
+flat_weights_late = _flat(put=_put_those_of_before)
