@@ -160,10 +160,7 @@ def test_attn_measures_eager_and_the_models_own(tmp_path):
     names = "--implementation eager,model"
     rows = tables(invoke(ATTN, names, "--format json --plot", picture))["attn"]["rows"]
     assert "<svg" in picture.read_text()
-    assert [(row["implementation"], row["status"]) for row in rows] == [
-        ("eager", "ok"),
-        ("model", "ok"),
-    ]
+    assert [(row["implementation"], row["status"]) for row in rows] == [("eager", "ok"), ("model", "ok")]
     # The formulas are those of torch's own softmax.
     assert rows[1]["predicted_held_gib"] is None
     memory = attention_memory(2, 16, 8, "fp32", causal=False, implementation="eager")

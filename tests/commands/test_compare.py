@@ -197,10 +197,7 @@ def test_nothing_measured_on_either_side_fails_and_says_so(save):
     for arguments in (("b.jsonl",), ("a.jsonl",), ("b.jsonl", "--allow-undecided")):
         result = compare("a.jsonl", *arguments, "--fail-above 5%")
         status = "timeout" if arguments[0] == "b.jsonl" else "oom"
-        assert (result.exit_code, result.stderr) == (
-            1,
-            f"regression: nothing was measured, in A or in B: {status}\n",
-        )
+        assert (result.exit_code, result.stderr) == (1, f"regression: nothing was measured, in A or in B: {status}\n")
     assert compare("a.jsonl b.jsonl").exit_code == 0
 
 
@@ -216,14 +213,6 @@ def test_a_file_against_itself_passes(save):
     result = compare("a.jsonl a.jsonl --fail-above 0%")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("| same within 0 % |") == 3
-
-
-def test_samples_that_drift_apart_are_a_regression(save):
-    save("a.jsonl", cell("small", step=times(*range(100, 110))))
-    save("b.jsonl", cell("small", step=times(*range(300, 330, 3))))
-    result = compare("a.jsonl b.jsonl --fail-above 5%")
-    assert "differs: slower" in result.stdout
-    assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 200 % slower\n")
 
 
 def test_a_regression_fails_whatever_is_allowed(sweeps):

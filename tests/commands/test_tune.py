@@ -204,10 +204,7 @@ def rounds_of(configuration, medians):
 def compared(first, second, device="cuda"):
     training = Workload(SIZES["tiny"], device=device)
     groups = by_configuration(
-        [
-            *rounds_of(StepConfiguration(training), first),
-            *rounds_of(StepConfiguration(training, "block"), second),
-        ]
+        [*rounds_of(StepConfiguration(training), first), *rounds_of(StepConfiguration(training, "block"), second)]
     )
     best = fastest(groups)
     (comparison,) = compared_to_best(groups, best).values()

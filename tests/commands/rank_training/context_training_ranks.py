@@ -1,36 +1,10 @@
 """What the tests of training on slices of sequences run on ranks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from cs336sys.commands.rank_training.rank import verify_on_rank
-from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.context_parallel import ring
-from cs336sys.training.ranks.step import ParallelStep
-from cs336sys.training.step import TrainStep
-
-CPU = torch.device("cpu")
-
-
-def gradients(workload):
-    """Loss and gradients of one step, and those of one process."""
-    step = ParallelStep(workload, CPU)
-    for name, run in step.phases.items():
-        if name != "optimizer":
-            run()
-    loss = gather_numbers(step.loss).mean().item()
-    gradients = {name: value.grad for name, value in step.replica.whole_parameters().items()}
-    alone = TrainStep(replace(workload.training, attention="reference"), CPU)
-    alone.forward()
-    alone.backward()
-    expected = {name: value.grad for name, value in alone.model.named_parameters()}
-    return loss, alone.loss.item(), {name: (gradients[name], value) for name, value in expected.items()}
-
-
-def gradients_of_all(workloads):
-    return [gradients(workload) for workload in workloads]
 
 
 def _skip_a_block(patched):

@@ -35,21 +35,6 @@ def largest(differences):
     return max(difference.relative for difference in differences)
 
 
-def test_a_step_has_loss_and_every_gradient_of_one_process(ranks):
-    cells = [
-        workload(RING),
-        workload(RING, "block", attention="flash"),
-        workload(ALL_TO_ALL, "block"),
-        workload(ALL_TO_ALL, attention="sdpa"),
-    ]
-    for of_rank in ranks().run(context_training_ranks.gradients_of_all, cells):
-        for cell, (loss, expected, gradients) in zip(cells, of_rank, strict=True):
-            assert loss == pytest.approx(expected, rel=1e-6)
-            for name, (gradient, wanted) in gradients.items():
-                message = f"{cell.strategy} {cell.checkpointing} {cell.training.attention}: {name}"
-                assert (gradient - wanted).norm() <= 1e-5 * wanted.norm(), message
-
-
 def test_lower_precision_moves_weights_by_its_rounding(ranks):
     cells = [workload(strategy, precision="bf16", attention="flash") for strategy in (RING, ALL_TO_ALL)]
     for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):

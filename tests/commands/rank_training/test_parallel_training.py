@@ -152,10 +152,7 @@ def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its
     assert second.samples["unsynchronized"] != first.samples["unsynchronized"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"],
-)
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"])
 def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
     shared = workload(strategy, cuda_graph="on", optimizer="fused", size=SMALL)
     assert largest(ranks().run(training_ranks.verify_in_graphs, shared)) < TOLERANCES["fp32"] / 50
@@ -389,11 +386,6 @@ def test_a_replayed_step_is_over_when_it_returns():
         True,
         True,
     ]
-
-
-def test_three_ranks_share_a_batch_of_six(ranks):
-    shared = workload("overlap", world_size=3, size=replace(SIZE, batch_size=6))
-    assert largest(ranks(3).run(verify_on_rank, shared)) < TOLERANCES["fp32"]
 
 
 def test_ranks_end_with_the_process_that_measures():

@@ -535,7 +535,5 @@ def buffered(size):
 
 def dropping(size):
     return nn.Sequential(
-        nn.Embedding(size.vocab_size, size.d_model),
-        nn.Dropout(0.3),
-        nn.Linear(size.d_model, size.vocab_size),
+        nn.Embedding(size.vocab_size, size.d_model), nn.Dropout(0.3), nn.Linear(size.d_model, size.vocab_size)
     )
