@@ -45,6 +45,34 @@ def words(blocks: Iterable[Answer]) -> str:
     return " ".join(sentence for block in blocks for sentence in block.sentences)
 
 
+def told(year: int, files: list[Results], name: str, letter: str = "") -> str:
+    return words(answers(year, files, name, letter))
+
+
+def having(**settings: object) -> Callable[[Cell], bool]:
+    """Choose cells by settings, each one value or a tuple of them."""
+    wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return lambda cell: all(cell.configuration.get(name) in values for name, values in wanted.items())
+
+
+def kept(files: list[Results], choose: Callable[[Cell], bool]) -> list[Results]:
+    return [replace(file, cells=tuple(filter(choose, file.cells))) for file in files]
+
+
+def with_derived(cell: Cell, **values: object) -> Cell:
+    return replace(cell, derived=cell.derived | values)
+
+
+def with_measured(cell: Cell, series: str, *values: float) -> Cell:
+    return replace(cell, samples=cell.samples | {series: replace(cell.samples[series], measured=values)})
+
+
+def of_run(run_id: str, file: Results, *cells: Cell, **more: object) -> Results:
+    """The cells as those of another run like the file's first."""
+    run = replace(next(iter(file.runs.values())), run_id=run_id, **more)
+    return Results({run_id: run}, tuple(replace(cell, run_id=run_id) for cell in cells))
+
+
 def changed(files: list[Results], choose: Callable[[Cell], bool], change: Callable[[Cell], Cell]) -> list[Results]:
     """The files with some cells changed."""
     return [Results(file.runs, tuple(change(cell) if choose(cell) else cell for cell in file.cells)) for file in files]
