@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cs336sys.accounting.hardware import Ceilings, read_ceilings
-from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.commands.doctor import measure as measuring
 from cs336sys.commands.doctor.tables import ceilings_table
 from cs336sys.errors import UsageError
@@ -42,16 +41,6 @@ def test_other_files_are_refused(tmp_path, content):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         read_ceilings(tmp_path / "c.json")
-
-
-def test_roofline_is_of_what_was_measured():
-    work = operator_work("aten::mm", json.dumps([[[8192, 8192]] * 2, ["c10::BFloat16"] * 2]))
-    line = roofline(work, 2 * 2 * 8192**3 / 766e12, "NVIDIA H200", H200)
-    assert (line.bound, line.percent) == ("FLOPs", pytest.approx(50))
-    copied = operator_work("aten::mm", json.dumps([[[1, 8192], [8192, 8192]], ["float"] * 2]))
-    line = roofline(copied, copied.bytes / 4260e9, "NVIDIA H200", H200)
-    assert (line.bound, line.percent) == ("bytes", pytest.approx(100))
-    assert "doctor --ceilings" in line.source
 
 
 def test_rates_come_from_sizes_and_medians(monkeypatch):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import training_ranks
+from training_ranks import outcome_of
 
-from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import explaining_errors_of_rank
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.parity.rounding import TOLERANCES
@@ -27,10 +27,6 @@ def cell(model, strategy, *, compile="off", loss=None):
     user = UserCode(f"{FILE}:{model}", loss=loss and f"{FILE}:{loss}")
     training = Workload(SIZE, device="cpu", warmup=1, steps=1, compile=compile, user=user)
     return ParallelWorkload(training, strategy, prefetch=1 if strategy == "fsdp" else None)
-
-
-def outcome_of(cell):
-    return measure_parallel_training(cell.configuration(), lambda stage: None)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "torch", "optimizer-flat", "fsdp"])

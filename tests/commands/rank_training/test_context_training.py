@@ -7,9 +7,9 @@ import pytest
 import sharding_ranks
 import torch
 import training_ranks
+from training_ranks import largest, outcome_of
 
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes, sharded_step
-from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.shard.tables import shard_plan
 from cs336sys.errors import CapabilityError
 from cs336sys.parity.rounding import TOLERANCES
@@ -29,10 +29,6 @@ RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
 def workload(strategy, checkpointing="none", world_size=2, **settings):
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 2} | settings)
     return ParallelWorkload(training, strategy, world_size, checkpointing=checkpointing)
-
-
-def largest(differences):
-    return max(difference.relative for difference in differences)
 
 
 def test_lower_precision_moves_weights_by_its_rounding(ranks):
@@ -75,7 +71,7 @@ def test_a_cell_is_measured_beside_the_same_step_without_communication(ranks):
     ranks()
     # What travels is in half precision forward and in float32 back.
     cell = workload(RING, "block", precision="bf16")
-    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    outcome = outcome_of(cell)
     assert outcome.status == "ok"
     assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["bf16"] / 4
     assert {"step", "forward", "unsynchronized", "communication"} <= outcome.samples.keys()

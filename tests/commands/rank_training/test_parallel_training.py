@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training_ranks
+from training_ranks import largest, measured, outcome_of
 
 from cs336sys.commands.rank_training import communication
 from cs336sys.commands.rank_training import measure as measurement
@@ -44,10 +45,6 @@ def workload(strategy, **settings):
     prefetch = 1 if strategy == "fsdp" else None
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
     return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, prefetch=prefetch, **options)
-
-
-def largest(differences):
-    return max(difference.relative for difference in differences)
 
 
 @pytest.mark.parametrize("strategy", DATA_PARALLEL_STRATEGIES)
@@ -112,7 +109,7 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     shared = ranks()
     shared.run(training_ranks.break_overlap, "head left out")
     try:
-        outcome = measure_parallel_training(workload("overlap").configuration(), lambda stage: None)
+        outcome = outcome_of(workload("overlap"))
     finally:
         shared.run(training_ranks.repair)
     assert outcome.status == "wrong"
@@ -121,7 +118,7 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert outcome.derived["largest_difference"] > 1e-3
     assert outcome.reason.startswith("overlap: after 5 steps lm_head.weight is ")
     assert outcome.reason.endswith("% of how far one process moves it, more than rounding explains (0.1 %)")
-    assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
+    assert outcome_of(workload("overlap")).status == "ok"
 
 
 @pytest.mark.parametrize("relative", [(math.nan, 0.5), (0.5, math.nan)])
@@ -366,16 +363,14 @@ def test_gpus_compute_while_parameters_arrive_in_graphs():
     size = choose_size("xl", num_layers=24, batch_size=4, context=512)
     settings = {"size": size, "precision": "bf16", "attention": "flash", "optimizer": "fused", "device": "cuda"}
     cell = replace(workload("optimizer-flat", cuda_graph="on", warmup=2, steps=5, **settings), check_layers=1)
-    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
-    assert (outcome.status, outcome.reason) == ("ok", None)
+    outcome = measured(cell)
     assert outcome.derived["overlap_percent"] > 75
 
 
 @pytest.mark.multigpu
 def test_torchs_fully_shard_is_captured_whole():
     cell = workload("torch-fsdp", size=SMALL, optimizer="fused", device="cuda", cuda_graph="on")
-    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
-    assert (outcome.status, outcome.reason) == ("ok", None)
+    outcome = measured(cell)
     assert outcome.samples["step"].measured
 
 
@@ -427,7 +422,7 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
     def measure(strategy, cuda_graph):
         settings = {"size": size, "precision": "fp32", "optimizer": "fused", "device": "cuda", "cuda_graph": cuda_graph}
         settings |= {"warmup": 3, "steps": 5} | ({"bucket_mb": 25} if strategy == "bucketed" else {})
-        outcome = measure_parallel_training(workload(strategy, **settings).configuration(), lambda stage: None)
+        outcome = outcome_of(workload(strategy, **settings))
         assert outcome.status == "ok", strategy
         assert outcome.derived["timeline"]["communicate"], strategy
         return outcome
@@ -454,7 +449,7 @@ def test_gpus_replay_what_one_process_launches(strategy, precision):
     size = choose_size("small", num_layers=4, batch_size=4, context=256)
     settings = {"size": size, "precision": precision, "optimizer": "fused", "device": "cuda", "cuda_graph": "on"}
     settings |= {"warmup": 2, "steps": 5} | ({"bucket_mb": "block"} if strategy.startswith("bucketed") else {})
-    outcome = measure_parallel_training(workload(strategy, **settings).configuration(), lambda stage: None)
+    outcome = outcome_of(workload(strategy, **settings))
     assert (outcome.status, outcome.reason) == ("ok", None)
     assert outcome.derived["timeline"]["communicate"]
     # After the backward pass it is 0.0; beside it most, but where other processes have the GPUs in turn (12 was seen).
@@ -474,8 +469,7 @@ def test_copy_engines_send_what_collectives_would(cuda_graph, gradients):
     derived = {}
     for transport in ("copy-engines", "collectives"):
         cell = workload("bucketed", **settings, transport=transport)
-        outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
-        assert (outcome.status, outcome.reason) == ("ok", None), transport
+        outcome = measured(cell)
         assert outcome.derived["timeline"]["communicate"]
         assert ("communication" in outcome.samples) == (transport == "collectives")
         derived[transport] = outcome.derived

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import sharding_ranks
 import torch
+from training_ranks import largest, outcome_of
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes, sharded_step
 from cs336sys.commands.rank_training import measure as measurement
-from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import RankMeasurement
 from cs336sys.errors import CapabilityError
 from cs336sys.parity.rounding import TOLERANCES
@@ -33,10 +33,6 @@ def workload(strategy, checkpointing="none", **settings):
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
     prefetch = 1 if strategy == "fsdp" else None
     return ParallelWorkload(training, strategy, prefetch=prefetch, checkpointing=checkpointing)
-
-
-def largest(differences):
-    return max(difference.relative for difference in differences)
 
 
 def test_checkpoints_change_no_weights(ranks):
@@ -126,7 +122,7 @@ def test_a_broken_strategy_is_wrong_and_not_timed(ranks):
     shared = ranks()
     shared.run(sharding_ranks.break_fsdp)
     try:
-        outcome = measure_parallel_training(workload("fsdp").configuration(), lambda stage: None)
+        outcome = outcome_of(workload("fsdp"))
     finally:
         shared.run(sharding_ranks.repair)
     assert outcome.status == "wrong"

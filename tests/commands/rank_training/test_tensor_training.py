@@ -3,9 +3,9 @@
 import pytest
 import sharding_ranks
 import tensor_training_ranks
+from training_ranks import measured
 
 from cs336sys.accounting.sharding.cells import predicted_rank_memory, sharding_sent_bytes
-from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
@@ -94,8 +94,7 @@ def test_gpus_send_what_the_formula_says_beside_products(strategy, compile_mode)
     cell = workload(strategy, size=size, compile=compile_mode, **settings)
 
     def measured():
-        outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
-        assert (outcome.status, outcome.reason) == ("ok", None)
+        outcome = measured(cell)
         assert strategy.startswith("torch") or outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
         return outcome.derived
 
@@ -121,18 +120,5 @@ def test_gpus_replay_strategies_that_share_layers_or_sequences(strategy, mesh, c
     size = choose_size("small", num_layers=3, batch_size=2, context=256)
     settings = {"precision": "bf16", "optimizer": "fused", "attention": "flash", "device": "cuda", "cuda_graph": "on"}
     cell = workload(strategy, size=size, mesh=mesh, checkpointing=checkpointing, **settings)
-    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
-    assert (outcome.status, outcome.reason) == ("ok", None)
+    outcome = measured(cell)
     assert outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
-
-
-def test_sent_bytes_by_hand():
-    """Two ranks, one block of d 4, one sequence of 8 tokens, in bf16 under autocast."""
-    size = choose_size("tiny", context=8, batch_size=1, d_model=4, num_heads=2, num_layers=1, d_ff=8, vocab_size=6)
-    sums, embedded, loss = (4 + 1) * 8 * 4 * 2, 8 * 4 * 4, 12 * 8
-    plain = workload("tensor", size=size, precision="bf16")
-    assert sharding_sent_bytes(plain) == sums + embedded + loss
-    norms = 4 * 3 * 4
-    assert (
-        sharding_sent_bytes(workload("tensor-sequence", size=size, precision="bf16")) == sums + embedded + loss + norms
-    )

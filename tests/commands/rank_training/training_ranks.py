@@ -22,6 +22,7 @@ from cs336sys.commands.rank_training.communication import (
     recorded_communication,
     run_alone,
 )
+from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
@@ -35,6 +36,20 @@ from cs336sys.training.ranks.step import ParallelStep
 CPU = torch.device("cpu")
 
 _RIGHT = strategies.replicated
+
+
+def largest(differences) -> float:
+    return max(difference.relative for difference in differences)
+
+
+def outcome_of(cell) -> Outcome:
+    return measure_parallel_training(cell.configuration(), lambda stage: None)
+
+
+def measured(cell) -> Outcome:
+    outcome = outcome_of(cell)
+    assert (outcome.status, outcome.reason) == ("ok", None), cell.strategy
+    return outcome
 
 
 def import_compiler() -> None:
