@@ -1,6 +1,5 @@
 """``account`` as a user runs it: every sub-command, the documented output, formats, pictures and bad input."""
 
-import csv
 import json
 import os
 import re
@@ -127,21 +126,20 @@ def test_the_mesh_can_be_chosen():
 
 
 def test_memory_table_and_its_settings():
+    """The numbers are in tests/accounting."""
     first, *states = tables(
         "memory --size small --world-size 1,2 --strategy none,fsdp --mode forward,train --precision bf16"
     )
     assert len(first["rows"]) == 8
     train = {(row["world_size"], row["strategy"]): row for row in first["rows"] if row["mode"] == "train"}
-    assert train[1, "none"]["optimizer_state_gib"] == pytest.approx(8 * train[1, "none"]["parameters"] / 2**30)
     assert train[2, "fsdp"]["optimizer_state_gib"] == pytest.approx(
         train[1, "none"]["optimizer_state_gib"] / 2, rel=1e-3
     )
-    assert train[2, "fsdp"]["after_initialization_gib"] == pytest.approx(train[2, "fsdp"]["parameters_gib"])
     forward = next(row for row in first["rows"] if row["mode"] == "forward")
     assert forward["gradients_gib"] is None
     assert forward["peak_gib"] < train[1, "none"]["peak_gib"]
     assert [table["name"] for table in states] == ["state", "state"]
-    masters = tables("memory --size small --strategy optimizer-flat --parameter-dtype bf16")[0]["rows"][0]
+    (masters, *_) = tables("memory --size small --strategy optimizer-flat --parameter-dtype bf16")[0]["rows"]
     assert masters["master_parameters_gib"] == pytest.approx(2 * masters["parameters"] / 2**30, rel=1e-3)
 
 
@@ -182,13 +180,6 @@ def test_every_format(format):
     result = account("buckets --format", format)
     assert result.exit_code == 0
     assert "226.17" in result.stdout
-
-
-def test_csv_has_the_columns_of_programs(tmp_path):
-    path = tmp_path / "xxl.csv"
-    assert account("xxl --format csv --output", path).stdout == ""
-    first = csv.DictReader(path.read_text().splitlines())
-    assert first.fieldnames == ["table", "question", "quantity", "value", "unit", "derivation", "reason", "source"]
 
 
 @pytest.mark.parametrize(("name", "ending"), [("parallel", "png"), ("memory", "svg")])

@@ -137,22 +137,12 @@ def test_cells_that_differ_in_where_a_trace_went_and_how_long_ranks_waited_are_c
     assert [row["ratio"] for row in tables("a.jsonl b.jsonl")[0]["rows"]] == [1.0]
 
 
-def test_a_cut_line_is_said(save, tmp_path):
-    """A cell of A that an interruption cut was left out without a word."""
-    for name in ("a.jsonl", "b.jsonl"):
-        save(name, cell("small", step=around(10)))
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('{"schema_version": 1, "kind": "cell"')
-    warned = r"warning: .*a\.jsonl: line 3 is cut, or no record of results, and passed over\n"
-    assert re.search(warned, compare("a.jsonl b.jsonl").stderr)
-
-
 def test_fail_above_passes_what_is_not_slower_by_so_much(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("slower.jsonl", cell("small", step=around(110)))
     save("noisy.jsonl", cell("small", step=times(10, 20, 30, 120, 130, 140, 150, 160)))
     assert compare("a.jsonl slower.jsonl --fail-above 12").exit_code == 0
-    assert compare("a.jsonl slower.jsonl --fail-above", " 9.5 %").exit_code == 1
+    assert compare("a.jsonl slower.jsonl --fail-above ' 9.5 %'").exit_code == 1
     assert compare("slower.jsonl a.jsonl --fail-above 0").exit_code == 0
 
 
@@ -302,18 +292,6 @@ def test_runs_of_other_code_are_left_out_and_it_is_said(save, tmp_path):
     row = json.loads(result.stdout)["tables"][0]["rows"][0]
     assert (row["ratio"], row["b_runs"]) == (0.5, 1)
     assert result.stderr == "warning: B holds 1 cell of other code or another machine than its last: left out\n"
-
-
-def test_too_few_samples_to_be_significant(save):
-    save("a.jsonl", cell("small", step=times(10, 11, 12), steps=3))
-    save("b.jsonl", cell("small", step=times(20, 21, 22), steps=3))
-    result = compare("a.jsonl b.jsonl --fail-above 5%")
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "warning: undecided, 1 comparison of 1: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
-        "undecided: the cell: step_ms: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
-    )
-    assert compare("a.jsonl b.jsonl --fail-above 5% --allow-undecided").exit_code == 0
 
 
 def test_files_without_a_configuration_in_common(save):

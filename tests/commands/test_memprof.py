@@ -1,6 +1,5 @@
 """``memprof`` as a user runs it: tables, pictures, predictions without running, and bad input."""
 
-import csv
 import html.parser
 import json
 import pickle
@@ -110,15 +109,10 @@ def test_strategies_are_compared_with_their_cost_and_the_formula(sweep):
 
 
 def test_resume_measures_nothing_again(sweep):
-    result, directory, arguments = sweep
+    _, directory, arguments = sweep
     before = (directory / "r.jsonl").read_bytes()
-    invoke("memprof", arguments, "--resume --format csv --output", f"{directory}/tables/")
+    assert memprof(arguments, "--resume").stdout == sweep[0].stdout
     assert (directory / "r.jsonl").read_bytes() == before
-    first, second = (
-        list(csv.DictReader((directory / "tables" / f"{name}.csv").open())) for name in ("memprof", "phases")
-    )
-    assert float(first[1]["peak_gib"]) == tables(result)["memprof"]["rows"][1]["peak_gib"]
-    assert len(second) == 10
 
 
 def test_every_cell_leaves_its_files(sweep):

@@ -74,20 +74,6 @@ def test_commands_and_runs_that_are_not_recorded_stay_apart():
     assert one.name == "a run not recorded"
 
 
-def test_cells_of_a_command_of_tomorrow_are_one_sentence():
-    (one,) = invocations([Results({}, (cell("", 1, command="pretrain"),))])
-    with pytest.raises(
-        UsageError, match=r"^cells of 'pretrain' cannot be shown by this cs336sys: choose from allreduce, "
-    ):
-        shown_cells(one)
-
-
-def test_cells_that_lack_something_are_one_sentence():
-    (one,) = invocations([Results({"a": run("abcdefghij")}, (cell("a", 1),))])
-    with pytest.raises(UsageError, match=r"^flash, run abcdefgh of time of abcdefghij: the saved cells lack 'impl"):
-        saved_tables(one, shown_cells(one), Presentation())
-
-
 def test_cells_that_hold_something_else_are_one_sentence():
     """A value that no table can write is found before one is half written."""
     configuration = {"accumulation": "fp32 += fp32", "device": "cpu"}

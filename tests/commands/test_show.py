@@ -180,12 +180,6 @@ def test_parts_of_the_tables_in_another_order():
     assert table["rows"][0]["step_ms_mean"] == fastest.samples["step"].mean
 
 
-def test_only_cells_of_a_status():
-    attention = RESULTS / "bench-attention-h200.jsonl.gz"
-    (table,) = tables(show(attention, "--status", "oom", "--format", "json"))
-    assert [row["status"] for row in table["rows"]] == ["oom"]
-
-
 def test_several_pictures_get_names_of_their_own(tmp_path):
     other_board = RESULTS / "flash-course-fp32-long-h200.jsonl.gz"
     plot = tmp_path / "p" / "new.png"

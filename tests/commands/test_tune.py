@@ -260,7 +260,8 @@ def test_counted_model_does_its_products_and_calls_attention_once_a_block(counte
     assert one == flops
     assert two == 2 * 2 * flops
     assert model.attention == [(size.num_heads, size.context, size.head_dim)] * size.num_layers
-    blocks = size.num_layers * (4 * width**2 + 2 * width * inner + 5 * width + inner)
+    # With biases, and two norms.
+    blocks = size.num_layers * (4 * width**2 + 2 * width * inner + 9 * width + inner)
     assert model.parameters == blocks + 2 * size.vocab_size * width + size.vocab_size
 
 
