@@ -34,17 +34,8 @@ BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench", "fl
 # Where it is not named after the command, and has no row for each cell.
 FIRST_TABLES = {"nsys": "phases", "precision": "accumulation"}
 
-PICTURES = {
-    "bench": {"bench"},
-    "losses": {"losses"},
-    "attn": {"attn"},
-    "nsys": {"shares"},
-    "flash": {"flash"},
-    "kernels": {"kernels"},
-    "allreduce": {"allreduce"},
-    "ddp": {"timelines", "buckets"},
-    "shard": {"memory"},
-}
+PICTURES = {name: {name} for name in ("bench", "losses", "attn", "flash", "kernels", "allreduce")}
+PICTURES |= {"nsys": {"shares"}, "ddp": {"timelines", "buckets"}, "shard": {"memory"}}
 
 # Runs the command with torch and triton out of reach.
 WITHOUT_TORCH = """

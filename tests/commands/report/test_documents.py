@@ -25,59 +25,28 @@ from cs336sys.tables.page import find_browser, print_page
 from cs336sys.tables.table import grid_of
 
 # Names and letters as the handouts have them, 2025 (1.0.5) and 2026 (26.1): "Problem (name)", then "(a)", "(b)", ...
+ASKED_TEXT = {
+    2025: (
+        "benchmarking_script:abc nsys_profile:abcde mixed_precision_accumulation benchmarking_mixed_precision:abc "
+        "memory_profiling:abcde pytorch_attention:a torch_compile:ab flash_forward:abc flash_backward "
+        "flash_benchmarking:a distributed_communication_single_node naive_ddp naive_ddp_benchmarking "
+        "minimal_ddp_flat_benchmarking ddp_overlap_individual_parameters "
+        "ddp_overlap_individual_parameters_benchmarking:ab ddp_overlap_bucketed ddp_bucketed_benchmarking:ab "
+        "communication_accounting:abcd optimizer_state_sharding optimizer_state_sharding_accounting:abc"
+    ),
+    2026: (
+        "benchmarking_script:abc nsys_profile:abcde mixed_precision_accumulation benchmarking_mixed_precision:abc "
+        "memory_profiling:abcdef gradient_checkpointing:ab pytorch_attention:a torch_compile:ab flash_forward:abc "
+        "flash_backward flash_benchmarking:a distributed_communication_single_node naive_ddp naive_ddp_benchmarking "
+        "minimal_ddp_flat_benchmarking ddp_overlap_individual_parameters "
+        "ddp_overlap_individual_parameters_benchmarking:ab optimizer_state_sharding "
+        "optimizer_state_sharding_accounting:abc fsdp fsdp_accounting:ab alternate_ring_all_reduce "
+        "data_parallel_calcs:abc fsdp_calcs:abc tp_calcs:abcd fsdp_tp_calcs:abcd leaderboard"
+    ),
+}
 ASKED = {
-    2025: {
-        "benchmarking_script": "abc",
-        "nsys_profile": "abcde",
-        "mixed_precision_accumulation": "",
-        "benchmarking_mixed_precision": "abc",
-        "memory_profiling": "abcde",
-        "pytorch_attention": "a",
-        "torch_compile": "ab",
-        "flash_forward": "abc",
-        "flash_backward": "",
-        "flash_benchmarking": "a",
-        "distributed_communication_single_node": "",
-        "naive_ddp": "",
-        "naive_ddp_benchmarking": "",
-        "minimal_ddp_flat_benchmarking": "",
-        "ddp_overlap_individual_parameters": "",
-        "ddp_overlap_individual_parameters_benchmarking": "ab",
-        "ddp_overlap_bucketed": "",
-        "ddp_bucketed_benchmarking": "ab",
-        "communication_accounting": "abcd",
-        "optimizer_state_sharding": "",
-        "optimizer_state_sharding_accounting": "abc",
-    },
-    2026: {
-        "benchmarking_script": "abc",
-        "nsys_profile": "abcde",
-        "mixed_precision_accumulation": "",
-        "benchmarking_mixed_precision": "abc",
-        "memory_profiling": "abcdef",
-        "gradient_checkpointing": "ab",
-        "pytorch_attention": "a",
-        "torch_compile": "ab",
-        "flash_forward": "abc",
-        "flash_backward": "",
-        "flash_benchmarking": "a",
-        "distributed_communication_single_node": "",
-        "naive_ddp": "",
-        "naive_ddp_benchmarking": "",
-        "minimal_ddp_flat_benchmarking": "",
-        "ddp_overlap_individual_parameters": "",
-        "ddp_overlap_individual_parameters_benchmarking": "ab",
-        "optimizer_state_sharding": "",
-        "optimizer_state_sharding_accounting": "abc",
-        "fsdp": "",
-        "fsdp_accounting": "ab",
-        "alternate_ring_all_reduce": "",
-        "data_parallel_calcs": "abc",
-        "fsdp_calcs": "abc",
-        "tp_calcs": "abcd",
-        "fsdp_tp_calcs": "abcd",
-        "leaderboard": "",
-    },
+    year: {name: letters for name, _, letters in (problem.partition(":") for problem in text.split())}
+    for year, text in ASKED_TEXT.items()
 }
 
 # Beside the handouts' problems: the worked example, and 2025's leaderboard, which is none of its problems.

@@ -148,8 +148,8 @@ def infinities_zeroed(model, group):
     return average(model, group)
 
 
-def own_steps(model, group):
-    """A whole step of its own, whose optimizer nobody sees."""
+def whole_steps(model, group):
+    """Train by whole steps of their own, on this rank's mean loss, with the mean of gradients over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     module = average(model, group)
 
@@ -161,7 +161,14 @@ def own_steps(model, group):
         optimizer.step()
         return loss.detach()
 
-    return SimpleNamespace(module=module, step=step)
+    return SimpleNamespace(module=module, optimizer=optimizer, step=step)
+
+
+def own_steps(model, group):
+    """Nobody sees their optimizer."""
+    steps = whole_steps(model, group)
+    del steps.optimizer
+    return steps
 
 
 def half_parameters(model, mesh):

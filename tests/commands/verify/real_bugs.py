@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from audit_faults import average
+from audit_faults import average, whole_steps
 
 FOLDER = Path(__file__).parent
 
@@ -103,25 +103,9 @@ def switched_after_forward(model, group):
     return Late(nn.parallel.DistributedDataParallel(model, process_group=group), group)
 
 
-def own_steps(model, group, loss_of):
-    """A whole step, of a mean loss on this rank, with the mean of gradients over ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    module = average(model, group)
-
-    def step(batch):
-        inputs, targets = batch
-        optimizer.zero_grad()
-        loss = loss_of(module(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return SimpleNamespace(module=module, optimizer=optimizer, step=step)
-
-
 def mean_of_means(model, group):
     """Ranks with fewer tokens count as much as others."""
-    return own_steps(model, group, nn.functional.cross_entropy)
+    return whole_steps(model, group)
 
 
 def _scale_to(parameters, norm, max_norm):
