@@ -23,12 +23,8 @@ def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch)
     monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("H100", 80.0))
     shape = "--context 1024,65536 --head-dim 64 --dry-run --format json"
     plan = tables(invoke("attn", shape))["plan"]
-    assert [(row["context"], row["implementation"]) for row in plan["rows"]] == [
-        (1024, "eager"),
-        (1024, "compiled"),
-        (65536, "eager"),
-        (65536, "compiled"),
-    ]
+    expected = [(1024, "eager"), (1024, "compiled"), (65536, "eager"), (65536, "compiled")]
+    assert [(row["context"], row["implementation"]) for row in plan["rows"]] == expected
     n, s = 4 * 8 * 1024 * 64, 4 * 8 * 1024**2
     assert plan["rows"][0]["predicted_held_gib"] == (5 * n + s) / 2**30
     assert "2 of 4 need more than the 80.0 GiB of H100" in plan["notes"]

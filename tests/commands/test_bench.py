@@ -100,10 +100,8 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     assert ", rounds 2, " in found["bench"]["title"]
     assert tables(invoke("show", path, "--format", "json")) == found
     # How rounds are pooled is in test_rounds.py.
-    assert [(row["attention"], row["status"]) for row in found["bench"]["rows"]] == [
-        ("reference", "ok"),
-        ("sdpa", "ok"),
-    ]
+    expected = [("reference", "ok"), ("sdpa", "ok")]
+    assert [(row["attention"], row["status"]) for row in found["bench"]["rows"]] == expected
     of_reference = [cell.samples["step"].measured for cell in read_results(path).cells[::2]]
     assert found["bench"]["rows"][0]["step_ms_mean"] == pytest.approx(statistics.fmean(chain(*of_reference)))
 
@@ -144,10 +142,8 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     note = "interleaved: a step of each precision of bf16,fp32 alternately, all held in memory"
     assert note in found["bench"]["notes"]
     speedups = found["speedup"]["rows"]
-    assert [(row["attention"], row["precision"], row["over"]) for row in speedups] == [
-        ("reference", "bf16", "fp32"),
-        ("sdpa", "bf16", "fp32"),
-    ]
+    expected = [("reference", "bf16", "fp32"), ("sdpa", "bf16", "fp32")]
+    assert [(row["attention"], row["precision"], row["over"]) for row in speedups] == expected
     for row, cell, baseline in zip(speedups, cells[::2], cells[1::2], strict=True):
         for name in ("forward", "step"):
             turns = zip(baseline.samples[name].measured, cell.samples[name].measured, strict=True)

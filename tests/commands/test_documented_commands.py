@@ -198,20 +198,7 @@ def test_every_command_that_can_says_what_it_would_run(folder, monkeypatch):
 
 
 # What makes a step of any page one of milliseconds on a CPU.
-TINY = (
-    "--size",
-    "tiny",
-    "--num-layers",
-    "1",
-    "--context",
-    "16",
-    "--batch-size",
-    "1",
-    "--steps",
-    "3",
-    "--device",
-    "cpu",
-)
+TINY = shlex.split("--size tiny --num-layers 1 --context 16 --batch-size 1 --steps 3 --device cpu")
 
 
 @pytest.mark.usefixtures("kept_workers")
@@ -230,10 +217,8 @@ def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
     assert int(saved[saved.index("--rounds") + 1]) >= fewest_samples(), "its file can serve a gate"
     shown = next(command for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"])
     result = CliRunner().invoke(app, [*shown, "--format", "csv"])
-    assert (
-        result.stdout.splitlines()[0]
-        == "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
-    )
+    expected = "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
+    assert result.stdout.splitlines()[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,8 @@ def test_ranges_of_another_program(tmp_path):
     path = recorder.write()
     ranges = "--range 'prefill, layer 0' --range decode"
     found = read(path, ranges)
-    assert [(row["phase"], row["kernels"]) for row in found["phases"]["rows"]] == [
-        ("prefill, layer 0", 1),
-        ("decode", 2),
-    ]
+    expected = [("prefill, layer 0", 1), ("decode", 2)]
+    assert [(row["phase"], row["kernels"]) for row in found["phases"]["rows"]] == expected
     assert "size" not in found["phases"]["rows"][0]
     assert found["kernels"]["rows"][0]["kernel"] == "vectorized_elementwise add<fp32>"
     assert found["kernels"]["rows"][1]["instances"] == 2

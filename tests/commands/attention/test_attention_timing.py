@@ -281,12 +281,8 @@ def test_feature_that_a_cpu_lacks_is_a_capability_error(name, monkeypatch):
 def test_attn_cell_times_forward_and_backward():
     configuration = workload(causal=False).configuration() | {"warmup": 1, "steps": 3}
     outcome = measure_attn(configuration, lambda stage: None)
-    assert {name: len(samples.measured) for name, samples in outcome.samples.items()} == {
-        "forward": 3,
-        "backward": 3,
-        "step": 3,
-        "wall": 3,
-    }
+    expected = {"forward": 3, "backward": 3, "step": 3, "wall": 3}
+    assert {name: len(samples.measured) for name, samples in outcome.samples.items()} == expected
     errors = {name: outcome.derived.pop(name) for name in ("out_error", "dq_error", "dk_error", "dv_error")}
     assert 0 < max(errors.values()) < outcome.derived.pop("error_of_a_row") < 1e-5
     assert outcome.derived == {"held_gib": None, "peak_gib": None}

@@ -66,11 +66,8 @@ def test_idle_time_is_of_the_step_without_profiler():
     assert found["forward"]["idle_percent"] == pytest.approx(10)
     assert found["backward"]["idle_percent"] == pytest.approx(50)
     assert found["step"]["idle_percent"] == pytest.approx(100 * 11 / 30)
-    assert {name: row["launch_bound"] for name, row in found.items()} == {
-        "forward": "no",
-        "backward": "yes",
-        "step": "yes",
-    }
+    expected = {"forward": "no", "backward": "yes", "step": "yes"}
+    assert {name: row["launch_bound"] for name, row in found.items()} == expected
     assert (found["step"]["kernels"], found["step"]["annotated_ms"].median) == (30, 30.2)
     assert found["forward"]["annotated_ms"] is None
 
