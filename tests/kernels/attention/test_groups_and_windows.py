@@ -89,10 +89,14 @@ def test_windows_of_grouped_queries_with_other_lengths_than_keys(form, num_queri
     assert_matches_float64(grouped_inputs(2, 1, num_queries, num_keys, device), True, window=9)
 
 
-@pytest.mark.parametrize("window", [3, 40])
-def test_programs_that_share_the_keys_of_a_window(window, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_queries", "options"),
+    [(LONG, {"window": 3}), (LONG, {"window": 40}), (20, {"causal_alignment": "end"})],
+    ids=str,
+)
+def test_programs_that_share_keys(num_queries, options, device, monkeypatch):
     monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
-    assert_matches_float64(grouped_inputs(2, 1, LONG, LONG, device, batch=1), True, window=window)
+    assert_options_match_float64("triton", grouped_inputs(2, 1, num_queries, LONG, device, batch=1), **options)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
@@ -103,16 +107,6 @@ def test_descriptors_address_the_heads_of_keys(device, monkeypatch):
     inputs = grouped_inputs(4, 2, 40, 33, device)
     in_rows = tuple(one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in inputs)
     assert_matches_float64(in_rows, True, window=7)
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 4, 8], ids=lambda heads: f"{heads} of 8 heads")
-@pytest.mark.parametrize("implementation", ["auto", pytest.param("hopper", marks=HOPPER_MARKS)])
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="float32 matrix algebra of this size takes the interpreter minutes")
-def test_half_precision_groups_on_a_gpu(implementation, key_heads, device):
-    """Long enough for what "auto" takes on an H200 by itself."""
-    inputs = grouped_inputs(8, key_heads, 1100, 1100, device, torch.bfloat16, batch=4, head_dim=128)
-    assert_matches_float64(inputs, True, kernels=implementation)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -160,11 +154,6 @@ def test_alignment_at_the_end_equals_that_of_torch(implementation, window, devic
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_programs_that_share_keys_aligned_at_the_end(device, monkeypatch):
-    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
-    assert_options_match_float64("triton", grouped_inputs(2, 1, 20, LONG, device, batch=1), causal_alignment="end")
-
-
 @pytest.mark.parametrize("scale", [1.3, 0.0, -0.4])
 @pytest.mark.parametrize("implementation", ANYWHERE)
 def test_any_finite_scale(implementation, scale, device):
@@ -187,52 +176,11 @@ def test_without_keys_the_output_is_zero_as_in_torch(implementation, is_causal, 
     assert not grads[0].any()
 
 
-@pytest.mark.parametrize("implementation", ANYWHERE)
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        (
-            {"causal_alignment": "middle"},
-            UsageError,
-            "causal_alignment 'middle' does not exist: choose one of start, end",
-        ),
-        ({"causal_alignment": "end", "is_causal": False}, UsageError, "causal_alignment 'end' needs is_causal=True"),
-        ({"scale": math.inf}, UsageError, "scale inf is not finite"),
-        ({"scale": "1"}, TypeError, "scale '1' is no number"),
-    ],
-    ids=["alignment", "full", "infinite", "no number"],
-)
-def test_impossible_scale_or_alignment_is_refused(implementation, options, error, text, device):
-    with pytest.raises(error, match=text):
-        flash_attention(
-            *grouped_inputs(2, 1, 5, 8, device), **{"is_causal": True} | options, implementation=implementation
-        )
-
-
 def test_hopper_refuses_an_alignment_at_the_end_of_other_lengths(device):
     with pytest.raises(CapabilityError, match="no causal_alignment 'end' for other lengths: choose 'triton' or 'auto'"):
         flash_attention(
             *grouped_inputs(2, 1, 5, 8, device, torch.float16), True, causal_alignment="end", implementation="hopper"
         )
-
-
-def test_options_under_compile_keep_one_graph(device):
-    inputs = grouped_inputs(2, 1, 5, 9, device)
-
-    def attend_last(query, key, value):
-        return flash_attention(
-            query, key, value, True, scale=0.5, causal_alignment="end", implementation="triton"
-        ).sin()
-
-    expected = attend_last(*inputs)
-    torch._dynamo.reset()
-    out = torch.compile(attend_last, fullgraph=True, backend="eager")(*inputs)
-    for one, other in zip(
-        (out, *torch.autograd.grad(out.sum(), inputs)),
-        (expected, *torch.autograd.grad(expected.sum(), inputs)),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "tiled"])
@@ -248,22 +196,6 @@ def test_forward_mode_derivatives_are_refused(implementation, device):
             flash_attention(query, dual, value, implementation=implementation)
     with pytest.raises(RuntimeError, match=r"flash_attention cannot be transformed by torch\.func"):
         torch.func.vmap(lambda one: flash_attention(one, key, value, implementation=implementation))(query)
-
-
-@pytest.mark.parametrize("implementation", ANYWHERE)
-def test_groups_equal_copies_of_the_keys(implementation, device):
-    query, key, value = grouped_inputs(6, 2, 20, 20, device, batch=1)
-    copies = [one.detach().repeat_interleave(3, 1).requires_grad_() for one in (key, value)]
-    grad_out = torch.randn_like(query)
-    results = []
-    for tensors in ((query, key, value), (query, *copies)):
-        out = flash_attention(*tensors, True, implementation=implementation)
-        results.append((out, *torch.autograd.grad(out, tensors, grad_out)))
-    (out, dq, dk, dv), (expected, expected_dq, *of_copies) = results
-    assert dk.shape == key.shape
-    summed = [one.unflatten(1, (2, 3)).sum(2) for one in of_copies]
-    for actual, one in zip((out, dq, dk, dv), (expected, expected_dq, *summed), strict=True):
-        torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -343,23 +275,20 @@ def test_external_gradients_in_any_layout_and_under_compile(device):
 
 
 def test_compile_keeps_one_graph(device):
-    inputs = grouped_inputs(2, 1, 5, 5, device)
+    inputs = grouped_inputs(2, 1, 5, 9, device)
+    options = {"window": 3, "scale": 0.5, "causal_alignment": "end", "return_logsumexp": True}
 
     def block(query, key, value):
-        out, logsumexp = flash_attention(
-            query * 2.0, key, value, True, window=3, return_logsumexp=True, implementation="triton"
-        )
+        out, logsumexp = flash_attention(query * 2.0, key, value, True, implementation="triton", **options)
         return out.sin(), logsumexp
 
     expected, expected_logsumexp = block(*inputs)
     torch._dynamo.reset()
     out, logsumexp = torch.compile(block, fullgraph=True, backend="eager")(*inputs)
     assert not logsumexp.requires_grad
-    torch.testing.assert_close(logsumexp, expected_logsumexp)
-    for one, other in zip(
-        torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((out, logsumexp), (expected, expected_logsumexp))
+    for one, other in zip(*(torch.autograd.grad(result.sum(), inputs) for result in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_operators_keep_the_rules_of_pytorch(device):
@@ -368,14 +297,6 @@ def test_operators_keep_the_rules_of_pytorch(device):
     torch.library.opcheck(
         torch.ops.cs336sys.flash_attention_forward, arguments, test_utils=("test_schema", "test_faketensor")
     )
-
-
-def test_autocast_casts_groups(device):
-    inputs = grouped_inputs(2, 1, 5, 5, device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        out, logsumexp = attend("triton", inputs, True, 7)
-    assert (out.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.autograd.grad(out.sum(), inputs[1])[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton], ids=["tiled", "triton"])
@@ -411,45 +332,40 @@ def test_tiles_outside_of_the_window_are_skipped(device, monkeypatch):
         assert grads[1][..., 96:, :].isfinite().all()
 
 
-@pytest.mark.parametrize("window", [None, 7, 1000])
-def test_flops_of_a_window(window):
-    inputs = [torch.empty(2, heads, 40, 16, device="meta") for heads in (4, 2, 2)]
+def count_flops(num_queries, num_keys, *options):
+    """FLOPs under a causal mask for each pair of a query and a key, of two sequences of four heads of dimension 16."""
+    shapes = (4, num_queries), (2, num_keys), (2, num_keys)
+    inputs = [torch.empty(2, *shape, 16, device="meta") for shape in shapes]
     with FlopCounterMode(display=False) as counter:
-        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", window)
-    hidden = max(0, 40 - (window or 40)) ** 2
-    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (40**2 - hidden) // 2
+        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", *options)
+    return counter.get_total_flops() / (4 * 16 * 2 * 4)
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys", "pairs"), [(10, 40, 40**2 - 30**2), (40, 10, 10**2)])
-def test_flops_of_a_mask_aligned_at_the_end(num_queries, num_keys, pairs):
-    """Twice the visible pairs, of which the half of the diagonal is not counted."""
-    inputs = [torch.empty(1, 1, length, 16, device="meta") for length in (num_queries, num_keys, num_keys)]
-    with FlopCounterMode(display=False) as counter:
-        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", None, None, True)
-    assert counter.get_total_flops() == 4 * 16 * pairs // 2
-
-
-def test_deterministic_gradients_repeat_to_the_last_bit(device):
-    inputs = grouped_inputs(2, 1, LONG, LONG, device, batch=1)
-    out = flash_attention(*inputs, True, window=20, deterministic=True, implementation="triton")
-    grad_out = torch.randn_like(out)
-    first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
-    assert all(map(torch.equal, first, second))
+def test_flops_of_masks():
+    """Half of the visible pairs of a square, of which the half of the diagonal is not counted."""
+    assert [count_flops(40, 40, window) for window in (None, 7, 1000)] == [40**2 / 2, (40**2 - 33**2) / 2, 40**2 / 2]
+    aligned_at_end = None, None, True
+    assert count_flops(10, 40, *aligned_at_end) == (40**2 - 30**2) / 2
+    assert count_flops(40, 10, *aligned_at_end) == 10**2 / 2
 
 
 @pytest.mark.parametrize("implementation", ["auto", "hopper", *ANYWHERE])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "options", "error", "text"),
     [
+        (2, 2, {"causal_alignment": "middle"}, UsageError, "'middle' does not exist: choose one of start, end"),
+        (2, 2, {"causal_alignment": "end", "is_causal": False}, UsageError, "'end' needs is_causal=True"),
+        (2, 2, {"scale": math.inf}, UsageError, "scale inf is not finite"),
+        (2, 2, {"scale": "1"}, TypeError, "scale '1' is no number"),
         (6, 4, {}, ValueError, "4 heads of key and value do not divide the query's 6: choose one of 1, 2, 3, 6"),
         (2, 4, {}, ValueError, "4 heads of key and value do not divide the query's 2: choose one of 1, 2"),
         (2, 2, {"window": 0}, UsageError, "window 0 is too small: choose at least 1, the query's own key, or None"),
         (2, 2, {"window": 4, "is_causal": False}, UsageError, "window 4 needs is_causal=True: it counts the keys back"),
         (2, 2, {"window": 4.0}, TypeError, "window 4.0 is no whole number: choose how many keys a query sees, or None"),
     ],
-    ids=["no divisor", "more keys", "no window", "full", "no number"],
+    ids=["alignment", "full end", "infinite", "scale", "no divisor", "more keys", "no window", "full", "no number"],
 )
-def test_impossible_group_or_window_is_refused(implementation, heads, key_heads, options, error, text, device):
+def test_impossible_options_are_refused(implementation, heads, key_heads, options, error, text, device):
     inputs = grouped_inputs(heads, key_heads, 8, 8, device)
     with pytest.raises(error, match=text) as raised:
         flash_attention(*inputs, **{"is_causal": True} | options, implementation=implementation)

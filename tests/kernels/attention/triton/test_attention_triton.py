@@ -11,8 +11,7 @@ import pytest
 import torch
 from attention_checks import ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
 
-from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import choice
+from cs336sys.errors import UsageError
 from cs336sys.kernels.attention import operators as triton_attention
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.problem import AttentionProblem
@@ -262,31 +261,12 @@ def test_nothing_to_compute(shape, device):
     assert not grad_key.any()
 
 
-def test_saves_one_logsumexp(device):
-    out = FlashAttentionTriton.apply(*random_inputs((3,), 20, 24, 16, torch.float32, device))
-    assert sum(tensor.shape == (3, 20) for tensor in out.grad_fn.saved_tensors) == 1
-
-
 def test_wrong_inputs_are_refused(device):
-    query, key, value = random_inputs((1,), 4, 4, 16, torch.float32, device)
+    inputs = random_inputs((1,), 4, 4, 16, torch.float32, device)
     with pytest.raises(UsageError, match="'tf16' does not exist: choose one of tf32x3, ieee, tf32"):
-        FlashAttentionTriton.apply(query, key, value, False, "tf16")
-    with pytest.raises(ValueError, match="head dimension 257"):
-        FlashAttentionTriton.apply(*random_inputs((1,), 4, 4, 257, torch.float32, device))
+        FlashAttentionTriton.apply(*inputs, False, "tf16")
     with pytest.raises(TypeError, match="float64"):
-        FlashAttentionTriton.apply(query.double(), key.double(), value.double())
-
-
-def test_cpu_without_interpreter_is_refused(monkeypatch):
-    monkeypatch.setattr(choice, "INTERPRETED", False)
-    with pytest.raises(CapabilityError, match="CUDA tensors, got cpu: set TRITON_INTERPRET=1"):
-        FlashAttentionTriton.apply(*random_inputs((1,), 4, 4, 16, torch.float32, "cpu"))
-
-
-def test_second_derivative_is_refused(device):
-    query, key, value = random_inputs((1,), 4, 4, 16, torch.float32, device)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(FlashAttentionTriton.apply(query, key, value).sum(), query, create_graph=True)
+        FlashAttentionTriton.apply(*(tensor.double() for tensor in inputs))
 
 
 def _last_backward_is_fused():
@@ -417,12 +397,6 @@ def test_gpu_many_programs(head_dim, dtype, is_causal):
         for tensor in random_inputs((2, 16), 1111, 1000, head_dim, dtype, "cuda")
     )
     assert_matches_float64(inputs, is_causal)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(20))
-def test_gpu_seeds(seed):
-    assert_matches_float64(random_inputs((2, 4), 1000, 1000, 64, torch.bfloat16, "cuda", seed), True)
 
 
 @pytest.mark.gpu
