@@ -53,11 +53,14 @@ def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=
 def assert_matches_float64(
     inputs, is_causal, grad_out=None, float32_precision="tf32x3", kernels="triton", window=None, deterministic=False
 ):
+    """Deterministic gradients also repeat to the last bit."""
     out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision, deterministic, kernels, window)
     if grad_out is None:
         grad_out = torch.randn(out.shape, dtype=out.dtype, device=out.device)
     logsumexp = out.grad_fn.saved_tensors[-1]
-    gradients = torch.autograd.grad(out, inputs, grad_out)
+    gradients = torch.autograd.grad(out, inputs, grad_out, retain_graph=deterministic)
+    if deterministic:
+        assert all(map(torch.equal, gradients, torch.autograd.grad(out, inputs, grad_out)))
     assert_close_to_float64((out, logsumexp, *gradients), inputs, is_causal, window, grad_out)
 
 

@@ -18,13 +18,7 @@ from attention_checks import (
 )
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import (
-    FlashAttentionTriton,
-    choice,
-    flash_attention,
-    flash_attention_backward,
-    operators,
-)
+from cs336sys.kernels.attention import FlashAttentionTriton, choice, flash_attention, operators
 from cs336sys.kernels.attention.hopper import schedule, settings
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan, HopperForwardPlan
@@ -43,43 +37,27 @@ from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", settings.HEAD_DIMS)
-
-
-def pretend_query(**changes):
-    """What why_unavailable looks at, of a query on an H200."""
-    query = {"is_cuda": True, "device": "cuda:0", "dtype": torch.bfloat16, "shape": torch.Size((2, 16, 1024, 64))}
-    return SimpleNamespace(**query | changes)
-
-
-@pytest.fixture
-def pretend_hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-
-
-def test_takes_what_it_was_made_for(pretend_hopper):
-    assert settings.why_unavailable(pretend_query()) is None
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "capability", "reason"),
     [
-        ({"is_cuda": False, "device": "cpu"}, "runs on CUDA tensors, got cpu"),
-        ({"dtype": torch.float32}, "takes float16 and bfloat16, got torch.float32"),
-        ({"shape": torch.Size((1, 8, 80))}, "takes head dimension 16, 32, 64, 128 or 256, got 80"),
-        ({"shape": torch.Size((2**18, 2**13, 64))}, "addresses fewer than 2^31 rows"),
+        ({}, (9, 0), None),
+        ({}, (8, 0), "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0"),
+        ({"is_cuda": False, "device": "cpu"}, (9, 0), "runs on CUDA tensors, got cpu"),
+        ({"dtype": torch.float32}, (9, 0), "takes float16 and bfloat16, got torch.float32"),
+        ({"shape": torch.Size((1, 8, 80))}, (9, 0), "takes head dimension 16, 32, 64, 128 or 256, got 80"),
+        ({"shape": torch.Size((2**18, 2**13, 64))}, (9, 0), "addresses fewer than 2^31 rows, got 262144 x 8192"),
     ],
-    ids=["cpu", "dtype", "head dim", "too long"],
+    ids=["what it was made for", "another GPU", "cpu", "dtype", "head dim", "too long"],
 )
-def test_says_what_it_does_not_take(changes, text, pretend_hopper):
-    assert text in settings.why_unavailable(pretend_query(**changes))
-
-
-def test_other_gpus_are_refused_by_name(monkeypatch, pretend_hopper):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0" in settings.why_unavailable(
-        pretend_query()
-    )
+def test_why_unavailable(changes, capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    query = {"is_cuda": True, "device": "cuda:0", "dtype": torch.bfloat16, "shape": torch.Size((2, 16, 1024, 64))}
+    expected = reason and f"implementation 'hopper' {reason}"
+    assert settings.why_unavailable(SimpleNamespace(**query | changes)) == expected
 
 
 def test_refusal_reaches_the_user():
@@ -90,112 +68,108 @@ def test_refusal_reaches_the_user():
         FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
 
 
-def problem(
-    num_sequences=16,
-    num_queries=16384,
-    num_keys=16384,
-    head_dim=64,
-    tma_allowed=True,
-    is_causal=True,
-    group_size=1,
-    num_multiprocessors=132,
-    window=None,
-) -> AttentionProblem:
-    lengths = num_sequences, num_queries, num_keys
-    gpu = (9, 0), num_multiprocessors
-    return AttentionProblem(
-        head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size, window
-    )
+def problem(num_sequences, num_queries, head_dim, num_keys=None, is_causal=True, **options) -> AttentionProblem:
+    """Of as many keys as queries, on an H200, but for what ``options`` say."""
+    lengths = num_sequences, num_queries, num_keys or num_queries
+    options = {"capability": (9, 0), "num_multiprocessors": 132, "tma_allowed": True} | options
+    return AttentionProblem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, **options)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("shape", "options", "forward", "backward"),
     [
-        {"tma_allowed": False},
-        {"num_sequences": 1, "num_queries": 8192, "num_keys": 8192, "head_dim": 128},
-        {"num_sequences": 1, "num_queries": 1024, "num_keys": 1024},
-        {"num_sequences": 48, "num_queries": 512, "num_keys": 512},
+        ((16, 16384, 16), {}, True, False),
+        ((128, 2048, 16), {}, False, False),
+        ((1, 32768, 16), {}, True, False),
+        ((2, 16384, 16), {}, False, False),
+        ((16, 16384, 32), {}, True, True),
+        ((128, 2048, 32), {}, True, False),
+        ((100, 512, 32), {}, False, False),
+        ((1, 16384, 32), {}, False, False),
+        ((1, 32768, 32), {}, True, True),
+        ((2, 16384, 32), {}, True, True),
+        ((16, 16384, 64), {}, True, True),
+        ((128, 2048, 64), {}, True, True),
+        ((16, 16384, 128), {}, True, True),
+        ((128, 2048, 128), {}, True, True),
+        ((16, 16384, 256), {}, True, True),
+        ((100, 512, 256), {}, True, True),
+        ((1, 16384, 256), {}, False, True),
+        ((16, 1024, 64), {}, False, False),
+        ((16, 1024, 128), {}, True, False),
+        ((1, 16384, 128), {}, False, False),
+        ((1, 32768, 64), {}, True, True),
+        ((4, 8192, 64), {}, True, True),
+        ((4, 8192, 128), {}, True, True),
+        ((24, 1024, 64), {}, True, False),
+        ((24, 1024, 128), {}, True, True),
+        ((24, 1024, 256), {}, True, True),
+        ((100, 1024, 64), {}, True, True),
+        ((144, 512, 128), {}, True, True),
+        ((64, 512, 64), {}, False, True),
+        ((400, 512, 64), {}, False, True),
+        ((1, 8192, 128), {}, False, False),
+        ((1, 1024, 64), {}, False, False),
+        ((48, 512, 64), {}, False, False),
+        ((16, 16384, 64), {"tma_allowed": False}, False, False),
+        ((16, 16384, 16), {"window": 1024}, False, False),
+        ((16, 16384, 32), {"window": 1024}, True, True),
+        ((16, 16384, 64), {"window": 1024}, True, True),
     ],
-    ids=["strides", "few items", "short", "short keys"],
+    ids=str,
 )
-def test_auto_leaves_the_rest_to_triton(changes):
-    assert not hopper_forward_is_faster(problem(**changes))
-    assert not hopper_backward_is_faster(problem(**changes))
+def test_auto_decides_for_either_pass_by_itself(shape, options, forward, backward):
+    described = problem(*shape, **options)
+    assert (hopper_forward_is_faster(described), hopper_backward_is_faster(described)) == (forward, backward)
+
+
+FULL, GROUPS_OF_4, ONE_HEAD_OF_KEYS = {"is_causal": False}, {"group_size": 4}, {"group_size": 32}
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "length", "head_dim", "forward", "backward"),
+    ("shape", "options", "deterministic", "chosen"),
     [
-        (16, 16384, 16, True, False),
-        (128, 2048, 16, False, False),
-        (1, 32768, 16, True, False),
-        (2, 16384, 16, False, False),
-        (16, 16384, 32, True, True),
-        (128, 2048, 32, True, False),
-        (100, 512, 32, False, False),
-        (1, 16384, 32, False, False),
-        (1, 32768, 32, True, True),
-        (2, 16384, 32, True, True),
-        (16, 16384, 64, True, True),
-        (128, 2048, 64, True, True),
-        (16, 16384, 128, True, True),
-        (128, 2048, 128, True, True),
-        (16, 16384, 256, True, True),
-        (100, 512, 256, True, True),
-        (1, 16384, 256, False, True),
-        (16, 1024, 64, False, False),
-        (16, 1024, 128, True, False),
-        (1, 16384, 128, False, False),
-        (1, 32768, 64, True, True),
-        (4, 8192, 64, True, True),
-        (4, 8192, 128, True, True),
-        (24, 1024, 64, True, False),
-        (24, 1024, 128, True, True),
-        (24, 1024, 256, True, True),
-        (100, 1024, 64, True, True),
-        (144, 512, 128, True, True),
-        (64, 512, 64, False, True),
-        (80, 512, 64, False, True),
-        (400, 512, 64, False, True),
+        # By measurements of its own.
+        ((16, 16384, 32), {}, True, False),
+        ((100, 512, 64), {}, True, True),
+        ((16, 2048, 64), {}, True, False),
+        ((16, 2048, 128), {}, True, True),
+        ((16, 2048, 256), {}, True, True),
+        # Full attention that fills the GPU when cut in two.
+        ((4, 2048, 128), FULL, False, True),
+        ((4, 2048, 128), {}, False, False),
+        ((4, 2048, 128), FULL, True, False),
+        ((8, 1024, 128), FULL, False, False),
+        ((6, 2048, 128), FULL, False, False),
+        # Grouped queries, where pieces or programs fill the GPU. In turn there are no pieces, and the programs of few
+        # heads of keys leave the GPU without work.
+        ((32, 8192, 64), GROUPS_OF_4, False, True),
+        ((32, 8192, 128), GROUPS_OF_4, False, True),
+        ((32, 8192, 128), ONE_HEAD_OF_KEYS, False, True),
+        ((32, 2048, 256), ONE_HEAD_OF_KEYS, False, True),
+        ((2, 2048, 128), {"group_size": 2}, False, False),
+        ((32, 8192, 128), GROUPS_OF_4, True, True),
+        ((32, 8192, 128), ONE_HEAD_OF_KEYS, True, False),
+        ((32, 8192, 64), {"group_size": 16}, True, False),
     ],
+    ids=str,
 )
-def test_auto_decides_for_either_pass_by_itself(num_sequences, length, head_dim, forward, backward):
-    measured = problem(num_sequences, length, length, head_dim)
-    assert hopper_forward_is_faster(measured) == forward
-    assert hopper_backward_is_faster(measured) == backward
+def test_auto_takes_backward_where_it_fills_the_gpu(shape, options, deterministic, chosen):
+    assert hopper_backward_is_faster(problem(*shape, **options), deterministic) == chosen
 
 
-@pytest.mark.parametrize(("head_dim", "forward", "backward"), [(16, False, False), (32, True, True), (64, True, True)])
-def test_auto_takes_windows_but_for_head_dimension_16(head_dim, forward, backward):
-    measured = problem(16, 16384, 16384, head_dim, window=1024)
-    assert hopper_forward_is_faster(measured) == forward
-    assert hopper_backward_is_faster(measured) == backward
+def plan_backward(described, deterministic=False):
+    """The plan of a batch of one, as on an H200."""
+    heads = described.num_sequences, described.num_key_sequences
+    shapes = [(1, number, described.num_keys, described.head_dim) for number in heads]
+    of_queries, of_keys = (Operand(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes)
+    tensors = of_queries, of_keys, of_keys
+    return HopperBackwardPlan(described, (*tensors, of_queries), of_queries, tensors, CPU, deterministic)
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "length", "head_dim", "chosen"),
-    [(16, 16384, 32, False), (100, 512, 64, True), (16, 2048, 64, False), (16, 2048, 128, True), (16, 2048, 256, True)],
-)
-def test_auto_decides_for_a_deterministic_backward_by_its_own_measurements(num_sequences, length, head_dim, chosen):
-    measured = problem(num_sequences, length, length, head_dim)
-    assert hopper_backward_is_faster(measured, deterministic=True) == chosen
-
-
-@pytest.mark.parametrize(
-    ("num_sequences", "length", "is_causal", "deterministic", "chosen"),
-    [
-        (4, 2048, False, False, True),
-        (4, 2048, True, False, False),
-        (4, 2048, False, True, False),
-        (8, 1024, False, False, False),
-        (6, 2048, False, False, False),
-    ],
-)
-def test_auto_takes_a_full_backward_that_fills_the_gpu_when_cut_in_two(
-    num_sequences, length, is_causal, deterministic, chosen
-):
-    measured = problem(num_sequences, length, length, 128, is_causal=is_causal)
-    assert hopper_backward_is_faster(measured, deterministic) == chosen
+def schedule_of(plan):
+    (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
+    return schedule
 
 
 @pytest.mark.parametrize(
@@ -213,39 +187,13 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
     num_heads, head_dim, is_causal, deterministic, programs
 ):
     """As on an H200: 16 heads of 16384 keys are 15 rounds of 132 programs and 68, 17 heads 16 rounds and 64."""
-    tensors = [torch.empty(1, num_heads, 16384, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(8)]
-    operands = [Operand(tensor) for tensor in tensors]
-    described = problem(num_heads, head_dim=head_dim, is_causal=is_causal)
-    cpu = torch.device("cpu")
-    plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], cpu, deterministic)
+    plan = plan_backward(problem(num_heads, 16384, head_dim, is_causal=is_causal), deterministic)
     launches = [launch for launch, _ in plan.steps]
     assert launches[1].num_programs == programs
-    (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
     # What programs share, 2048 items, stands behind their shares.
-    assert len(schedule) == programs + 128 * num_heads + (2048 if programs == 132 else 0)
+    assert len(schedule_of(plan)) == programs + 128 * num_heads + (2048 if programs == 132 else 0)
     num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
     assert [launch.num_programs for launch in launches[3:]] == ([2 * num_cut] if num_cut else [])
-
-
-@pytest.mark.parametrize(
-    ("num_key_sequences", "group_size", "length", "head_dim", "deterministic", "chosen"),
-    [
-        (8, 4, 8192, 64, False, True),
-        (8, 4, 8192, 128, False, True),
-        (1, 32, 8192, 128, False, True),
-        (1, 32, 2048, 256, False, True),
-        (1, 2, 2048, 128, False, False),
-        (8, 4, 8192, 128, True, True),
-        (1, 32, 8192, 128, True, False),
-        (2, 16, 8192, 64, True, False),
-    ],
-)
-def test_auto_takes_grouped_queries_where_pieces_or_programs_fill_the_gpu(
-    num_key_sequences, group_size, length, head_dim, deterministic, chosen
-):
-    """In turn there are no pieces, and the programs of few heads of keys leave the GPU without work."""
-    described = problem(num_key_sequences * group_size, length, length, head_dim, group_size=group_size)
-    assert hopper_backward_is_faster(described, deterministic) == chosen
 
 
 # batch, heads of queries, heads that share keys, lengths, mask or window, head dimension, multiprocessors, cut or not
@@ -279,12 +227,11 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     ]
     operands = [Operand(tensor) for tensor in tensors]
     grads = operands[4:]
-    described = problem(
-        batch * num_heads, num_queries, num_keys, head_dim, True, is_causal, group_size, num_multiprocessors, window
-    )
-    plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, torch.device("cpu"), False)
+    options = {"group_size": group_size, "num_multiprocessors": num_multiprocessors, "window": window}
+    described = problem(batch * num_heads, num_queries, head_dim, num_keys, is_causal, **options)
+    plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, CPU, False)
     backward, tensors_of_pass = plan.steps[1]
-    table = next(addition for addition in plan.additions if isinstance(addition, torch.Tensor)).tolist()
+    table = schedule_of(plan).tolist()
     of_plan = dict(enumerate([*plan.tensor_names, *plan.additions]))
     key_rows = 64 if head_dim == 256 else 128
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
@@ -357,17 +304,10 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
 )
 def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_causal, programs):
     """Under a causal mask; in full attention programs stay together."""
-    tensors = [
-        torch.empty(1, heads, length, head_dim, dtype=torch.bfloat16, device="meta")
-        for heads in (32, key_heads, key_heads, 32, 32, key_heads, key_heads)
-    ]
-    operands = [Operand(tensor) for tensor in tensors]
-    described = problem(32, length, length, head_dim, is_causal=is_causal, group_size=32 // key_heads)
-    plan = HopperBackwardPlan(described, operands[:4], operands[0], operands[4:], torch.device("cpu"), False)
+    plan = plan_backward(problem(32, length, head_dim, is_causal=is_causal, group_size=32 // key_heads))
     assert plan.steps[1][0].num_programs == programs
     if head_dim == 64:
-        (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
-        assert len(schedule) == 132 + 64 * 4 + 64
+        assert len(schedule_of(plan)) == 132 + 64 * 4 + 64
 
 
 @pytest.mark.parametrize(
@@ -376,17 +316,16 @@ def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_ca
 )
 def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, group_size, is_causal, together):
     """16384 keys of a head are 8 MiB: those of four fit in the 32 MiB of L2."""
-    tensors = [
-        torch.empty(1, heads, 16384, 128, dtype=torch.bfloat16, device="meta")
-        for heads in (num_heads, num_heads // group_size, num_heads // group_size, num_heads)
-    ]
-    described = problem(num_heads, 16384, 16384, 128, True, is_causal, group_size, num_multiprocessors=1)
-    plan = HopperForwardPlan(described, [Operand(tensor) for tensor in tensors], torch.device("cpu"))
+    of_queries, of_keys = (
+        Operand(torch.empty(1, heads, 16384, 128, dtype=torch.bfloat16, device="meta"))
+        for heads in (num_heads, num_heads // group_size)
+    )
+    described = problem(num_heads, 16384, 128, is_causal=is_causal, group_size=group_size, num_multiprocessors=1)
+    plan = HopperForwardPlan(described, [of_queries, of_keys, of_keys, of_queries], CPU)
     ((launch, _),) = plan.steps
     assert launch.arguments[:3] == (num_heads, 16384, 16384)
     assert launch.arguments[4] == group_size
-    (schedule,) = plan.additions
-    (count, first), *items = schedule.tolist()
+    (count, first), *items = schedule_of(plan).tolist()
     assert (count, first) == (len(items), 1)
     sequences = [sequence for _, sequence in items]
     size = len(items) // num_heads
@@ -402,7 +341,7 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 
     def problem_on_hopper(query, key, operands, options):
         fits = all(operand.fits_tma for operand in operands)
-        return problem(query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], tma_allowed=fits)
+        return problem(query.shape[:-2].numel(), query.shape[-2], query.shape[-1], key.shape[-2], tma_allowed=fits)
 
     monkeypatch.setattr(choice, "make_problem", problem_on_hopper)
     query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
@@ -505,12 +444,6 @@ def test_lengths(num_queries, num_keys, dtype, head_dim, is_causal, device, pois
 
 @on_hopper
 @HEAD_DIMS
-def test_more_heads_than_multiprocessors(head_dim, device):
-    assert_matches_float64(random_inputs((20, 16), 400, 400, head_dim, torch.bfloat16, device), True, kernels="hopper")
-
-
-@on_hopper
-@HEAD_DIMS
 @pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
 def test_strides(layout, head_dim, device):
     query, key, value = random_inputs((2, 3), 200, 200, head_dim, torch.float16, device)
@@ -577,44 +510,22 @@ def test_scores_so_low_that_their_sum_overflows_backward(head_dim, device):
 
 
 @on_hopper
-@HEAD_DIMS
-def test_takes_its_kernels_in_both_passes(head_dim, device):
-    operators.forget_plans()
-    inputs = random_inputs((2, 2), 300, 300, head_dim, torch.bfloat16, device)
-    flash_attention(*inputs, True, implementation="hopper").sum().backward()
-    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
-
-
-@on_hopper
-@HEAD_DIMS
-@CAUSAL
-def test_deterministic_gradients_repeat(is_causal, head_dim, device):
-    """With several times as many programs as multiprocessors."""
-    inputs = random_inputs((4, 16), 1000, 1000, head_dim, torch.bfloat16, device)
-    out = flash_attention(*inputs, is_causal, implementation="hopper", deterministic=True)
-    grad_out = torch.randn_like(out)
-    first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    in_any_order = flash_attention(*inputs, is_causal, implementation="hopper")
-    for one, other in zip(first, torch.autograd.grad(in_any_order, inputs, grad_out), strict=True):
-        torch.testing.assert_close(one, other, rtol=1.6e-2, atol=1e-3)
-
-
-@on_hopper
-@HEAD_DIMS
-@CAUSAL
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (333, 517), (700, 17), (17, 700)])
-def test_deterministic_gradients_match_float64(num_queries, num_keys, is_causal, head_dim, device):
-    inputs = random_inputs((2, 3), num_queries, num_keys, head_dim, torch.bfloat16, device)
-    assert_matches_float64(inputs, is_causal, kernels="hopper", deterministic=True)
-
-
-@on_hopper
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_auto_takes_them_in_either_pass(deterministic, device):
-    operators.forget_plans()
-    inputs = random_inputs((8, 16), 1024, 1024, 64, torch.bfloat16, device)
-    flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
+@pytest.mark.parametrize(
+    ("implementation", "leading", "group_size", "length", "head_dim", "deterministic"),
+    [
+        *(("hopper", (2, 2), 1, 300, head_dim, False) for head_dim in settings.HEAD_DIMS),
+        ("auto", (8, 16), 1, 1024, 64, False),
+        ("auto", (8, 16), 1, 1024, 64, True),
+        ("auto", (4, 16), 4, 2048, 128, False),
+        ("auto", (4, 16), 4, 2048, 128, True),
+        ("auto", (4, 16), 16, 2048, 128, False),
+    ],
+)
+def test_takes_its_kernels_in_both_passes(
+    implementation, leading, group_size, length, head_dim, deterministic, device, fresh_plans
+):
+    inputs = random_inputs(leading, length, length, head_dim, torch.bfloat16, device, group_size=group_size)
+    flash_attention(*inputs, True, deterministic=deterministic, implementation=implementation).sum().backward()
     assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
 
 
@@ -631,6 +542,12 @@ def test_compile_keeps_one_graph(implementation, device):
 
 # (batch, heads of queries), how many share a head of keys, and lengths: ragged, few queries, few keys, one tile.
 GROUPED_SHAPES = {
+    "one query and key": ((2, 3), 1, 1, 1),
+    "no groups": ((2, 3), 1, 333, 517),
+    "no groups, few keys": ((2, 3), 1, 700, 17),
+    "no groups, few queries": ((2, 3), 1, 17, 700),
+    "no groups, more than multiprocessors": ((20, 16), 1, 400, 400),
+    "no groups, several times as many": ((4, 16), 1, 1000, 1000),
     "2": ((2, 4), 2, 333, 517),
     "4": ((1, 8), 4, 700, 300),
     "8, one head of keys": ((1, 8), 8, 300, 1000),
@@ -658,9 +575,11 @@ def grouped_inputs(shape, head_dim, device, dtype=torch.bfloat16):
 @on_hopper
 @HEAD_DIMS
 @CAUSAL
+@pytest.mark.parametrize("deterministic", [False, True])
 @GROUPS
-def test_grouped_queries(shape, is_causal, head_dim, device, poisoned_empty):
-    assert_matches_float64(grouped_inputs(shape, head_dim, device), is_causal, kernels="hopper")
+def test_grouped_queries(shape, deterministic, is_causal, head_dim, device, poisoned_empty):
+    inputs = grouped_inputs(shape, head_dim, device)
+    assert_matches_float64(inputs, is_causal, kernels="hopper", deterministic=deterministic)
 
 
 @on_hopper
@@ -673,19 +592,6 @@ def test_grouped_queries_however_items_are_cut(
     monkeypatch.setattr(schedule, "cut_all", lambda items, *others: cut(items))
     inputs = grouped_inputs(((2, 6), 3, 333, 300), head_dim, device)
     assert_matches_float64(inputs, is_causal, kernels="hopper")
-
-
-@on_hopper
-@HEAD_DIMS
-@CAUSAL
-@GROUPS
-def test_grouped_queries_deterministic(shape, is_causal, head_dim, device, poisoned_empty):
-    inputs = grouped_inputs(shape, head_dim, device)
-    assert_matches_float64(inputs, is_causal, kernels="hopper", deterministic=True)
-    out = flash_attention(*inputs, is_causal, implementation="hopper", deterministic=True)
-    grad_out = torch.randn_like(out)
-    first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
-    assert all(map(torch.equal, first, second))
 
 
 # (batch, heads of queries), how many share a head of keys, lengths, and a window: of less than a tile, across several,
@@ -757,53 +663,3 @@ def test_exact_integer_data_of_grouped_queries(seed, is_causal, head_dim, device
     # The weight is exactly 1, so dP - D = 0 exactly.
     assert not grad_query.any()
     assert not grad_key.any()
-
-
-@on_hopper
-@pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_grouped_queries_equal_copies_of_their_keys(is_causal, head_dim, device):
-    """By the same kernels without groups; and again by the C++, which knows the plan from the second call on."""
-    query, key, value = grouped_inputs(((2, 8), 4, 700, 900), head_dim, device)
-    copies = [one.detach().repeat_interleave(4, 1).requires_grad_() for one in (key, value)]
-    expected = flash_attention(query, *copies, is_causal, implementation="hopper", return_logsumexp=True)
-    grad_out = torch.randn_like(query)
-    expected_grads = torch.autograd.grad(expected[0], (query, *copies), grad_out)
-    for _ in range(3):
-        actual = flash_attention(query, key, value, is_causal, implementation="hopper", return_logsumexp=True)
-        grads = torch.autograd.grad(actual[0], (query, key, value), grad_out)
-        for one, other in zip(actual, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0.0, atol=1e-5)
-        torch.testing.assert_close(grads[0], expected_grads[0], rtol=1.6e-2, atol=2e-3)
-        for one, other in zip(grads[1:], expected_grads[1:], strict=True):
-            summed = other.float().unflatten(1, (2, 4)).sum(2)
-            scale = summed.abs().max().item()
-            torch.testing.assert_close(one.float(), summed, rtol=0.0, atol=1.6e-2 * scale)
-
-
-@on_hopper
-@HEAD_DIMS
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_grouped_queries_from_an_external_logsumexp_and_delta(deterministic, head_dim, device):
-    """As autograd's own backward, which hands on just these two, and with heads that lie beside each other in rows."""
-    inputs = [
-        one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-        for one in grouped_inputs(((2, 8), 4, 500, 700), head_dim, device)
-    ]
-    options = {"implementation": "hopper", "deterministic": deterministic}
-    out, logsumexp = flash_attention(*inputs, True, return_logsumexp=True, **options)
-    grad_out = torch.randn_like(out)
-    expected = torch.autograd.grad(out, inputs, grad_out)
-    delta = (grad_out.float() * out.detach().float()).sum(-1)
-    detached = [one.detach() for one in inputs]
-    actual = flash_attention_backward(*detached, grad_out, logsumexp, delta, True, **options)
-    for name, one, other in zip(("dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1.6e-2, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@on_hopper
-@pytest.mark.parametrize(("key_heads", "deterministic"), [(4, False), (4, True), (1, False)])
-def test_auto_takes_them_in_either_pass_of_grouped_queries(key_heads, deterministic, device, fresh_plans):
-    inputs = random_inputs((4, 16), 2048, 2048, 128, torch.bfloat16, device, group_size=16 // key_heads)
-    flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
-    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
