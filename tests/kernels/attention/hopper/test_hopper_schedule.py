@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import random
 
 import pytest
 
@@ -310,16 +311,7 @@ class NamedBarriers:
 
 
 def simulate(
-    consumers,
-    stages,
-    key_rows,
-    num_queries,
-    num_keys,
-    is_causal,
-    window=0,
-    num_sequences=2,
-    take_turns=False,
-    own_out_tiles=True,
+    consumers, stages, key_rows, num_queries, num_keys, is_causal, window, take_turns, own_out_tiles, num_sequences=2
 ):
     """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
     barriers = Barriers(ready=1, query_ready=1, query_free=1)
@@ -457,15 +449,7 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
 ):
     for seed in range(8):
         producer, consumer, reads = simulate(
-            consumers,
-            stages,
-            key_rows,
-            num_queries,
-            num_keys,
-            is_causal,
-            window,
-            take_turns=take_turns,
-            own_out_tiles=own_out_tiles,
+            consumers, stages, key_rows, num_queries, num_keys, is_causal, window, take_turns, own_out_tiles
         )
         _run_in_random_order([[producer(), *(consumer(me) for me in range(consumers))]], seed)
         for (me, sequence, first_query), read in reads.items():
@@ -480,7 +464,7 @@ def simulate_backward(
     num_queries,
     is_causal,
     kernel,
-    window=0,
+    window,
     stages=2,
     turns=None,
     num_keys=None,
@@ -496,20 +480,10 @@ def simulate_backward(
     """
     is_wide, has_reducer, in_turn = kernel == "wide", kernel == "reducer", turns is not None
     key_rows = 64 if is_wide else 128
-    barriers = Barriers(
-        key_ready=1,
-        query_ready=1,
-        grad_out_ready=1,
-        tile_free=2,
-        query_free=2,
-        grad_out_free=2,
-        weights_ready=2,
-        grad_scores_ready=2,
-        grad_scores_free=1,
-        keys_free=3,
-        results_ready=2 if is_wide else 1,
-        turn=1,
-    )
+    one_arrival = "key_ready", "query_ready", "grad_out_ready", "grad_scores_free", "turn"
+    two_arrivals = "tile_free", "query_free", "grad_out_free", "weights_ready", "grad_scores_ready"
+    counts = dict.fromkeys(one_arrival, 1) | dict.fromkeys(two_arrivals, 2)
+    barriers = Barriers(**counts, keys_free=3, results_ready=2 if is_wide else 1)
     memory = {}
     sums = collections.defaultdict(list)
     tiles = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows)
@@ -700,48 +674,33 @@ KERNELS = pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
 
 @MASKS
 @KERNELS
-@pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
+@pytest.mark.parametrize(
+    ("first_key", "num_queries", "group_size", "num_pieces"),
+    [
+        *((first_key, num_queries, 1, 1) for first_key, num_queries in ((0, 1), (0, 65), (0, 1000))),
+        *(
+            (first_key, num_queries, *pieces)
+            for first_key, num_queries in ((0, 1), (0, 300), (128, 300), (256, 100))
+            for pieces in ((1, 1), (2, 1), (3, 1), (4, 3), (8, 8), (3, 32))
+        ),
+    ],
+)
 def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
-    first_key, num_queries, kernel, is_causal, window
-):
-    for seed in range(20):
-        rounds, stages = (1 + seed % 4, 2 + seed % 2) if kernel == "reducer" else (1, 2)
-        coroutines, sums, tiles = simulate_backward(
-            first_key, num_queries, is_causal, kernel, window, stages, rounds=rounds
-        )
-        _run_in_random_order([coroutines], seed)
-        assert_summed_once(sums, kernel, [*tiles] * rounds)
-
-
-def assert_summed_once(sums, kernel, visited):
-    names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
-    assert [sums[name] for name in names] == [list(visited)] * len(names)
-
-
-@MASKS
-@KERNELS
-@pytest.mark.parametrize(("group_size", "num_pieces"), [(2, 1), (3, 1), (4, 3), (8, 8), (3, 32)])
-@pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 300), (128, 300), (256, 100)])
-def test_heads_of_a_group_add_to_the_same_keys_once(
     first_key, num_queries, group_size, num_pieces, kernel, is_causal, window
 ):
     """dK and dV get every tile of queries of every head that sees the keys from one piece, and dQ of it their share."""
     tiles = seeing_query_tiles(first_key, num_queries, is_causal, window, 64 if kernel == "wide" else 128)
-    for seed in range(3):
+    names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
+    for seed in range(20 if group_size == 1 else 3):
+        rounds, stages = (1 + seed % 4, 2 + seed % 2) if kernel == "reducer" else (1, 2)
+        options = {"stages": stages, "rounds": rounds, "group_size": group_size, "num_pieces": num_pieces}
         summed = []
         for piece in range(num_pieces):
             coroutines, sums, visited = simulate_backward(
-                first_key,
-                num_queries,
-                is_causal,
-                kernel,
-                window,
-                group_size=group_size,
-                piece=piece,
-                num_pieces=num_pieces,
+                first_key, num_queries, is_causal, kernel, window, piece=piece, **options
             )
             _run_in_random_order([coroutines], seed)
-            assert_summed_once(sums, kernel, visited)
+            assert [sums[name] for name in names] == [[*visited] * rounds] * len(names)
             summed += [(member_of_visit(visit, *tiles), tile_of_visit(visit, *tiles)) for visit in visited]
         assert summed == list(itertools.product(range(group_size), range(*tiles)))
 
@@ -761,26 +720,18 @@ def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
     """
     key_rows = 64 if kernel == "wide" else 128
     end_tile = -(-num_queries // 64)
+    num_tiles = -(-num_keys // key_rows)
+    items = ordered_items(num_tiles, 1, 1, last_tile_first=True)
+    items = list(longest_first_at_the_end(items, at_once if is_causal else 1))
     for seed in range(4):
         turns = collections.Counter()
+        options = {"turns": turns, "num_keys": num_keys, "group_size": group_size}
         programs = [
-            simulate_backward(
-                tile * key_rows,
-                num_queries,
-                is_causal,
-                kernel,
-                window,
-                turns=turns,
-                num_keys=num_keys,
-                group_size=group_size,
-            )
-            for tile, _ in longest_first_at_the_end(
-                ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=True), at_once if is_causal else 1
-            )
+            simulate_backward(tile * key_rows, num_queries, is_causal, kernel, window, **options) for tile, _ in items
         ]
         _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
         expected = collections.Counter()
-        for tile in range(-(-num_keys // key_rows)):
+        for tile in range(num_tiles):
             first, end = seeing_query_tiles(tile * key_rows, num_queries, is_causal, window, key_rows)
             expected.update(member * end_tile + seen for member in range(group_size) for seen in range(first, end))
         assert turns == expected
@@ -788,8 +739,6 @@ def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
 
 def _run_in_random_order(programs, seed, at_once=None):
     """Each program's coroutines; only ``at_once`` programs have begun and not ended at a time."""
-    import random
-
     choose = random.Random(seed)
     waiting = list(programs)
     running = []
