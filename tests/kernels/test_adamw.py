@@ -239,13 +239,8 @@ def test_split_weight_of_nan_is_nan(device):
     optimizer = AdamW([parameter], state_dtype="split")
     parameter.grad = torch.tensor([0.0, math.nan, 1.0, 2.0], device=device, dtype=torch.bfloat16)
     optimizer.step()
-    assert parameter.isnan().tolist() == [False, True, False, False]
-    assert split_weight(parameter, optimizer.state[parameter]["low_bits"]).isnan().tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    for weight in (parameter, split_weight(parameter, optimizer.state[parameter]["low_bits"])):
+        assert weight.isnan().tolist() == [False, True, False, False]
 
 
 def rounded_steps(num_steps, device, dtype=torch.bfloat16, length=4096):
@@ -287,23 +282,13 @@ def test_stochastic_rounding_is_repeatable_and_new_in_every_step(device):
     assert len(torch.stack([first, first_state["exp_avg"], first_state["exp_avg_sq"]]).unique(dim=1).T) > 16
 
 
-@pytest.mark.parametrize("other", ["step", "parameter"])
-def test_bits_are_others_for_another_step_or_parameter(other, device):
+def test_bits_are_others_for_another_parameter(device):
     parameters = [torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16, device=device)) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.3)
-    if other == "parameter":
-        optimizer = AdamW(parameters, state_dtype="bf16")
-        optimizer.step()
-        moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    else:
-        optimizers = [AdamW([parameter], state_dtype="bf16", betas=(0.9, 0.9)) for parameter in parameters]
-        for optimizer, parameter, step in zip(optimizers, parameters, (7, 8), strict=True):
-            optimizer.step()
-            optimizer.state[parameter]["exp_avg"].zero_()
-            optimizer.state[parameter]["step"].fill_(step)
-            optimizer.step()
-        moments = [one.state[parameter]["exp_avg"] for one, parameter in zip(optimizers, parameters, strict=True)]
+    optimizer = AdamW(parameters, state_dtype="bf16")
+    optimizer.step()
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
     assert 0.2 < (moments[0] == moments[1]).double().mean().item() < 0.95
 
 
@@ -369,22 +354,21 @@ def test_state_dict_goes_to_torch_and_back(state_dtype, device):
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
 def test_resumed_training_is_bitwise_the_same(state_dtype, device):
-    parameters, optimizer = trained(
-        lambda groups: AdamW(groups, state_dtype=state_dtype), make_tensors([(3, 5), (40,)], torch.bfloat16, device)
-    )
-    others, other = trained(
-        lambda groups: AdamW(groups, state_dtype=state_dtype), [parameter.detach() for parameter in parameters], 0
-    )
+    def make(groups):
+        return AdamW(groups, state_dtype=state_dtype)
+
+    parameters, optimizer = trained(make, make_tensors([(3, 5), (40,)], torch.bfloat16, device))
+    others, other = trained(make, [parameter.detach() for parameter in parameters], 0)
     other.load_state_dict(optimizer.state_dict())
-    copied_parameters, copied = copy.deepcopy((parameters, optimizer))
-    for one, its_parameters in ((optimizer, parameters), (other, others), (copied, copied_parameters)):
-        give_gradients(its_parameters, 7)
+    resumed = [(others, other), copy.deepcopy((parameters, optimizer))]
+    for one_parameters, one in ((parameters, optimizer), *resumed):
+        give_gradients(one_parameters, 7)
         one.step()
-    for resumed, its_parameters in ((other, others), (copied, copied_parameters)):
+    for its_parameters, its_optimizer in resumed:
         for parameter, expected in zip(its_parameters, parameters, strict=True):
             assert torch.equal(parameter, expected)
             for name, tensor in optimizer.state[expected].items():
-                loaded = resumed.state[parameter][name]
+                loaded = its_optimizer.state[parameter][name]
                 assert loaded.dtype == tensor.dtype, name
                 assert torch.equal(loaded, tensor), name
 
@@ -492,24 +476,14 @@ ONE = torch.nn.Parameter(torch.ones(4))
         ([ONE], {"eps": -1.0}, ValueError, "eps is -1.0"),
         ([ONE], {"weight_decay": -1.0}, ValueError, "weight_decay is -1.0"),
         ([ONE], {"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0, but must be above 0"),
-        (
-            [{"params": [ONE], "maximize": True}],
-            {},
-            ValueError,
-            "maximize=True in a group: this optimizer",
-        ),
+        ([{"params": [ONE], "maximize": True}], {}, ValueError, "maximize=True in a group: this optimizer"),
         ([{"params": [ONE], "amsgrad": True}], {}, ValueError, "amsgrad=True in a group: this optimizer"),
         ([{"params": [ONE], "max_grad_norm": 1.0}], {}, ValueError, "max_grad_norm in a group: it is one for all"),
         ([ONE, ONE], {}, ValueError, "a parameter is twice in a group: give it once"),
         ([ONE], {"state_dtype": "int8"}, ValueError, "'int8' does not exist: choose one of fp32, bf16, split"),
         ([ONE.double().detach()], {}, TypeError, "torch.float64 is not supported: it takes torch.float32"),
         ([ONE, ONE.to("meta").detach()], {}, ValueError, "on one device, got cpu and meta"),
-        (
-            [torch.ones(4, 4)[:, ::2]],
-            {},
-            ValueError,
-            r"dense in memory, got one of shape \(4, 2\) with strides \(4, 2\)",
-        ),
+        ([torch.ones(4, 4)[:, ::2]], {}, ValueError, r"got one of shape \(4, 2\) with strides \(4, 2\)"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(parameters, settings, error, sentence):

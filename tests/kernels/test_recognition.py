@@ -33,23 +33,6 @@ class Norm(nn.Module):
         return self.weight * wide.to(hidden_states.dtype)
 
 
-class OffsetNorm(Norm):
-    """As in Gemma: the weight is an offset from 1."""
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states) / self.weight * (1 + self.weight)
-
-
-class EpsilonOutside(Norm):
-    def forward(self, hidden_states):
-        return self.weight * hidden_states / (hidden_states.square().mean(-1, keepdim=True).sqrt() + 1e-5)
-
-
-class MeanToo(Norm):
-    def forward(self, hidden_states):
-        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
-
-
 class Gated(Norm):
     """As in Mamba2: the gate is optional."""
 
@@ -82,14 +65,23 @@ class Changed(Norm):
         return self.after(self, super().forward(self.before(self, hidden_states)))
 
 
-class DetachedMean(Norm):
+class Computing(Norm):
+    """``function`` of (module, input)."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.function(self, x)
 
 
-class OverTheSecondDimension(Norm):
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(min(1, x.dim() - 1), keepdim=True) + 1e-5)
+def _over_the_second_dimension(norm, x):
+    return norm.weight * x * torch.rsqrt(x.square().mean(min(1, x.dim() - 1), keepdim=True) + 1e-5)
+
+
+def _detached_mean(norm, x):
+    return norm.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-5)
 
 
 class FeedForward(nn.Module):
@@ -147,13 +139,13 @@ def model(device):
     [
         (Norm(), 1e-5),
         (nn.RMSNorm(WIDTH, eps=1e-6), 1e-6),
-        (OffsetNorm(), None),
-        (EpsilonOutside(), None),
-        (MeanToo(), None),
+        (Changed(after=lambda norm, y: y / norm.weight * (1 + norm.weight)), None),  # as in Gemma
+        (Computing(lambda norm, x: norm.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)), None),
+        (Changed(before=lambda _, x: x - x.mean(-1, keepdim=True)), None),
         (Gated(), None),
         (Counting(), None),
-        (DetachedMean(), None),
-        (OverTheSecondDimension(), None),
+        (Computing(_detached_mean), None),
+        (Computing(_over_the_second_dimension), None),
         (Changed(), 1e-5),
         (Changed(after=lambda _, y: y.float()), None),
         (Changed(before=lambda _, x: x.float()), None),
@@ -221,15 +213,18 @@ def test_swiglus_are_recognized(layers, found):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_modules_are_recognized_on_meta_and_fake_tensors():
-    with torch.device("meta"):
+@pytest.mark.parametrize("place", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_modules_are_recognized_without_values(place):
+    with place:
         assert norm_epsilon(Norm()) == 1e-5
         assert gate_layers(FeedForward()) is not None
         assert find_head(Model()) is not None
-    with torch._subclasses.FakeTensorMode():
-        assert norm_epsilon(Norm()) == 1e-5
-        assert gate_layers(FeedForward()) is not None
-        assert find_head(Model()) is not None
+
+
+def _double_by_a_hook():
+    model = Model()
+    model.unembed.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -243,8 +238,9 @@ def test_modules_are_recognized_on_meta_and_fake_tensors():
         (lambda: Model(output=lambda logits: (logits,)), False),
         (lambda: nn.Sequential(nn.Linear(3, 3, bias=False)), False),
         (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), False),
+        (_double_by_a_hook, False),
     ],
-    ids=["object", "tensor", "scaled", "sigmoid", "last alone", "tuple", "not of tokens", "bias"],
+    ids=["object", "tensor", "scaled", "sigmoid", "last alone", "tuple", "not of tokens", "bias", "hook"],
 )
 def test_head_is_recognized_if_the_model_returns_its_output(build, is_head):
     model = build()
@@ -278,19 +274,21 @@ def test_head_is_left_alone_if_its_output_is_changed_in_place_or_read(change):
     assert find_head(Model(output=lambda logits: SimpleNamespace(logits=change(logits)))) is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits, training: 2 * logits if training else logits,
+        lambda logits, training: logits if training else 2 * logits,
+        lambda logits, training: cap(logits, 15 if training else 30),
+    ],
+    ids=["train", "eval", "cap"],
+)
 @pytest.mark.parametrize("mode", [True, False])
-def test_head_is_left_alone_if_its_output_is_changed_in_one_mode(mode):
-    model = Model()
-    model.output = lambda logits: 2 * logits if model.training == mode else logits
-    model.train(not mode)
+def test_head_is_left_alone_if_its_output_depends_on_the_mode(change, mode):
+    model = Model().train(mode)
+    model.output = lambda logits: change(logits, model.training)
     assert find_head(model) is None
-    assert model.training != mode
-
-
-def test_head_with_a_hook_that_changes_its_output_is_left_alone():
-    model = Model()
-    model.unembed.register_forward_hook(lambda module, inputs, output: 2 * output)
-    assert find_head(model) is None
+    assert model.training == mode
 
 
 def cap(logits, softcap=15):
@@ -339,12 +337,6 @@ def test_cap_of_logits_is_recognized(output, softcap, place):
 )  # fmt: skip
 def test_head_is_left_alone_if_its_output_is_capped_otherwise(output):
     assert find_head(Model(output=output)) is None
-
-
-def test_head_is_left_alone_if_its_cap_depends_on_the_mode():
-    model = Model()
-    model.output = lambda logits: cap(logits, 15 if model.training else 30)
-    assert find_head(model) is None
 
 
 def gemma(name, **config):

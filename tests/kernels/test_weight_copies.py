@@ -72,25 +72,6 @@ def test_a_step_writes_the_copies_that_the_next_reads(model):
     assert stale(handle.copies) == []
 
 
-def test_the_loss_reads_the_heads_copy(model):
-    handle = fuse(model)
-    handle.keep_copies(torch.bfloat16)
-    loss = loss_of(handle, model)
-    model.lm_head.copy.mul_(2)
-    assert loss_of(handle, model) != loss
-    handle.undo()
-    assert "copy" not in model.lm_head.__dict__
-
-
-def test_a_head_that_shares_the_embeddings_weight_has_no_copy(model):
-    """Its gradient is the sum of two, which stays in the weight's dtype."""
-    model.lm_head.weight = model.token_embeddings.weight
-    handle = fuse(model)
-    handle.keep_copies(torch.bfloat16)
-    assert model.lm_head.copy is None
-    assert all(weight is not model.lm_head.weight for weight, _ in handle.copies)
-
-
 def test_a_stale_copy_is_seen():
     weight = torch.randn(4, 3)
     copy = torch.empty(4, 3, dtype=torch.bfloat16)

@@ -161,27 +161,18 @@ def test_fused_kernels_need_less_memory(name):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (
-            {"state_dtype": "bf16", "optimizer": "course"},
-            "--state-dtype bf16: is a choice of adamw, and optimizer 'course' has none; choose adamw",
-        ),
-        (
-            {"state_dtype": "split", "precision": "fp32"},
-            "--state-dtype split: keeps weights in bf16, and precision 'fp32' has none; choose bf16",
-        ),
-        (
-            {"state_dtype": "split", "kernels": "reference"},
-            "--state-dtype split: keeps the weights that --kernels fused computes with; choose fused",
-        ),
-        (
-            {"update": "backward", "optimizer": "fused"},
-            "--update backward: is a choice of adamw, and optimizer 'fused' has none; choose adamw",
-        ),
+        ({"state_dtype": "bf16", "optimizer": "course"}, "--state-dtype bf16: is a choice of adamw, .* choose adamw"),
+        ({"state_dtype": "split", "precision": "fp32"}, "--state-dtype split: keeps weights in bf16, .* choose bf16"),
+        ({"state_dtype": "split", "kernels": "reference"}, "--state-dtype split: .* --kernels fused computes with"),
+        ({"update": "backward", "optimizer": "fused"}, "--update backward: is a choice of adamw, .* choose adamw"),
         ({"update": "backward", "mode": "forward"}, "--update backward: mode 'forward' updates nothing; choose train"),
         ({"update": "backward", "precision": "fp16"}, "--update backward: fp16 looks at all gradients before"),
+        ({"kernels": "rope+ropes"}, "'rope.ropes': choose from reference, fused, rms-norm, .*; did you mean rope?"),
+        ({"kernels": "rope+rope"}, "--kernels 'rope.rope': rope is in it 2 times"),
+        ({"kernels": "fused+rope"}, "--kernels 'fused.rope': choose from"),
     ],
 )
-def test_states_that_cannot_be(settings, sentence):
+def test_settings_that_cannot_be(settings, sentence):
     with pytest.raises(UsageError, match=sentence):
         workload(**settings)
 
@@ -226,19 +217,6 @@ def test_some_of_the_kernels():
     for refuse in (MemoryWorkload, lambda training: ParallelWorkload(training, "naive", 1)):
         with pytest.raises(UsageError, match=r"--kernels rms-norm\+swiglu and --update step: memory is not predicted"):
             refuse(step.workload)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "sentence"),
-    [
-        ("rope+ropes", "--kernels 'rope.ropes': choose from reference, fused, rms-norm, .*; did you mean rope?"),
-        ("rope+rope", "--kernels 'rope.rope': rope is in it 2 times"),
-        ("fused+rope", "--kernels 'fused.rope': choose from"),
-    ],
-)
-def test_kernels_that_cannot_be(kernels, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        workload(kernels=kernels)
 
 
 @pytest.mark.parametrize(

@@ -75,31 +75,31 @@ def test_replays_of_our_kernels_are_held_against_launches_of_the_same():
     assert checked.columns()["replayed_difference_percent"] == 0
 
 
-@pytest.mark.usefixtures("graphs_on_a_cpu")
-@pytest.mark.parametrize("repeats", [True, False])
-def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch, repeats):
-    """Replays leave a weight a thousandth off, which is within the tolerance of bf16."""
+def let_weights_differ(monkeypatch, replayed, launched):
+    """Let trainings leave a weight off by a part of it, each launched one by another; returns how each was run."""
     train, runs = step.train, []
 
     def not_quite(step, model, warmup):
         trained_model = train(step, model, warmup)
-        runs.append(step.workload.cuda_graph)
-        weight = step.model.get_parameter("lm_head.weight")
-        off = {"on": 1e-3, "off": 0.0 if repeats else 5e-4 * runs.count("off")}[step.workload.cuda_graph]
+        graph = step.workload.cuda_graph
+        off = replayed if graph == "on" else launched[runs.count("off")]
+        runs.append(graph)
         with torch.no_grad():
-            weight *= 1 + off
+            step.model.get_parameter("lm_head.weight").mul_(1 + off)
         return trained_model
 
     monkeypatch.setattr(step, "train", not_quite)
-    checked, wrong = check(optimizer="fused", precision="bf16")
-    if repeats:
-        assert wrong.reason.startswith("replayed: after 5 steps lm_head.weight is off by ")
-        assert wrong.reason.endswith(" % of how far launched steps move it, and those repeat bit by bit")
-        assert runs == ["off", "on", "off", "off", "off"]
-    else:
-        assert wrong is None
-        assert runs == ["off", "on", "off"]
-        assert checked.columns()["repeated_difference_percent"] > 0
+    return runs
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch):
+    """A thousandth is within the tolerance of bf16."""
+    runs = let_weights_differ(monkeypatch, 1e-3, [0.0] * 4)
+    _, wrong = check(optimizer="fused", precision="bf16")
+    assert wrong.reason.startswith("replayed: after 5 steps lm_head.weight is off by ")
+    assert wrong.reason.endswith(" % of how far launched steps move it, and those repeat bit by bit")
+    assert runs == ["off", "on", "off", "off", "off"]
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -115,22 +115,12 @@ def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch, repe
     ids=["a bit", "the farthest counts", "it seldom differs", "wrong"],
 )
 def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, replayed, launched, runs):
-    train, trained = step.train, []
-
-    def not_quite(step, model, warmup):
-        trained_model = train(step, model, warmup)
-        off = replayed if step.workload.cuda_graph == "on" else launched[trained.count("off")]
-        trained.append(step.workload.cuda_graph)
-        weight = step.model.get_parameter("lm_head.weight")
-        with torch.no_grad():
-            weight *= 1 + off
-        return trained_model
-
-    monkeypatch.setattr(step, "train", not_quite)
+    trained = let_weights_differ(monkeypatch, replayed, launched)
     checked, wrong = check(optimizer="fused", precision="bf16")
     assert len(trained) == runs
     assert (wrong is not None) == (replayed == 1e-2)
     assert 0 < checked.repeated.relative < checked.replayed.relative
+    assert checked.columns()["repeated_difference_percent"] > 0
 
 
 class CountsWrongForGraphs(AdamW):

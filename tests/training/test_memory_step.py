@@ -9,7 +9,7 @@ import torch
 from fake_cuda_allocator import DEVICE, AllocateFrom, FakeCudaAllocator
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks, recomputed_flops
+from cs336sys.accounting.checkpointing import predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import model_flops
 from cs336sys.allocations.timeline import RECOMPUTATION
 from cs336sys.commands.memprof.measure import counted_peaks, measure_memory, record
@@ -76,16 +76,6 @@ def test_recomputed_flops_are_the_predicted_ones(checkpointing):
     assert counter.get_total_flops() == model_flops(size, causal=False) + expected
 
 
-def test_blocks_run_as_often_as_predicted():
-    step = MemoryStep(workload(checkpointing="nested", layers=5), CPU)
-    runs = [0] * 5
-    for index, block in enumerate(step.blocks):
-        block.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
-    step.forward()
-    step.loss.backward()
-    assert sum(runs) - 5 == recomputed_blocks(5, "nested")[0]
-
-
 # Checkpoints of other sizes than the first run by night.
 CASES = [
     pytest.param(size, attention, *how, marks=[] if size == "scores" or "none" in how else [pytest.mark.nightly])
@@ -132,15 +122,17 @@ def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, preci
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("checkpointing", "settings", "reason"),
     [
-        ({"compile": "block"}, "--compile block leaves no blocks to look into"),
-        ({"kernels": "fused"}, "--kernels fused computes"),
+        ("ffn", {"compile": "block"}, "--checkpoint ffn: --compile block leaves no blocks to look into"),
+        ("ffn", {"kernels": "fused"}, "--checkpoint ffn: --kernels fused computes"),
+        ("block", {"compile": "model"}, "--compile model"),
     ],
 )
-def test_checkpoints_inside_blocks_need_blocks_to_look_into(settings, reason):
-    with pytest.raises(UsageError, match=f"--checkpoint ffn: {reason}"):
-        workload(checkpointing="ffn", **settings)
+def test_checkpoints_need_blocks_to_look_into(checkpointing, settings, reason):
+    with pytest.raises(UsageError, match=reason):
+        workload(checkpointing=checkpointing, **settings)
+    assert workload(**settings).checkpointing == "none"
 
 
 def test_watching_operations_adds_no_more_than_temporaries():
@@ -320,12 +312,6 @@ def test_trace_holds_no_memory():
     peak = max(predicted_timeline(MemoryWorkload(Workload(size, mode="forward"))).timeline.totals())
     assert peak > 4e9
     assert (peak_resident_gib() - before_gib) * 2**30 < 0.2 * peak
-
-
-def test_checkpoints_around_a_compiled_model_are_refused():
-    with pytest.raises(UsageError, match="--compile model"):
-        workload(checkpointing="block", compile="model")
-    assert workload(compile="model").checkpointing == "none"
 
 
 @pytest.mark.gpu

@@ -61,49 +61,39 @@ MORE_TRITON_CONFIGURATIONS = {
     "grouped window, short, head dim 128": ((1, 4, 512, 128), torch.bfloat16, True, 1, 128),
     "grouped window, 4096": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
 }
-HOPPER_CONFIGURATIONS = {
-    "hopper, head dim 128 grouped": ((1, 16, 2048, 128), torch.bfloat16, True, 4),
-}
+
+
+def hopper_configurations(head_dims_by_kind: dict[str, Sequence[int]]) -> dict[str, tuple]:
+    """Of 16 heads, four of them of keys where they are "grouped", which are cut into pieces unless they are long."""
+    configurations = {}
+    for kind, head_dims in head_dims_by_kind.items():
+        is_full, is_grouped = "full" in kind, "grouped" in kind
+        length = 2048 if is_grouped and "uncut" not in kind else 16384
+        dtype = torch.float16 if is_full and not is_grouped else torch.bfloat16
+        options = 4 if is_grouped else None, 1024 if "window" in kind else None, "deterministic" in kind
+        for head_dim in head_dims:
+            name = f"hopper, head dim {head_dim} {kind}".rstrip()
+            configurations[name] = ((1, 16, length, head_dim), dtype, not is_full, *options)
+    return configurations
+
+
+HOPPER_CONFIGURATIONS = hopper_configurations({"grouped": [128]})
 # Compiled with the argument "all"; those of head dimension 64 take turns only if they are causal.
-MORE_HOPPER_CONFIGURATIONS = {
-    "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
-    "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
-    "hopper, head dim 32": ((1, 16, 16384, 32), torch.bfloat16, True),
-    "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
-    "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
-    "hopper, head dim 256": ((1, 16, 16384, 256), torch.bfloat16, True),
-    "hopper, head dim 32 full": ((1, 16, 16384, 32), torch.float16, False),
-    "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
-    "hopper, head dim 128 full uncut": ((8, 16, 2048, 128), torch.float16, False),
-    "hopper, head dim 256 full": ((1, 16, 16384, 256), torch.float16, False),
-    "hopper, head dim 64 deterministic": ((1, 16, 16384, 64), torch.bfloat16, True, None, None, True),
-    "hopper, head dim 128 deterministic": ((1, 16, 16384, 128), torch.bfloat16, True, None, None, True),
-    "hopper, head dim 256 deterministic": ((1, 16, 16384, 256), torch.bfloat16, True, None, None, True),
-    "hopper, head dim 16 window": ((1, 16, 16384, 16), torch.bfloat16, True, None, 1024),
-    "hopper, head dim 32 window": ((1, 16, 16384, 32), torch.bfloat16, True, None, 1024),
-    "hopper, head dim 64 window": ((1, 16, 16384, 64), torch.bfloat16, True, None, 1024),
-    "hopper, head dim 128 window": ((1, 16, 16384, 128), torch.bfloat16, True, None, 1024),
-    "hopper, head dim 256 window": ((1, 16, 16384, 256), torch.bfloat16, True, None, 1024),
-    "hopper, head dim 64 grouped window": ((1, 16, 2048, 64), torch.bfloat16, True, 4, 1024),
-    "hopper, head dim 128 grouped window": ((1, 16, 2048, 128), torch.bfloat16, True, 4, 1024),
-    "hopper, head dim 256 grouped window": ((1, 16, 2048, 256), torch.bfloat16, True, 4, 1024),
-    "hopper, head dim 64 window deterministic": ((1, 16, 16384, 64), torch.bfloat16, True, None, 1024, True),
-    "hopper, head dim 128 window deterministic": ((1, 16, 16384, 128), torch.bfloat16, True, None, 1024, True),
-    "hopper, head dim 16 grouped": ((1, 16, 2048, 16), torch.bfloat16, True, 4),
-    "hopper, head dim 32 grouped": ((1, 16, 2048, 32), torch.bfloat16, True, 4),
-    "hopper, head dim 64 grouped": ((1, 16, 2048, 64), torch.bfloat16, True, 4),
-    "hopper, head dim 256 grouped": ((1, 16, 2048, 256), torch.bfloat16, True, 4),
-    "hopper, head dim 64 grouped full": ((1, 16, 2048, 64), torch.bfloat16, False, 4),
-    "hopper, head dim 128 grouped full": ((1, 16, 2048, 128), torch.bfloat16, False, 4),
-    "hopper, head dim 64 grouped uncut": ((1, 16, 16384, 64), torch.bfloat16, True, 4),
-    "hopper, head dim 128 grouped uncut": ((1, 16, 16384, 128), torch.bfloat16, True, 4),
-    "hopper, head dim 256 grouped uncut": ((1, 16, 16384, 256), torch.bfloat16, True, 4),
-    "hopper, head dim 256 grouped full": ((1, 16, 2048, 256), torch.bfloat16, False, 4),
-    "hopper, head dim 64 grouped deterministic": ((1, 16, 2048, 64), torch.bfloat16, True, 4, None, True),
-    "hopper, head dim 128 grouped deterministic": ((1, 16, 2048, 128), torch.bfloat16, True, 4, None, True),
-    "hopper, head dim 128 grouped full deterministic": ((1, 16, 2048, 128), torch.bfloat16, False, 4, None, True),
-    "hopper, head dim 256 grouped deterministic": ((1, 16, 2048, 256), torch.bfloat16, True, 4, None, True),
-}
+MORE_HOPPER_CONFIGURATIONS = hopper_configurations(
+    {
+        "": [16, 32, 64, 128, 256],
+        "full": [32, 64, 128, 256],
+        "deterministic": [64, 128, 256],
+        "window": [16, 32, 64, 128, 256],
+        "grouped window": [64, 128, 256],
+        "window deterministic": [64, 128],
+        "grouped": [16, 32, 64, 256],
+        "grouped full": [64, 128, 256],
+        "grouped uncut": [64, 128, 256],
+        "grouped deterministic": [64, 128, 256],
+        "grouped full deterministic": [128],
+    }
+) | {"hopper, head dim 128 full uncut": ((8, 16, 2048, 128), torch.float16, False)}
 
 
 class CompileOnlyDriver:

@@ -89,12 +89,6 @@ def test_tile_shapes(tiles, is_causal, device, monkeypatch):
     assert_matches_float64(random_inputs((2,), 140, 131, 8, torch.float64, device), is_causal)
 
 
-@CAUSAL
-@pytest.mark.parametrize("head_dim", [1, 64, 257])
-def test_head_dims(head_dim, is_causal, device):
-    assert_matches_float64(random_inputs((1,), 33, 33, head_dim, torch.float64, device), is_causal)
-
-
 LAYOUTS = {
     "heads-after-sequence": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "transposed": lambda x: x.mT.contiguous().mT,
@@ -109,13 +103,6 @@ def test_strides(layout, is_causal, device):
     inputs = [layout(tensor.detach()).requires_grad_() for tensor in random_inputs((2, 3), 33, 33, 8, device=device)]
     assert not any(tensor.is_contiguous() for tensor in inputs)
     assert_matches_float64(inputs, is_causal, grad_out=layout(torch.randn(2, 3, 33, 8, device=device)))
-
-
-def test_only_the_gradients_asked_for(device):
-    query, key, value = random_inputs((2,), 33, 33, 8, torch.float64, device)
-    FlashAttentionTorch.apply(query.detach(), key, value.detach()).sum().backward()
-    expected = torch.autograd.grad(reference_attention(query, key, value)[0].sum(), key)[0]
-    torch.testing.assert_close(key.grad, expected)
 
 
 class Operations(TorchDispatchMode):

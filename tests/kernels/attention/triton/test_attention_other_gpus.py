@@ -113,11 +113,16 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             assert all_settings(problem) == all_settings(on_hopper), problem
 
 
+def problem_on(name, head_dim, dtype=torch.bfloat16):
+    query = torch.empty(1, 16, 16384, head_dim, dtype=dtype, device="meta")
+    return make_problem_on(GPUS[name], query, query, [Operand(query)] * 4, AttentionOptions(True))
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "forward", "backward"),
+    ("head_dim", "dtype", "forward", "backward"),
     [
         (
-            (1, 16, 16384, 64),
+            64,
             torch.bfloat16,
             TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True),
             separate(
@@ -126,7 +131,7 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             ),
         ),
         (
-            (1, 16, 16384, 128),
+            128,
             torch.bfloat16,
             TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128),
             separate(
@@ -135,7 +140,7 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             ),
         ),
         (
-            (1, 16, 16384, 64),
+            64,
             torch.float32,
             TileSettings(64, 64, num_warps=4, num_stages=2),
             fused(TileSettings(32, 64, num_warps=4, num_stages=1)),
@@ -143,23 +148,16 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
     ],
     ids=["head dim 64", "head dim 128", "float32"],
 )
-def test_h200_gets_the_tiles_measured_on_it(shape, dtype, forward, backward):
-    query = torch.empty(shape, dtype=dtype, device="meta")
-    problem = make_problem_on(GPUS["sm_90"], query, query, [Operand(query)] * 4, AttentionOptions(True))
+def test_h200_gets_the_tiles_measured_on_it(head_dim, dtype, forward, backward):
+    problem = problem_on("sm_90", head_dim, dtype)
     assert forward_settings(problem) == ForwardSettings(forward)
     assert backward_settings(problem, False) == backward
-
-
-def test_h200_gets_tma_at_head_dimension_256():
-    query = torch.empty(1, 16, 16384, 256, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on(GPUS["sm_90"], query, query, [Operand(query)] * 4, AttentionOptions(True))
-    assert all(tile.use_tma for tile in tiles(problem))
+    assert all(tile.use_tma for tile in tiles(problem_on("sm_90", 256)))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a100_gets_tiles_by_pointers(deterministic):
-    query = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on(GPUS["sm_80"], query, query, [Operand(query)] * 4, AttentionOptions(True))
+    problem = problem_on("sm_80", 64)
     assert forward_settings(problem) == ForwardSettings(TileSettings(64, 64, num_warps=4, num_stages=3))
     expected = joint(TileSettings(32, 64, num_warps=4, num_stages=2))
     assert backward_settings(problem, deterministic) == expected

@@ -337,13 +337,15 @@ def test_settings_keep_their_promises():
             assert all(rows >= 16 and rows & (rows - 1) == 0 for rows in (tile.query_rows, tile.key_rows))
 
 
+def problem_on_h200(head_dim, num_sequences, length, dtype=torch.bfloat16):
+    lengths = num_sequences, length, length
+    return AttentionProblem(head_dim, dtype, "tf32x3", True, *lengths, (9, 0), 132, tma_allowed=True)
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_few_programs_share_one_launch_behind_that_which_prepares_them(head_dim):
     for num_sequences, length in ((1, 1024), (16, 128), (16, 1024), (1, 2048)):
-        shape = num_sequences, length, length
-        settings = backward_settings(
-            AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True
-        )
+        settings = backward_settings(problem_on_h200(head_dim, num_sequences, length), True)
         assert settings.precomputes_delta, (num_sequences, length)
         assert len(settings.passes) == 1, (num_sequences, length)
 
@@ -351,10 +353,7 @@ def test_few_programs_share_one_launch_behind_that_which_prepares_them(head_dim)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_keys_are_shared_only_by_few_programs(head_dim):
     def num_splits(num_sequences, length):
-        shape = num_sequences, length, length
-        return forward_settings(
-            AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)
-        ).num_splits
+        return forward_settings(problem_on_h200(head_dim, num_sequences, length)).num_splits
 
     assert num_splits(1, 512) == 1  # a second launch would take longer than it saves
     assert num_splits(1, 1024) > num_splits(1, 8192) > 1
@@ -365,9 +364,7 @@ def test_keys_are_shared_only_by_few_programs(head_dim):
 def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
     """A tile of keys for each program would leave some idle; more splits than tiles of queries would have none."""
     for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
-        problem = AttentionProblem(
-            head_dim, torch.float32, "tf32x3", True, num_sequences, length, length, (9, 0), 132, tma_allowed=True
-        )
+        problem = problem_on_h200(head_dim, num_sequences, length, torch.float32)
         settings = backward_settings(problem, False)
         tile = settings.passes[0].tile
         query_tiles, key_tiles = -(-length // tile.query_rows), num_sequences * -(-length // tile.key_rows)
