@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
@@ -24,6 +25,23 @@ STRIDES = {
 }
 
 
+class Operations(TorchDispatchMode):
+    """Lists the operations, views apart, and how many elements the tensor has that each of them made or changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.made.append((func.overloadpacket.__name__, out.numel()))
+        return out
+
+    def count(self, *names):
+        return tuple([made for made, _ in self.made].count(name) for name in names)
+
+
 def _why_no_hopper():
     if not ON_GPU:
         return "no CUDA GPU"
@@ -40,7 +58,7 @@ def on_hopper(function):
     return function
 
 
-def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=0, group_size=1):
+def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float32, device="cpu", seed=0, group_size=1):
     """Query, key and value; ``leading`` ends with the heads of queries, of which ``group_size`` share one of keys."""
     generator = torch.Generator(device).manual_seed(seed)
     of_keys = (*leading[:-1], *(heads // group_size for heads in leading[-1:]))

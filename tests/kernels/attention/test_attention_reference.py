@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from attention_checks import Operations, random_inputs
 
 from cs336sys.kernels.attention.problem import check_attention_inputs
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention, reference_attention
@@ -14,18 +14,10 @@ SHAPES = [((), 1, 1, 4), ((2,), 17, 17, 8), ((2, 3), 5, 33, 16), ((2, 1, 2), 33,
 SHAPE_IDS = ["2d-1x1", "3d-17x17", "4d-5x33", "5d-33x5"]
 
 
-def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float64):
-    torch.manual_seed(0)
-    return tuple(
-        torch.randn(*leading, length, head_dim, dtype=dtype).requires_grad_()
-        for length in (num_queries, num_keys, num_keys)
-    )
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
 def test_agrees_with_torch(shape, is_causal):
-    inputs = random_inputs(*shape)
+    inputs = random_inputs(*shape, torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=is_causal)
     grad_out = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, inputs, grad_out)
@@ -42,7 +34,7 @@ def test_agrees_with_torch(shape, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 7), (4, 9), (9, 4)])
 def test_agrees_with_one_query_at_a_time(num_queries, num_keys, is_causal):
-    query, key, value = random_inputs((), num_queries, num_keys, 8)
+    query, key, value = random_inputs((), num_queries, num_keys, 8, torch.float64)
     out, logsumexp = reference_attention(query, key, value, is_causal)
     for i in range(num_queries):
         visible = i + 1 if is_causal else num_keys
@@ -53,7 +45,7 @@ def test_agrees_with_one_query_at_a_time(num_queries, num_keys, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_first_and_second_derivatives_of_output_and_logsumexp(is_causal):
-    inputs = random_inputs((2,), 4, 3, 2)
+    inputs = random_inputs((2,), 4, 3, 2, torch.float64)
     assert torch.autograd.gradcheck(lambda *args: reference_attention(*args, is_causal), inputs)
     assert torch.autograd.gradgradcheck(lambda *args: reference_attention(*args, is_causal), inputs)
 
@@ -73,7 +65,7 @@ def test_compute_dtype(dtype):
 
 
 def test_scores_of_minus_infinity_give_zeros_and_clean_gradients():
-    query, key, value = random_inputs((2,), 3, 4, 8)
+    query, key, value = random_inputs((2,), 3, 4, 8, torch.float64)
     with torch.no_grad():
         query[..., 0] = 1.0
         key[1, :, 0] = -math.inf  # the second batch element sees nothing
@@ -93,34 +85,19 @@ def test_scores_of_minus_infinity_give_zeros_and_clean_gradients():
 
 
 def test_nan_reaches_what_depends_on_it():
-    query, key, value = random_inputs((), 6, 6, 8)
+    query, key, value = random_inputs((), 6, 6, 8, torch.float64)
     with torch.no_grad():
         query[2, 0] = math.nan
     out, logsumexp = reference_attention(query, key, value, True)
     assert out.isnan().all(dim=-1).nonzero().flatten().tolist() == [2]
     assert logsumexp.isnan().nonzero().flatten().tolist() == [2]
 
-    query, key, value = random_inputs((), 6, 6, 8)
+    query, key, value = random_inputs((), 6, 6, 8, torch.float64)
     with torch.no_grad():
         key[4, 0] = math.nan
     out, logsumexp = reference_attention(query, key, value, True)
     assert out.isnan().all(dim=-1).nonzero().flatten().tolist() == [4, 5]
     assert logsumexp.isnan().nonzero().flatten().tolist() == [4, 5]
-
-
-class QuadraticOperations(TorchDispatchMode):
-    """Names the operations, views apart, that make or change a tensor of at least ``numel`` elements."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.numel = numel
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.numel() >= self.numel and not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
-        return out
 
 
 @pytest.mark.parametrize(
@@ -131,14 +108,14 @@ class QuadraticOperations(TorchDispatchMode):
     ],
 )
 def test_the_baseline_does_nothing_that_it_need_not(is_causal, expected):
-    inputs = random_inputs((4,), 32, 32, 4)
+    inputs = random_inputs((4,), 32, 32, 4, torch.float64)
     saved = []
     with (
-        QuadraticOperations(4 * 32 * 32) as operations,
+        Operations() as operations,
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor),
     ):
         plain_attention(*inputs, is_causal)
-    assert [name for name in operations.names if name != "_unsafe_view"] == expected
+    assert [name for name, numel in operations.made if numel >= 4 * 32 * 32 and name != "_unsafe_view"] == expected
     quadratic = {tensor.data_ptr(): tensor for tensor in saved if tensor.shape[-2:] == (32, 32)}
     mask_bytes = 32 * 32 if is_causal else 0
     assert sum(tensor.nbytes for tensor in quadratic.values()) == 4 * 32 * 32 * 8 + mask_bytes

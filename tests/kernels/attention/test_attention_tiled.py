@@ -3,11 +3,10 @@
 import math
 import os
 import shutil
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from attention_checks import STRIDES, Operations, random_inputs
 
 from cs336sys.kernels.attention import reference
 from cs336sys.kernels.attention.reference import (
@@ -37,14 +36,6 @@ def set_tiles(monkeypatch, query_tile, key_tile):
 @pytest.fixture
 def small_tiles(monkeypatch):
     set_tiles(monkeypatch, 16, 32)
-
-
-def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float32, device="cpu"):
-    torch.manual_seed(0)
-    return tuple(
-        torch.randn(*leading, length, head_dim, dtype=dtype, device=device).requires_grad_()
-        for length in (num_queries, num_keys, num_keys)
-    )
 
 
 def assert_matches_float64(inputs, is_causal, grad_out=None, attention=FlashAttentionTorch):
@@ -89,36 +80,11 @@ def test_tile_shapes(tiles, is_causal, device, monkeypatch):
     assert_matches_float64(random_inputs((2,), 140, 131, 8, torch.float64, device), is_causal)
 
 
-LAYOUTS = {
-    "heads-after-sequence": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "every-other-row": lambda x: x.repeat_interleave(2, dim=-2)[..., ::2, :],
-    "expanded": lambda x: x[:1].expand_as(x),
-}
-
-
 @CAUSAL
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
 def test_strides(layout, is_causal, device):
     inputs = [layout(tensor.detach()).requires_grad_() for tensor in random_inputs((2, 3), 33, 33, 8, device=device)]
-    assert not any(tensor.is_contiguous() for tensor in inputs)
     assert_matches_float64(inputs, is_causal, grad_out=layout(torch.randn(2, 3, 33, 8, device=device)))
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations by name and keeps the size of the largest tensor that one of them returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-        self.largest_numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
-        if isinstance(out, torch.Tensor):
-            self.largest_numel = max(self.largest_numel, out.numel())
-        return out
 
 
 @CAUSAL
@@ -126,7 +92,7 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(is_causal, device):
     inputs = random_inputs((2,), 512, 512, 8, device=device)
     with Operations() as operations:
         FlashAttentionTorch.apply(*inputs, is_causal).sum().backward()
-    assert operations.largest_numel == 2 * 512 * 8
+    assert max(numel for _, numel in operations.made) == 2 * 512 * 8
 
 
 @pytest.mark.parametrize(
@@ -141,10 +107,10 @@ def test_tiles_above_the_diagonal_are_skipped_and_only_those_on_it_masked(
     inputs = random_inputs((2,), 128, 128, 8, device=device)
     with Operations() as forward:
         out = FlashAttentionTorch.apply(*inputs, is_causal)
-    assert (forward.calls["bmm"], forward.calls["masked_fill_"]) == (2 * tiles, masked_tiles)
+    assert forward.count("bmm", "masked_fill_") == (2 * tiles, masked_tiles)
     with Operations() as backward:
         out.backward(torch.ones_like(out))
-    assert (backward.calls["bmm"], backward.calls["masked_fill_"]) == (5 * tiles, masked_tiles)
+    assert backward.count("bmm", "masked_fill_") == (5 * tiles, masked_tiles)
 
 
 def test_scores_of_minus_infinity_give_zeros_and_clean_gradients(device):

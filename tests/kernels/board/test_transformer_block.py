@@ -8,7 +8,6 @@ from cs336_basics.model import BasicsTransformerLM
 from torch import nn
 
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_block_bytes
-from cs336sys.board import transformer_block as module
 from cs336sys.board.transformer_block import BlockSettings, choose_kept, transformer_block
 from cs336sys.errors import UsageError
 from cs336sys.kernels.fuse import fuse
@@ -99,33 +98,6 @@ def test_frozen_weights_and_no_gradients(model):
     assert {name.split(".", 2)[-1] for name in gradients} == {"ffn.w3.weight", "attn.k_proj.weight", "x"}
     with torch.no_grad():
         assert not model.layers[0](torch.ones(1, 11, 24, device=next(model.parameters()).device)).requires_grad
-
-
-def test_gate_and_up_are_computed_again_where_they_are_not_kept(model, monkeypatch):
-    """A wrong recomputation is seen: the second norm's output is what gate and up are products of."""
-    fuse(model)
-    choose_kept(model, 0)
-    right = trained(copy.deepcopy(model))[1]
-    backward = module.TransformerBlock.backward
-
-    def with_wrong_sum(ctx, grad):
-        saved = ctx.saved_tensors
-
-        class Context:
-            saved_tensors = (*saved[:2], saved[2] * 1.01 + 0.01, *saved[3:])
-
-            def __getattr__(self, name):
-                return getattr(ctx, name)
-
-            def __setattr__(self, name, value):
-                setattr(ctx, name, value)
-
-        return backward(Context(), grad)
-
-    monkeypatch.setattr(module.TransformerBlock, "backward", staticmethod(with_wrong_sum))
-    wrong = trained(model)[1]
-    for name in ("layers.0.ffn.w1.weight", "layers.0.ffn.w2.weight", "layers.0.ln2.weight"):
-        assert not torch.allclose(wrong[name], right[name], rtol=1e-4, atol=1e-5), name
 
 
 def test_refusals(model):
