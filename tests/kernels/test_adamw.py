@@ -282,14 +282,18 @@ def test_stochastic_rounding_is_repeatable_and_new_in_every_step(device):
     assert len(torch.stack([first, first_state["exp_avg"], first_state["exp_avg_sq"]]).unique(dim=1).T) > 16
 
 
-def test_bits_are_others_for_another_parameter(device):
+def test_bits_are_others_for_another_parameter_or_step(device):
     parameters = [torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16, device=device)) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.3)
     optimizer = AdamW(parameters, state_dtype="bf16")
     optimizer.step()
-    moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    assert 0.2 < (moments[0] == moments[1]).double().mean().item() < 0.95
+    moment, other_moment = (optimizer.state[parameter]["exp_avg"] for parameter in parameters)
+    first_moment, other_moment = moment.clone(), other_moment.clone()
+    moment.zero_()
+    optimizer.step()
+    for rounded_otherwise in (other_moment, moment):
+        assert 0.2 < (first_moment == rounded_otherwise).double().mean().item() < 0.95
 
 
 def test_bfloat16_states_of_a_float32_parameter_do_not_round_it(device):
