@@ -9,12 +9,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.kernels.attention.triton.settings import fused, joint, separate
 
 ON_GPU = torch.cuda.is_available()
 
 # Largest error of an element, relative to the largest element or 1, the size of the inputs. Half dtypes round P, dS and
 # the results to 11 and 8 bits; products in float32 are exact in the interpreter and three TF32 products on a GPU.
 TOLERANCES = {torch.float32: 2e-5 if ON_GPU else 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+# Launch settings of the backward pass, by the tile of queries and keys.
+FORMS = {
+    "fused": fused,
+    "fused with splits": lambda tile: fused(tile, num_splits=3),
+    "separate": lambda tile: separate(tile, tile),
+    "joint": joint,
+    "unprepared": lambda tile: joint(tile, precomputes_delta=False),
+}
 
 STRIDES = {
     "slices of one packed tensor": lambda x: torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]],

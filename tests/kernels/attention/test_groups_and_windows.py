@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from attention_checks import HOPPER_MARKS, ON_GPU, assert_close_to_float64, assert_matches_float64
+from attention_checks import FORMS, HOPPER_MARKS, ON_GPU, assert_close_to_float64, assert_matches_float64
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +19,7 @@ from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, fla
 from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
-from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings, fused, joint, separate
+from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings, separate
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty", "fresh_plans"),
@@ -29,13 +29,6 @@ pytestmark = [
 ANYWHERE = ("triton", "tiled", "reference")
 LONG = 150 if ON_GPU else 70
 TILE = TileSettings(64, 32, 4, 1) if ON_GPU else TileSettings(32, 16, 4, 1)
-FORMS = {
-    "fused": fused(TILE),
-    "fused with splits": fused(TILE, num_splits=3),
-    "separate": separate(TILE, TILE),
-    "joint": joint(TILE),
-    "unprepared": joint(TILE, precomputes_delta=False),
-}
 BACKWARD_FORMS = pytest.mark.parametrize("form", FORMS)
 
 
@@ -47,7 +40,7 @@ def small_tiles(monkeypatch):
 
 
 def force(monkeypatch, form):
-    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: FORMS[form])
+    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: FORMS[form](TILE))
 
 
 def grouped_inputs(heads, key_heads, num_queries, num_keys, device, dtype=torch.float32, batch=2, head_dim=16):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_checks import ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
+from attention_checks import FORMS, ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
 
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention import operators as triton_attention
@@ -22,9 +22,6 @@ from cs336sys.kernels.attention.triton.settings import (
     TileSettings,
     backward_settings,
     forward_settings,
-    fused,
-    joint,
-    separate,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
@@ -37,13 +34,6 @@ LONG = 129 if ON_GPU else 65
 SEQUENCES = 2 if ON_GPU else 1
 
 
-FORMS = {
-    "fused": fused,
-    "fused with splits": lambda tile: fused(tile, num_splits=3),
-    "separate": lambda tile: separate(tile, tile),
-    "joint": joint,
-    "unprepared": lambda tile: joint(tile, precomputes_delta=False),
-}
 BACKWARD_FORMS = pytest.mark.parametrize("backward_form", FORMS, indirect=True)
 
 
