@@ -74,23 +74,18 @@ def datasheet(gpu_name: str) -> Datasheet | None:
     return next((sheet for name, sheet in _DATASHEETS if re.fullmatch(name, gpu_name)), None)
 
 
-def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | None:
+def peak_tflops(gpu_name: str, precision: str, tf32: bool = False, clock_mhz: float | None = None) -> float | None:
     """Return the peak rate of dense matrix products in TFLOP/s; None for a GPU that the table lacks.
 
     Args:
         gpu_name: as ``torch.cuda.get_device_name`` gives it.
         precision: ``fp32``, ``bf16`` or ``fp16``, what matrix products compute in.
         tf32: whether fp32 matrix products may run in TF32 on the tensor cores; it changes no other precision.
+        clock_mhz: of the multiprocessors; None is the datasheet's.
     """
     column = _COLUMNS.index("tf32" if tf32 and precision == "fp32" else precision)
     sheet = datasheet(gpu_name)
-    return None if sheet is None else sheet.tflops[column]
-
-
-def tflops_at_clock(gpu_name: str, precision: str, clock_mhz: float) -> float | None:
-    """Return :func:`peak_tflops` at another clock than the datasheet's; None for a GPU that the table lacks."""
-    sheet = datasheet(gpu_name)
-    return None if sheet is None else sheet.tflops[_COLUMNS.index(precision)] * clock_mhz / sheet.clock_mhz
+    return None if sheet is None else sheet.tflops[column] * (clock_mhz / sheet.clock_mhz if clock_mhz else 1)
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:

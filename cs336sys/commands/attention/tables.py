@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
-from cs336sys.accounting.hardware import tflops_at_clock
+from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.machine.system import Capacity
@@ -83,7 +83,7 @@ def _flash_row(cell: Cell, baseline: Cell | None, gpu: str) -> dict[str, Any]:
     row |= {name: value for name, value in cell.derived.items() if not name.endswith("_error")}
     dtype, clock_mhz = cell.configuration["dtype"], row.get("sm_clock_mhz")
     if clock_mhz is not None and dtype != "fp32":  # Products of fp32 may run on tensor cores, in parts.
-        row["limit_tflops"] = tflops_at_clock(gpu, dtype, clock_mhz)
+        row["limit_tflops"] = peak_tflops(gpu, dtype, clock_mhz=clock_mhz)
     for part, samples in cell.samples.items():
         row[f"{part}_ms"] = samples.median
         if baseline is not None and part in baseline.samples:
