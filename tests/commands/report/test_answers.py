@@ -372,3 +372,10 @@ def test_leaderboard_of_2025_takes_the_run_with_the_fastest_kernel():
     text = told(2025, saved("flash-board-h200", "flash-fa4-rows-h200"), "leaderboard")
     assert "Forward and backward together take 3.648 ms" in text
     assert "fa4 3.678 ms (1.01x)" in text
+
+
+def test_sharded_steps_with_the_handouts_own_attention_and_optimizer_come_first():
+    both = saved("shard-2.7b-h200", "shard-2.7b-first-h200")
+    (block,) = answers(2026, both, "optimizer_state_sharding_accounting", "b")
+    assert "optimizer course" in block.tables[0].title
+    assert "In bf16, a step takes 280.0 ms without sharding, 256.7 ms with `optimizer` (" in words([block])
