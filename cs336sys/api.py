@@ -286,7 +286,7 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
                 option = "model" if is_model else "size"
             if option in values:
                 raise TypeError(f"{command}() got {option} twice: without a name, and as {option}=")
-            values[option] = value
+            values = {option: value} | values
         return _measure(command, values)
 
     click_command: Any = _ROOT.command.get_command(_ROOT, command)  # type: ignore[attr-defined]  # it is a group

@@ -125,10 +125,10 @@ def test_changes_add_up_to_the_difference(runs):
 
 
 def test_a_page_takes_no_option_of_tables_away(runs):
-    shown = invoke(runs / "before", "--html", runs / "page.html", "--columns", "verdict", "--format", "csv")
+    shown = trace(runs / "before", "--html", runs / "page.html", "--columns verdict --format csv")
     assert shown.stdout.startswith("table,verdict\n")
     for option in ("--columns", "--sort"):
-        assert "choose from" in invoke(runs / "before", "--html", runs / "page.html", option, "nothing").stderr
+        assert "choose from" in trace(runs / "before", "--html", runs / "page.html", option, "nothing").stderr
 
 
 def test_the_page_loads_nothing_and_shows_hostile_names_as_text(runs):
