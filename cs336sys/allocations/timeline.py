@@ -231,7 +231,7 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
 
     Returns:
         of each ``size``, ``count``, ``peak_count`` (how many are alive when the step holds the most memory), ``phase``,
-        ``category``, ``module`` (``*`` instead of the block's number where there are several), ``operation``, ``code``.
+        ``category``, ``module`` (``*`` for the block's number, but of a module's only one), ``operation``, ``code``.
     """
     totals = timeline.totals()
     peak = max(range(len(totals)), key=totals.__getitem__)
