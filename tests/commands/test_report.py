@@ -5,10 +5,14 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.report import handouts
+from cs336sys.commands.report.problem import HANDOUTS
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -142,6 +146,16 @@ def test_plan_of_another_gpu_leaves_out_nothing_that_ranks_of_the_cpu_can_do(mon
         "--year", "2026", "--dry-run", "--gpu", "b200", "--memory", "500GiB", "--only", "benchmarking_script"
     )
     assert "what does not fit" not in roomy.stdout
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("-1", 0), ("", 0), ("MIG-0f3c", 1)])
+def test_the_plan_is_for_the_gpus_that_are_visible(monkeypatch, visible, count):
+    gpus = [SimpleNamespace(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_total_gib=140.0) for i in range(2)]
+    monkeypatch.setattr(handouts, "read_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert handouts.target_of(HANDOUTS[2026], size=None, device="auto").gpus == count
 
 
 def test_run_measures_what_its_lines_say_and_a_second_run_goes_on(tmp_path, monkeypatch):

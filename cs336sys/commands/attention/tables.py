@@ -81,9 +81,8 @@ def _flash_row(cell: Cell, baseline: Cell | None, gpu: str) -> dict[str, Any]:
     if cell.status != "ok":
         return row
     row |= {name: value for name, value in cell.derived.items() if not name.endswith("_error")}
-    dtype, clock_mhz = cell.configuration["dtype"], row.get("sm_clock_mhz")
-    if clock_mhz is not None and dtype != "fp32":  # Products of fp32 may run on tensor cores, in parts.
-        row["limit_tflops"] = peak_tflops(gpu, dtype, clock_mhz=clock_mhz)
+    if (clock_mhz := row.get("sm_clock_mhz")) is not None and row["dtype"] != "fp32":  # Which may run as TF32.
+        row["limit_tflops"] = peak_tflops(gpu, row["dtype"], clock_mhz=clock_mhz)
     for part, samples in cell.samples.items():
         row[f"{part}_ms"] = samples.median
         if baseline is not None and part in baseline.samples:

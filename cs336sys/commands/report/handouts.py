@@ -1,5 +1,6 @@
 """The problems in the handouts' order, by their names: who answers a part, and which commands measure it, how long."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,8 +105,8 @@ def target_of(
 
     ``memory_bytes`` replaces the memory of that GPU, or of this machine. A UsageError says that a GPU has no datasheet.
     """
-    # GPUs of one machine are taken to be alike.
-    local_gpus = [] if device == "cpu" or gpu is not None else visible_gpus(read_gpus())
+    gpus = [] if device == "cpu" or gpu is not None else read_gpus()  # Taken to be alike; a slice, to be a whole.
+    local_gpus = gpus[:1] if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") else visible_gpus(gpus)
     if gpu is not None:
         sheet = datasheet(rates_of(gpu).gpu)
         assert sheet is not None  # rates_of() has refused a GPU without one.
