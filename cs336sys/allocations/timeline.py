@@ -231,25 +231,28 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[s
 
     Returns:
         of each ``size``, ``count``, ``peak_count`` (how many are alive when the step holds the most memory), ``phase``,
-        ``category``, ``module`` (``*`` for the block's number, but of a module's only one), ``operation``, ``code``.
+        ``category``, ``module`` (with ``*`` for the block's number where there are several), ``operation``, ``code``.
     """
     totals = timeline.totals()
     peak = max(range(len(totals)), key=totals.__getitem__)
     groups: dict[tuple, list[Allocation]] = defaultdict(list)
     for allocation in timeline.allocations:
         if allocation.start > 0:  # What is older was allocated by no line of the step.
-            origin = allocation.origin
-            module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
-            key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
+            origin, pattern = allocation.origin, module_pattern(_module_of(allocation))
+            key = (allocation.size, allocation.phase, allocation.category, pattern, origin.operation, origin.code)
             groups[key].append(allocation)
     rows: list[dict[str, Any]] = []
-    for (size, phase, category, module, operation, code), members in groups.items():
-        if len(members) == 1 and members[0].origin.module:  # What a parameter names (a gradient) keeps the pattern.
-            module = members[0].origin.module
+    for (size, phase, category, pattern, operation, code), members in groups.items():
+        module = pattern if len(members) > 1 else _module_of(members[0])
         peak_count = sum(member.start <= peak < member.end for member in members)
         row = {"size": size, "count": len(members), "peak_count": peak_count, "phase": phase, "category": category}
         rows.append(row | {"module": module, "operation": operation, "code": code})
     return sorted(rows, key=lambda row: (-row["size"], -row["count"]))[:limit]
+
+
+def _module_of(allocation: Allocation) -> str:
+    """Return the module that allocated, or that of the parameter whose gradient or state was allocated."""
+    return allocation.origin.module or allocation.parameter.rpartition(".")[0]
 
 
 def module_pattern(module: str) -> str:

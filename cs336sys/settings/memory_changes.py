@@ -143,7 +143,7 @@ def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
             continue
         cost = f"{ranks} GPUs"
         if training.is_ours:
-            sent = predicted_sent_bytes(_sharded(workload, strategy, ranks))
+            sent = predicted_sent_bytes(_sharded_step(workload, strategy, ranks))
             cost += f", {sent / 2**30:.3g} GiB sent by each"
         code = (
             "optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)"
@@ -166,9 +166,17 @@ def _can_predict_shards(training: Workload) -> bool:
     return not training.fused_kernels and training.keeps_fp32_state
 
 
-def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:
+def _sharded_step(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:
+    """Describe the step that a strategy shares among so many ranks, for its predictions."""
     training = workload.training
-    return ShardedStep(strategy, training.size, ranks, training.precision, training.attention, workload.checkpointing)
+    return ShardedStep(
+        strategy,
+        training.size,
+        world_size=ranks,
+        precision=training.precision,
+        attention=training.attention,
+        checkpointing=workload.checkpointing,
+    )
 
 
 def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
@@ -178,7 +186,7 @@ def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
         return None
     strategy = str(ranks.value).partition(" x ")[0]  # "fsdp" of "fsdp x 4".
     try:
-        return rank_peak(_sharded(workload, strategy, number_of_ranks(ranks))).total
+        return rank_peak(_sharded_step(workload, strategy, number_of_ranks(ranks))).total
     except UsageError:
         return None
 

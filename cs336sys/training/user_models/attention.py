@@ -148,7 +148,7 @@ def without_dropout() -> None:
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Within this, models drop nothing; they must be built within it, when replaced attention decides what to drop."""
+    """Turn dropout off in this context; build models in it, too, because replaced attention reads then what to drop."""
     before = _drops
     _let_drop(drops=False)
     try:

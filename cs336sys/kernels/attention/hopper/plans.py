@@ -161,14 +161,15 @@ class HopperBackwardPlan(BackwardPlan):
         self._pad(BACKWARD_QUERY_ROWS, key_rows)
         self._add_prepared([self._only_pass()])
 
-    def _only_pass(self) -> Launch:
-        """Decide the order of the items and their pieces, and return the launch of the kernel that computes them."""
-        problem, settings = self._problem, self._settings
-        num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
+    def _ordered_items(self) -> list[tuple[int, int]]:
+        """Return (tile of keys, sequence of keys) of all items, in the order in which programs should begin them."""
+        problem = self._problem
+        num_tiles = triton.cdiv(problem.num_keys, self._settings.key_rows)
         streamed_bytes = problem.num_queries * self._row_bytes() * problem.group_size
         per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, BACKWARD_L2_BYTES)
         if problem.group_size > 1:
-            # Items are ordered longest first in groups of at least what runs at a time, and of about one size.
+            # The queries of grouped heads fill L2 with few sequences, whose items are fewer than the multiprocessors.
+            # So take at least as many sequences as keep all of these busy, in groups of about one size.
             at_a_time = max(per_group, triton.cdiv(problem.num_multiprocessors, num_tiles))
             per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
         # Under a causal mask the first keys have the most queries. But in turns items wait for those of later keys.
@@ -179,10 +180,17 @@ class HopperBackwardPlan(BackwardPlan):
             # Time over that without turns, sorted like this and not: 1x16x16384x128 1.084, 1.101; 8x16x2048x128 1.156,
             # 1.165; 1x16x2048x128 1.26, 1.35; 1x16x16384x256 1.023, 1.031. But 1x16x16384x64 1.092, 1.078.
             items = schedule.longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
+        return items
+
+    def _only_pass(self) -> Launch:
+        """Cut items into pieces, schedule both, and return the launch of the kernel that computes them."""
+        problem, settings = self._problem, self._settings
+        items = self._ordered_items()
         self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole
         num_programs = self._num_whole + self._num_cut * self._num_pieces
-        # Programs share the items where one can load the next item while it ends; elsewhere each has one item.
+        # A program of the reducer loads its next item while it ends one: one on each multiprocessor computes them all.
+        # In turns, and in the other kernels, each program has one item.
         shared_by = 0
         if settings.kernel == "reducer" and not self._takes_turns:
             num_programs = shared_by = min(num_programs, problem.num_multiprocessors)
