@@ -189,16 +189,17 @@ class _StepCheck:
         trained: dict[str, Tensor],
         train_again: Callable[..., dict[str, Tensor]] | None = None,
     ) -> WeightDifference:
-        """Compare what two trainings return, but for what the rounding of the reference explains.
+        """Compare what two trainings return, relative to how far weights moved, but for what rounding explains.
 
-        That is found by ``train_again``, which trains the reference with a ``loss_scale``; None explains nothing.
+        ``train_again`` trains the reference with a ``loss_scale``, by which gradients are divided again, so that it
+        differs from the first by rounding alone. None explains nothing.
         """
         _free_memory(self.device)
         start = dict(build_compared_model(workload, self.device).named_parameters())
         allowed = tolerance(workload)
         comparison = TensorComparison(start, expected, trained, allowed)
         losses = {name: loss.item() for name, loss in expected.items() if name.startswith(LOSS)}
-        del start, expected, trained  # The reference needs their memory to train again.
+        del start, expected, trained  # Unless a caller keeps them: the reference needs the memory to train again.
         _free_memory(self.device)
         others = []
         # A loss that is far off is wrong, whatever explains the weights.
@@ -207,11 +208,12 @@ class _StepCheck:
                 other = train_again(loss_scale=scale)
                 # Only if it has the same losses: where training diverges, its distance explains nothing.
                 if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
+                    # A weight that only ``trained`` has is in no reference.
                     others.append({name: other[name].cpu() for name in comparison.far if name in other})
                 del other
                 _free_memory(self.device)
         explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
-        difference = comparison.farthest(workload.size.num_layers, explained)
+        difference = comparison.farthest(num_layers=workload.size.num_layers, explained=explained)
         note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)  # Losses are no parameters.
         return replace(difference, notes=(note,)) if explained else difference
 

@@ -130,13 +130,13 @@ def course_package() -> CoursePackage:
 
 
 def set_aside_others() -> None:
-    """Take folders off ``sys.path`` whose package this program cannot train, until ours comes first.
+    """Take folders off ``sys.path`` whose package this program cannot train, until it can, or there are no more.
 
     A user's model may lie next to such a package, and started by ``python -m`` there, Python would import that. The
     model's loading puts its folder on the path again.
     """
     while (folder := first_folder()) is not None:
-        if not CoursePackage(folder, is_ours=False).lacking():
+        if not CoursePackage(folder, is_ours=False).lacking():  # Which does not depend on whose it is.
             return
         package_paths = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
         sys.path[:] = [entry for entry in sys.path if entry not in package_paths]

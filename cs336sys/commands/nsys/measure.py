@@ -131,7 +131,7 @@ def _time_unprofiled(workload: Workload, device: torch.device, progress: Progres
     with _annotated(step, marks) as run_step:
         for _ in range(workload.steps):
             started_s = time.perf_counter()
-            run_step()
+            run_step()  # Its range waits for the device.
             durations_ms.append((time.perf_counter() - started_s) * 1e3)
     return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations_ms))}, flop_columns
 

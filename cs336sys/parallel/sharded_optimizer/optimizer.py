@@ -366,8 +366,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
-            scalars = self._check_options(state_dict["param_groups"])
-            states = self._local.own_states_in(state_dict, self._share(), self.param_groups, scalars)
+            scalar_keys = self._check_options(state_dict["param_groups"])
+            states = self._local.own_states_in(state_dict, self._share(), self.param_groups, scalar_keys)
             options = map(parameter_groups.options_of, state_dict["param_groups"])
             lines += map(parameter_groups.describe_options, options)
         with torch.no_grad():
@@ -494,7 +494,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refuse options with which the class cannot be sharded, once for each kind.
 
         Returns:
-            with ``flat``, the names of state that has one value for a whole parameter.
+            with ``flat``, the keys of state that has one value for a whole parameter.
         """
         scalars: frozenset[str] = frozenset()
         for options in map(parameter_groups.options_of, groups):

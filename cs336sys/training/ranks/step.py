@@ -135,7 +135,7 @@ class ParallelStep(TrainStep):
     def mark(self, marks: Marks) -> None:
         """Decorate phases and launches, so that each call is a range of a profiler from now on."""
         self.phases = {name: phase(name, marks)(run) for name, run in self.phases.items()}
-        for number, bucket in enumerate(self.replica.launched):
+        for number, bucket in enumerate(self.replica.buckets):
             decorate: Any = marks.range(f"launch bucket {number}")
             bucket.launch = decorate(bucket.launch)  # An attribute of this bucket, not of its class.
 

@@ -93,7 +93,7 @@ class Replica:
         whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
             ranks call it together. The tensors may be the model's own.
         synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
-        launched: buckets, whose ``launch()`` starts a collective during a step, in order.
+        buckets: of gradients or weights; ``launch()`` of each starts a collective during a step, in this order.
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
@@ -110,7 +110,7 @@ class Replica:
     optimizer: torch.optim.Optimizer
     whole_parameters: Callable[[], Mapping[str, Tensor]]
     synchronize: Callable[[], None] | None = None
-    launched: Sequence[Any] = ()
+    buckets: Sequence[Any] = ()
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
     communicates_in_backward: bool = True
@@ -130,7 +130,7 @@ def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, *
         optimizer,
         synchronize=model.finish_gradient_synchronization,
         whole_parameters=lambda: dict(plain.named_parameters()),
-        launched=model.buckets,
+        buckets=model.buckets,
         **settings,
     )
 

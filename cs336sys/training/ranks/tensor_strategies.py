@@ -64,7 +64,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
     model: Any = shared  # It has changed plain in place; what shares the batch among groups wraps that.
     if record.outer == "ddp":
         model = BucketedDDP(plain, BUCKETS, group=mesh["data"])
-    elif record.gathers_ahead:
+    elif record.gathers_ahead:  # Groups share the batch, and weights, as this project's FSDP does.
         from cs336sys.parallel.fsdp import FSDP
 
         assert workload.prefetch is not None
@@ -79,7 +79,7 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
         optimizer(model.parameters()),
         synchronize=_gradient_completion(model, shared),
         whole_parameters=whole_parameters,
-        launched=getattr(model, "buckets", ()),
+        buckets=getattr(model, "buckets", ()),
         scaler_class=ShardedGradScaler,
         wait_for_gathers=getattr(model, "wait_for_gathers", None),
         loss=functools.partial(shared.loss, compiles=training.is_compiled),
