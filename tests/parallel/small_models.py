@@ -108,6 +108,24 @@ class Permuted(nn.Module):
         return (self.transposed.square() * x).sum() + image.square().sum() + (self.sliced * x).square().sum()
 
 
+class Scale(nn.Module):
+    """A layer whose weights were stored as their inverses in version 1."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = 1 / state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def forward(self, x):
+        return x * self.weight
+
+
 class WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

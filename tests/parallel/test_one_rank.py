@@ -1,5 +1,8 @@
 """Wrappers on the only rank of a group, in this process: what they do with inputs, changed modules and meta tensors."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,12 +80,35 @@ def test_parameters_may_not_become_cut_or_replicated():
     wrapped.module[0].matrix = None
     with pytest.raises(UsageError, match=r"^0\.bias was cut when it was wrapped, and would be replicated after "):
         wrapped.refresh()
+    with pytest.raises(UsageError, match=r"^the module \(ModuleList\) is wrapped already: wrap the plain module$"):
+        BucketedDDP(wrapped.module, None)
     plain = Part()
     plain.matrix = None
     wrapped = FSDP(nn.ModuleList([plain, nn.Linear(2, 2)]))
     wrapped.module[0].matrix = nn.Parameter(torch.eye(2))
     with pytest.raises(UsageError, match=r"^0\.bias was replicated when it was wrapped, and would be cut after "):
         wrapped.refresh()
+
+
+def test_averages_under_way_are_waited_for_before_other_parameters_are_taken_up(monkeypatch):
+    """Else they would be written into gradients of the next step."""
+    wrapped, waited, wait = BucketedDDP(nn.Linear(2, 3), None), [], collectives.MeanReduction.wait
+    monkeypatch.setattr(collectives.MeanReduction, "wait", lambda mean: waited.append(mean.contents) or wait(mean))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.refresh()
+    assert waited == ["gradients of bias, weight"]
+
+
+@pytest.mark.parametrize(("gradient_dtype", "sent"), [(None, 1.001), (BF16, 1.0)])
+def test_gradients_are_sent_in_their_dtype_and_those_kept_are_added(gradient_dtype, sent):
+    """Of three passes, the second under no_sync()."""
+    wrapped = FSDP(nn.Linear(2, 2, bias=False), gradient_dtype=gradient_dtype)
+    for is_sent in (True, False, True):
+        with contextlib.nullcontext() if is_sent else wrapped.no_sync():
+            wrapped(torch.tensor([[1.0, 1.001]])).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    gradient = wrapped.module.weight.grad
+    torch.testing.assert_close(gradient, torch.tensor([[3.0, sent * 3]] * 2))
 
 
 def test_weights_gathered_ahead_can_be_waited_for(monkeypatch):
@@ -113,6 +139,42 @@ def test_the_last_units_stay_gathered():
         wrapped(torch.ones(1, 2)).sum()
         gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
     assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
+
+
+class Keeps(nn.Module):
+    """A block with a sparse tensor, which may keep a row of its weight."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.linear, self.keeps, self.mixing = nn.Linear(2, 2), keeps, torch.eye(2).to_sparse()
+
+    def forward(self, x):
+        if self.keeps:
+            self.row = self.linear.weight[0]
+        return self.linear(torch.sparse.mm(self.mixing, x))
+
+
+class UsesWhatIsKept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Keeps, (True, False, False)))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].row
+
+
+def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
+    plain = UsesWhatIsKept()
+    wrapped = FSDP(copy.deepcopy(plain))
+    for module in (wrapped, plain):
+        output = module(torch.ones(2, 2))
+        assert module is plain or [unit.is_gathered for unit in wrapped.units] == [True, False, True]
+        output.sum().backward()
+    wrapped.finish_gradient_synchronization()
+    for name, (parameter, _) in wrapped.held_parameters().items():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
 class PartlyUsed(nn.Module):
@@ -222,6 +284,17 @@ def test_updated_parameters_are_sent_when_they_are_asked_for():
     assert sent == [[64], [], [], [64]]
     optimizer.wait_for_parameters()
     assert weight.tolist() == [0] * 64
+
+
+def test_state_of_a_whole_parameter_is_refused_where_slices_are_updated():
+    weight = nn.Parameter(torch.ones(4, 16))
+    optimizer = ShardedOptimizer([("weight", weight)], torch.optim.SGD, lr=0.5, momentum=0.9, flat=True)
+    optimizer.state[weight] = {"step": torch.ones(3), "momentum_buffer": torch.zeros(64)}
+    assert optimizer.state_dict()["state"][0].keys() == {"step", "momentum_buffer"}
+    optimizer.state[weight] = {"momentum_buffer": torch.zeros(4, 16)}
+    refusal = r"^the state momentum_buffer of weight is \(4, 16\), and this rank updates 64 of its elements: load a "
+    with pytest.raises(UsageError, match=refusal):
+        optimizer.state_dict()
 
 
 def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):

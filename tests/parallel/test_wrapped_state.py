@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as checkpoint
 from cs336_basics.model import BasicsTransformerLM
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import error_of, refusal_of
+from small_models import Scale, error_of, refusal_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,24 +21,6 @@ from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.tensor_parallel import TensorParallel
-
-
-class Scale(nn.Module):
-    """A layer whose weights were stored as their inverses in version 1."""
-
-    _version = 2
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((3,), 2.0))
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-        if local_metadata.get("version", 1) < 2:
-            state_dict[f"{prefix}weight"] = 1 / state_dict[f"{prefix}weight"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def forward(self, x):
-        return x * self.weight
 
 
 def transformer(vocab_size=8, heads=2):

@@ -313,7 +313,7 @@ class UnitRunner(SynchronizationSwitch):
         if self._order is not None:
             self._order.use(unit)
             upcoming = self._order.upcoming(self._prefetch)
-        for other in self._ahead.difference(upcoming, (unit,)):
+        for other in self._ahead - {unit, *upcoming}:
             self._free(other)  # This step uses units in another order than expected.
         unit.gather()
         # An upcoming unit that was gathered, but not ahead of use, is in use around this one, and not freed as unused.

@@ -337,8 +337,7 @@ class TensorParallel(StateDictOfSlices):
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = type(self).__new__(type(self))
-        left_out = ("_partial_gradients", "_held")  # Made anew below, for the copied parameters.
-        members = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        members = {name: value for name, value in self.__dict__.items() if name != "_held"}  # Made anew below.
         copied.__dict__.update(copy.deepcopy(members, memo))
         for parameter, original in zip(copied.module.parameters(), self.module.parameters(), strict=True):
             vars(parameter).update(copy.deepcopy(vars(original), memo))

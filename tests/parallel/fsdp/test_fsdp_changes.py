@@ -307,3 +307,4 @@ def test_refresh_takes_up_what_was_added_removed_tied_and_frozen():
     require_error(error_of(sharded, TOKENS), "head.weight ", part)
     part = "was replaced by a tensor of the shape of a slice: copy slices into those that are there"
     require_error(error_of(sharded.refresh), "head.weight ", part)
+    require_error(error_of(sharded.module, TOKENS), "head.weight was replaced")

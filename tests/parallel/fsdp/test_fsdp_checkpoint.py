@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections import Counter, OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import PartlyUsed, error_of, refusal_of, share, with_file_limit
+from small_models import PartlyUsed, Scale, error_of, refusal_of, share, with_file_limit
 from torch import nn
 from torch.distributed.checkpoint import metadata
 
@@ -368,6 +369,15 @@ def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank
     module = loaded.module
     assert (module[2].running_mean.tolist(), module.count, module.scratch.tolist()) == ([3.0] * 5, 3, [5.0, 5.0])
     assert "the module does not load" in refusal_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
+
+
+@on_ranks(2)
+def test_modules_are_told_the_version_that_was_saved(tmp_path):
+    with mock.patch.object(Scale, "_version", 1):
+        save_checkpoint(tmp_path / "saved", FSDP(nn.Sequential(nn.Linear(3, 3), Scale())))
+    loaded = FSDP(nn.Sequential(nn.Linear(3, 3), Scale(), nn.Dropout()))
+    load_checkpoint(tmp_path / "saved", loaded)
+    assert loaded.module[1].weight.tolist() == [0.5] * 3
 
 
 def blocks(count, seed=0):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,10 @@ def test_evaluation_frees_everything_and_needs_no_wrapper():
     sharded.finish_gradient_synchronization()
     alone(tokens).sum().backward()
     assert_same(whole_gradients(sharded), gradients_of(alone), rtol=1e-5, atol=1e-7)
+    sharded(tokens)
+    assert gathered_units(sharded)
+    sharded.finish_gradient_synchronization()
+    assert gathered_units(sharded) == {}
 
 
 SIZE = ModelSize("", d_model=24, d_ff=40, num_layers=3, num_heads=2, vocab_size=30, context=8)
@@ -119,6 +124,10 @@ def test_memory_is_what_accounting_says(compute_dtype):
     assert bytes_of(moments) == expected.optimizer_state
     gathered = {unit.name: unit.gathered_bytes for unit in sharded.units}
     assert gathered == fsdp.gathered_bytes(SIZE, 2 if compute_dtype else 4, world_size)
+    # Gradients of slices are views of the tensor in which they were averaged.
+    averaged = [weakref.ref(unit.parameters[0].shard.grad._base) for unit in sharded.units]
+    optimizer.zero_grad()
+    wait_until(lambda: not any(tensor() is not None for tensor in averaged), 60)
 
 
 def bytes_of_argument(argument):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from optimizer_models import Network, each_mode, finish, network, replaced, sharded, train_step
+from optimizer_models import Network, each_mode, finish, network, replaced, sharded, train_step, wait_for_parameters
 from same_tensors import assert_same
 from small_models import Branches, PartlyUsed, batch, error_of, refusal_of, share, weights
 from torch import nn
@@ -341,14 +341,43 @@ def late_updates(mode):
 
 @on_ranks(2)
 @each_mode
-def test_part_that_is_saved_after_a_step_waits_for_its_parameters(mode):
+def test_part_that_is_saved_or_loaded_after_a_step_waits_for_its_parameters(mode):
     model = network(0, torch.float64)
     wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=True, lr=0.1)
     with late_updates(mode):
         train_step(wrapped, optimizer, 0, torch.float64)
         part = {name: value.clone() for name, value in model.second.state_dict().items()}
         optimizer.wait_for_parameters()
+        assert_same(part, weights(model.second))
+        train_step(wrapped, optimizer, 1, torch.float64)
+        model.second.load_state_dict(part)
+        optimizer.wait_for_parameters()
     assert_same(part, weights(model.second))
+
+
+@on_ranks(2)
+@each_mode
+def test_layer_added_with_its_group_is_that_of_the_first_rank_and_waits_for_its_parameters(mode):
+    trained = []
+    for trained_by, seed in ((mode, dist.get_rank()), ("alone", 0)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 6)).double()
+        wrapped, optimizer = sharded(trained_by, model, torch.optim.SGD, overlap=True, lr=0.1)
+        added = nn.Linear(6, 5).double()
+        added.register_buffer("offset", torch.rand(3))
+        model.append(added)
+        optimizer.add_param_group({"params": list(added.parameters())})
+        if hasattr(wrapped, "refresh"):
+            wrapped.refresh()
+        with late_updates(mode):
+            for step in range(2):
+                train_step(wrapped, optimizer, step, torch.float64)
+            after_step = {name: parameter.detach().clone() for name, parameter in added.named_parameters()}
+            wait_for_parameters(optimizer)
+        trained.append(weights(model))
+        is_late = error_of(assert_same, after_step, dict(added.named_parameters())) is not None
+        assert any(collectives.gather_objects(is_late)) == (trained_by == mode)
+    assert_same(*trained, atol=1e-12)
 
 
 class Inside(nn.Module):
