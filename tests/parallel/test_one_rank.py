@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel import collectives, rank_consistency
+from cs336sys.parallel import collectives, gradient_slices, rank_consistency
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.gradient_slices import mark_partial
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, slices
 from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
@@ -170,8 +172,9 @@ def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
     wrapped = FSDP(copy.deepcopy(plain))
     for module in (wrapped, plain):
         output = module(torch.ones(2, 2))
-        assert module is plain or [unit.is_gathered for unit in wrapped.units] == [True, False, True]
+        gathered = [unit.is_gathered for unit in wrapped.units]
         output.sum().backward()
+        assert module is plain or gathered == [True, False, False]
     wrapped.finish_gradient_synchronization()
     for name, (parameter, _) in wrapped.held_parameters().items():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
@@ -240,6 +243,43 @@ def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
     wrapped.finish_gradient_synchronization()
     for name, (_, cut) in wrapped.held_parameters().items():
         torch.testing.assert_close(cut.shard.grad.view_as(plain.get_parameter(name)), plain.get_parameter(name).grad)
+
+
+def test_what_a_wrapper_in_a_cycle_leaves_can_be_wrapped_anew():
+    """Nothing else refers to it, and Python's collector has not come by."""
+    module = nn.Linear(2, 2)
+    gc.disable()
+    try:
+        wrapped = BucketedDDP(module, None)
+        wrapped.cycle = [wrapped]
+        del wrapped
+        BucketedDDP(module, None)
+    finally:
+        gc.enable()
+
+
+OF_SLICES = {"refuse_clipping_alone", "refuse_selected_gradients", "refuse_other_scalers", "_check_optimizers"}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: FSDP(nn.Linear(2, 2)), OF_SLICES),
+        (lambda: mark_partial(nn.Parameter(torch.ones(2))), {"refuse_selected_gradients"}),
+        (
+            lambda: ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, flat=True, lr=0.5),
+            {"refuse_clipping_alone", "refuse_other_scalers", "_drop_slices_in_zero_grad"},
+        ),
+    ],
+)
+def test_each_kind_of_slices_changes_what_torch_would_do_with_them(monkeypatch, make, expected):
+    """Also where it is the first of a process."""
+    called = set()
+    for module in (gradient_slices, slices):
+        for name in (OF_SLICES | expected) & vars(module).keys():
+            monkeypatch.setattr(module, name, lambda name=name: called.add(name))
+    make()
+    assert called == expected
 
 
 def test_lines_that_are_the_same_are_not_exchanged(monkeypatch):

@@ -342,7 +342,6 @@ class UnitRunner(SynchronizationSwitch):
 
     def _lend(self, unit: ShardedUnit) -> None:
         """Keep a unit gathered until the backward pass has ended, or without gradients, the forward pass."""
-        self._ahead.discard(unit)
         self._lent[unit] = unit.versions()
 
     def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:

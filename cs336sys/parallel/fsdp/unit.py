@@ -221,8 +221,7 @@ class ShardedUnit:
         # What these places hold now, and what they hold while the unit is not in use.
         self._shown = self._resting = self._slices
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
-        for parameter in parameters:  # Which refresh() may have found frozen, or trained from now on.
-            parameter.follow_freezing()
+        for parameter in parameters:  # Which refresh() may have found trained from now on.
             parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]
         self.scatter = GradientScatter(self.trained, f"gradients of {self.name}", mean_stream)

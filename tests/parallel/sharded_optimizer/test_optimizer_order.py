@@ -213,10 +213,10 @@ def compiled(mode, target, when):
 @pytest.mark.parametrize(
     ("target", "when"),
     [
-        *(("blocks", "before"), ("model", "after")),
+        *(("blocks", "before"), ("around", "before"), ("model", "after")),
         *(
             pytest.param(target, when, marks=pytest.mark.nightly)
-            for target, when in (("model", "before"), ("around", "before"), ("blocks", "after"), ("around", "after"))
+            for target, when in (("model", "before"), ("blocks", "after"), ("around", "after"))
         ),
     ],
 )
