@@ -203,7 +203,7 @@ def refuse_selected_gradients() -> None:
     def run_backward_checked(outputs: Any, *args: Any, **settings: Any) -> Any:
         # torch calls it with (outputs, their gradients, whether to keep the graph, whether to create one, inputs).
         inputs = args[3]
-        if any(isinstance(leaf, Tensor) and (is_slice(leaf) or hasattr(leaf, _PARTIAL_MARK)) for leaf in inputs):
+        if any(isinstance(leaf, Tensor) and (is_slice(leaf) or getattr(leaf, _PARTIAL_MARK, False)) for leaf in inputs):
             raise UsageError(
                 "torch.autograd.grad() and backward(inputs=...) would leave out the other ranks' parts of a gradient: "
                 "call backward() without inputs and finish_gradient_synchronization(), and read grad"

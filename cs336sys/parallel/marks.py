@@ -45,7 +45,7 @@ class SynchronizationSwitch:
 
 def is_unit(module: nn.Module) -> bool:
     """Return whether FSDP gathers the module's parameters when it is called."""
-    return hasattr(module.__dict__.get("_compiled_call_impl"), GATHERS_PARAMETERS)
+    return getattr(module.__dict__.get("_compiled_call_impl"), GATHERS_PARAMETERS, False)
 
 
 def is_synchronized(parameter: Tensor) -> bool:

@@ -103,14 +103,14 @@ def test_averages_under_way_are_waited_for_before_other_parameters_are_taken_up(
 
 @pytest.mark.parametrize(("gradient_dtype", "sent"), [(None, 1.001), (BF16, 1.0)])
 def test_gradients_are_sent_in_their_dtype_and_those_kept_are_added(gradient_dtype, sent):
-    """Of three passes, the second under no_sync()."""
+    """Of five passes, the second and fourth under no_sync()."""
     wrapped = FSDP(nn.Linear(2, 2, bias=False), gradient_dtype=gradient_dtype)
-    for is_sent in (True, False, True):
+    for is_sent in (True, False, True, False, True):
         with contextlib.nullcontext() if is_sent else wrapped.no_sync():
             wrapped(torch.tensor([[1.0, 1.001]])).sum().backward()
     wrapped.finish_gradient_synchronization()
     gradient = wrapped.module.weight.grad
-    torch.testing.assert_close(gradient, torch.tensor([[3.0, sent * 3]] * 2))
+    torch.testing.assert_close(gradient, torch.tensor([[5.0, sent * 5]] * 2))
 
 
 def test_weights_gathered_ahead_can_be_waited_for(monkeypatch):
@@ -178,6 +178,23 @@ def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
     wrapped.finish_gradient_synchronization()
     for name, (parameter, _) in wrapped.held_parameters().items():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+class ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return x @ self.linear.weight.T
+
+
+def test_weights_used_outside_of_their_layer_may_not_change_before_the_backward_pass():
+    wrapped = FSDP(ByHand())
+    output = wrapped(torch.ones(1, 2))
+    nn.init.zeros_(wrapped.module.linear.weight)
+    with pytest.raises(UsageError, match=r"^linear\.weight was changed between the forward and the backward pass"):
+        output.sum().backward()
 
 
 class PartlyUsed(nn.Module):

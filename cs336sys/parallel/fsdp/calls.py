@@ -104,7 +104,7 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """
     if not type(module).__module__.startswith("torch.nn."):
         return
-    parameter_dtype = next(module.parameters(recurse=False)).dtype
+    parameter_dtype = next(module.parameters()).dtype
     if not parameter_dtype.is_floating_point or parameter_dtype == compute_dtype:
         return
     module.register_forward_pre_hook(lambda _, args: cast_floating(args, parameter_dtype))

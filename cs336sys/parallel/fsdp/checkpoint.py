@@ -270,7 +270,7 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
             _, key, name = saved_key.split("/", 2)
             shard, parameter = parameters[name]  # No parameter for one that is not cut: then the shard is all of it.
             if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
-                new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
+                new = torch.empty_like(shard, dtype=dtype)
                 room[saved_key] = as_dtensor(new, parameter.shape, dimension=0, group=sharded.group)
             else:
                 # On the CPU: the optimizer's load_state_dict() moves it.

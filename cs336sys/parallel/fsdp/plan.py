@@ -46,7 +46,7 @@ class PlannedUnit:
     name: str
     modules: list[nn.Module]
     sharded: list[PlannedParameter] = field(default_factory=list)
-    contains_units: bool = False
+    contains_units: bool = field(init=False)
 
 
 @dataclass
