@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import gc
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel import collectives, gradient_slices, rank_consistency
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
 from cs336sys.parallel.gradient_slices import mark_partial
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, slices
 from cs336sys.parallel.tensor_parallel import TensorParallel
@@ -141,6 +144,40 @@ def test_the_last_units_stay_gathered():
         wrapped(torch.ones(1, 2)).sum()
         gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
     assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
+    units = wrapped.units
+    wrapped.refresh()
+    assert not any(unit.is_gathered for unit in units)
+
+
+class Event:
+    """Its time is its number in the order of recording."""
+
+    numbers = itertools.count()
+
+    def __init__(self, *, enable_timing):
+        self.has_time, self.has_passed = enable_timing, False
+
+    def record(self):
+        self.time = next(self.numbers)
+
+    def synchronize(self):
+        self.has_passed = self.has_time
+
+    def elapsed_time(self, end):
+        assert self.has_passed
+        assert end.has_passed
+        return end.time - self.time
+
+
+def test_on_a_gpu_weights_are_late_by_the_time_between_two_events(monkeypatch):
+    used, watch = [], GatherWatch()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"of {device.type}")
+    unit = SimpleNamespace(name="block", device=SimpleNamespace(type="cuda"), use=lambda: used.append("use"))
+    unit.record_arrival = lambda event, stream: used.append(stream) or event.record()
+    watch.use(unit, is_backward=True)
+    assert used == ["of cuda", "use"]
+    assert watch.timings() == [GatherTiming("block", is_backward=True, late_ms=1)]
 
 
 class Keeps(nn.Module):
@@ -181,20 +218,27 @@ def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
 
 
 class ByHand(nn.Module):
+    clears = False
+
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x):
+        if self.clears:
+            nn.init.zeros_(self.linear.weight)
         return x @ self.linear.weight.T
 
 
-def test_weights_used_outside_of_their_layer_may_not_change_before_the_backward_pass():
+def test_weights_used_outside_of_their_layer_may_not_change_in_a_pass_nor_before_the_next():
     wrapped = FSDP(ByHand())
     output = wrapped(torch.ones(1, 2))
     nn.init.zeros_(wrapped.module.linear.weight)
     with pytest.raises(UsageError, match=r"^linear\.weight was changed between the forward and the backward pass"):
         output.sum().backward()
+    wrapped.module.clears = True
+    with pytest.raises(UsageError, match=r"^linear\.weight was changed in the forward pass, which is lost when its "):
+        wrapped(torch.ones(1, 2))
 
 
 class PartlyUsed(nn.Module):
