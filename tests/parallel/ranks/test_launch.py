@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import launch_ranks
 import pytest
@@ -380,7 +381,7 @@ def test_ranks_started_outside_do_not_wait_for_ever_for_others(monkeypatch):
         launch.run(launch_ranks.process_id, world_size=2, backend="gloo", timeout_s=0.5)
 
 
-def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monkeypatch):
+def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus_or_shared_caches(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     # Rank 0 has its GPU, and is done first with saying so.
@@ -389,6 +390,11 @@ def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monk
         launch._check_every_machine(launch.RankIdentity(1, 2, local_rank=1), "nccl", store)
     with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine"):
         launch._check_every_machine(launch.RankIdentity(0, 2, local_rank=0), "nccl", store)
+    monkeypatch.setattr(launch, "use_private_caches", mock.Mock(side_effect=CapabilityError("caches")))
+    with pytest.raises(CapabilityError, match=r"^rank 0: caches$"):
+        launch._check_every_machine(launch.RankIdentity(0, 1, local_rank=0), "gloo", dist.HashStore())
+    with pytest.raises(CapabilityError, match=r"^caches$"):
+        launch.start(1, backend="gloo")
 
 
 @pytest.mark.gpu
