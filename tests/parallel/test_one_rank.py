@@ -3,8 +3,7 @@
 import contextlib
 import copy
 import gc
-import itertools
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
 from cs336sys.parallel.gradient_slices import mark_partial
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, slices
-from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.parallel.tensor_parallel import TensorParallel, layers
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
 
@@ -149,35 +148,30 @@ def test_the_last_units_stay_gathered():
     assert not any(unit.is_gathered for unit in units)
 
 
-class Event:
-    """Its time is its number in the order of recording."""
-
-    numbers = itertools.count()
-
-    def __init__(self, *, enable_timing):
-        self.has_time, self.has_passed = enable_timing, False
-
-    def record(self):
-        self.time = next(self.numbers)
-
-    def synchronize(self):
-        self.has_passed = self.has_time
-
-    def elapsed_time(self, end):
-        assert self.has_passed
-        assert end.has_passed
-        return end.time - self.time
+def test_on_a_gpu_weights_are_late_by_the_time_between_two_events():
+    gpu, watch = mock.Mock(), GatherWatch()
+    stream = gpu.Stream.return_value
+    gpu.Event.side_effect = gpu.needed, gpu.arrived
+    gpu.needed.elapsed_time.return_value = 1.5
+    gpu.unit.name, gpu.unit.device.type = "block", "cuda"
+    with mock.patch.multiple(torch.cuda, Event=gpu.Event, Stream=gpu.Stream):
+        watch.use(gpu.unit, is_backward=True)
+    assert watch.timings() == [GatherTiming("block", is_backward=True, late_ms=1.5)]
+    assert gpu.mock_calls == [
+        *(mock.call.Stream(gpu.unit.device), mock.call.Event(enable_timing=True), mock.call.Event(enable_timing=True)),
+        *(mock.call.needed.record(), mock.call.unit.record_arrival(gpu.arrived, stream), mock.call.unit.use()),
+        *(mock.call.needed.synchronize(), mock.call.arrived.synchronize(), mock.call.needed.elapsed_time(gpu.arrived)),
+    ]
 
 
-def test_on_a_gpu_weights_are_late_by_the_time_between_two_events(monkeypatch):
-    used, watch = [], GatherWatch()
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"of {device.type}")
-    unit = SimpleNamespace(name="block", device=SimpleNamespace(type="cuda"), use=lambda: used.append("use"))
-    unit.record_arrival = lambda event, stream: used.append(stream) or event.record()
-    watch.use(unit, is_backward=True)
-    assert used == ["of cuda", "use"]
-    assert watch.timings() == [GatherTiming("block", is_backward=True, late_ms=1)]
+def test_tokens_and_targets_are_compared_once_in_training_and_once_in_evaluation(monkeypatch):
+    compared = []
+    monkeypatch.setattr(layers, "require_same_lines", lambda lines, group: compared.append(lines[0].split()[0]))
+    calls = layers.FirstCalls(dist.group.WORLD.group_name)
+    for is_training in (True, True, False, False):
+        for kind in ("tokens", "targets"):
+            calls.compare(kind, torch.zeros(2), is_training)
+    assert compared == ["tokens", "targets"] * 2
 
 
 class Keeps(nn.Module):
@@ -387,11 +381,18 @@ def test_updated_parameters_are_sent_when_they_are_asked_for():
     assert weight.tolist() == [0] * 64
 
 
-def test_state_of_a_whole_parameter_is_refused_where_slices_are_updated():
-    weight = nn.Parameter(torch.ones(4, 16))
-    optimizer = ShardedOptimizer([("weight", weight)], torch.optim.SGD, lr=0.5, momentum=0.9, flat=True)
+def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():
+    weight, frozen = nn.Parameter(torch.ones(4, 16)), nn.Parameter(torch.ones(4, 16), requires_grad=False)
+    parameters = {"weight": weight, "frozen": frozen}.items()
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.5, momentum=0.9, flat=True)
     optimizer.state[weight] = {"step": torch.ones(3), "momentum_buffer": torch.zeros(64)}
-    assert optimizer.state_dict()["state"][0].keys() == {"step", "momentum_buffer"}
+    optimizer.state[frozen] = {"momentum_buffer": torch.zeros(4, 16)}
+    frozen.requires_grad_(True)
+    optimizer.refresh()
+    assert [optimizer.state[parameter]["momentum_buffer"].shape for _, parameter in parameters] == [(64,), (64,)]
+    weight.sum().backward()
+    with pytest.raises(UsageError, match=r"^gradients are under way: call step\(\) or zero_grad\(\) first$"):
+        optimizer.refresh()
     optimizer.state[weight] = {"momentum_buffer": torch.zeros(4, 16)}
     refusal = r"^the state momentum_buffer of weight is \(4, 16\), and this rank updates 64 of its elements: load a "
     with pytest.raises(UsageError, match=refusal):

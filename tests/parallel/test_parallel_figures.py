@@ -53,6 +53,7 @@ from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS, TensorGroup
+from cs336sys.parallel.tensor_parallel.layers import vocabulary_parallel_cross_entropy
 
 PATH = Path(__file__).with_name("figures.txt")
 CPU = torch.device("cpu")

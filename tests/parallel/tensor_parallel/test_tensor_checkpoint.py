@@ -86,6 +86,12 @@ def test_refusals_leave_the_checkpoint_as_it_was(tmp_path):
     optimizer.state[shared.module.ln_final.weight]["history"] = {1, 2}
     sentence = "the optimizer's state['ln_final.weight']['history'] is of type builtins.set: "
     require_error("UsageError", sentence, error_of(save_checkpoint, path, shared, optimizer))
+    optimizer.param_groups[0]["rules"] = {1}
+    error = error_of(save_checkpoint, path, shared, optimizer)
+    require_error("UsageError", "groups[0]['rules'] is of type builtins.set: ", error)
+    shared.module.ln_final.count = {1}
+    error = error_of(save_checkpoint, path, shared)
+    require_error("UsageError", "extra state['ln_final']['count'] is of type builtins.set: ", error)
     load_checkpoint(path, shared)
     assert_same(shared.full_state_dict(), weights)
     if dist.get_rank() == 0:
