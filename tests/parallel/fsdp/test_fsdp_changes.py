@@ -138,8 +138,7 @@ def test_weights_that_outlive_their_pass_are_refused_by_name():
         errors.append(error_of(late.finish_gradient_synchronization))
     assert errors[0] is None
     require_error(errors[1], "blocks.2.up.weight got a gradient after the backward pass had left blocks.2")
-    # It was discarded.
-    late.finish_gradient_synchronization()
+    late.finish_gradient_synchronization()  # It was discarded.
 
 
 @on_ranks(2)
