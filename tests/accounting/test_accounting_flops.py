@@ -6,54 +6,24 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.accounting.flops import FlopCounts, attention_flops, flops_by_component, linear_flops, model_flops
-from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
+from cs336sys.accounting.flops import attention_flops, attention_matmuls, model_flops
+from cs336sys.settings.sizes import SIZES, choose_size
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 
 
-def test_linear_layer_worked_by_hand():
-    # 5 rows of 7 inputs and 3 outputs: 2 * 5 * 7 * 3; its backward is two products of that size.
-    assert linear_flops(5, 7, 3, backward=False) == 210
-    assert linear_flops(5, 7, 3, backward=True) == 630
+def test_attention_in_the_flash_attention_papers_convention():
+    """A causal mask leaves half, and both passes are 3.5 times the forward pass."""
+    kinds = [(False, False), (True, False), (False, True), (True, True)]
+    counts = [attention_flops(2, 3, 4, 5, 8, causal=causal, backward=backward) for causal, backward in kinds]
+    assert counts == [4 * 2 * 3 * 4 * 5 * 8 * share for share in (1, 0.5, 3.5, 1.75)]
 
 
-@pytest.mark.parametrize(
-    ("causal", "backward", "flops"),
-    [
-        (False, False, 3840),  # 4 * 2 * 3 * 4 * 5 * 8
-        (True, False, 1920),  # half
-        (False, True, 13440),  # 3.5 * 3840
-        (True, True, 6720),
-    ],
-)
-def test_attention_in_the_flash_attention_papers_convention(causal, backward, flops):
-    assert attention_flops(2, 3, 4, 5, 8, causal=causal, backward=backward) == flops
-
-
-def test_attention_flops_of_a_published_benchmark_shape():
-    # FlashAttention-2's benchmark: 16 heads of 128, 16k tokens, causal: 4 * 16384^2 * 128 * 16 / 2 = 1.0995e12.
-    assert attention_flops(1, 16, 16384, 16384, 128, causal=True, backward=False) == 2**40
-
-
-def test_components_worked_by_hand():
-    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50, context=4, batch_size=2)
-    assert flops_by_component(size, backward=False, causal=False) == FlopCounts(
-        projections=12288,  # 3 layers * 4 * 2 * 8 tokens * 8 * 8
-        attention=3072,  # 3 layers * 4 * 2 sequences * 2 heads * 4 * 4 * 4
-        feed_forward=23040,  # 3 layers * 3 * 2 * 8 tokens * 8 * 20
-        lm_head=6400,  # 2 * 8 tokens * 8 * 50
-    )
-    assert model_flops(size, backward=False, causal=False) == 44800
-    assert model_flops(size, backward=False) == 44800 - 1536
-    # The backward pass of a step is twice the forward, attention's too: nothing recomputed is counted.
-    assert model_flops(size) == 3 * (44800 - 1536)
-
-
-def test_leaderboard_step():
-    # 65536 tokens: 6 * 65536 * (34 * (4 * 4096^2 + 3 * 4096 * 11008) + 4096 * 151936) = 2.9502e15 of linear layers, and
-    # 34 layers * 3 * 4 * 2 * 32 * 32768^2 * 128 / 2 = 1.7944e15 of causal attention.
-    assert model_flops(SIZES["8b"]) == 2_950_333_302_865_920 + 1_794_402_968_371_200
+def test_matrix_products_of_attention_are_what_torch_counts():
+    q = torch.empty(4, 12, 512, 64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        (q @ q.mT) @ q
+    assert attention_matmuls(SIZES["small"], "fp32").flops == 12 * counter.get_total_flops()
 
 
 @pytest.mark.parametrize(

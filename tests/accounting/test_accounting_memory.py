@@ -11,11 +11,11 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 
-from cs336sys.accounting.activations import SavedActivations, attention_memory, saved_activations
+from cs336sys.accounting.activations import attention_memory, saved_activations
 from cs336sys.accounting.checkpointing import predicted_peak
-from cs336sys.accounting.memory import GIB, TrainingState, training_state, widest_moments
+from cs336sys.accounting.memory import widest_moments
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention
-from cs336sys.settings.sizes import SIZES, ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 
@@ -100,54 +100,6 @@ def allocated_bytes(run, path):
     return peak, now
 
 
-def test_training_state_under_autocast_is_16_bytes_a_parameter():
-    # 12,832,823,808 parameters * 16 = 205.3e9: the 10b size does not fit into an H200's 141e9 bytes.
-    for precision in ("fp32", "bf16", "fp16"):
-        state = training_state(SIZES["10b"], precision)
-        assert state == TrainingState(51_331_295_232, 51_331_295_232, 102_662_590_464, 0)
-        assert state.total == 205_325_180_928
-
-
-def test_training_state_in_pure_half_precision_keeps_fp32_masters():
-    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50)  # 3064 parameters
-    assert training_state(size, "bf16", autocast=False) == TrainingState(6128, 6128, 24512, 12256)
-    assert training_state(size, "fp32", autocast=False) == training_state(size, "fp32")
-
-
-def test_saved_activations_worked_by_hand():
-    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50, context=4, batch_size=2)
-    assert saved_activations(size, "fp32", "reference") == SavedActivations(
-        tokens=128,  # 16 * 8 tokens
-        residual_stream=1792,  # 7 norms * 4 * 8 * 8
-        norms=2016,  # 7 * (4 * 8 * 8 + 4 * 8)
-        linear_inputs=2560,  # 7 norm outputs and 3 heads, each 4 * 8 * 8
-        queries_keys_values=2304,  # 3 layers * 3 * 4 * 8 * 8
-        mask=48,  # 3 * 4 * 4
-        exponentials=768,  # 3 layers * 4 * 2 sequences * 2 heads * 4 * 4
-        probabilities=768,
-        attention_statistics=192,  # 3 layers * 4 * 2 * 2 * 4
-        attention_output=0,
-        swiglu=9600,  # 3 layers * 5 * 4 * 8 * 20
-        logits=1664,  # 8 * (4 * 50 + 8)
-        weight_copies=0,
-    )
-    assert saved_activations(size, "bf16", "flash") == SavedActivations(
-        tokens=128,
-        residual_stream=1792,
-        norms=2016,
-        linear_inputs=2432,  # 2 * 8 * 8 * (3 layers * (3 + 2 casts + 1 for the heads) + 1 LM head)
-        queries_keys_values=1152,
-        mask=0,
-        exponentials=0,
-        probabilities=0,
-        attention_statistics=192,
-        attention_output=384,  # 3 * 2 * 8 * 8
-        swiglu=4800,
-        logits=864,  # 8 * (2 * 50 + 8)
-        weight_copies=5216,  # 2 * (768 + 1440 + 400), see the parameter counts
-    )
-
-
 @pytest.mark.parametrize(
     "size",
     [
@@ -157,60 +109,12 @@ def test_saved_activations_worked_by_hand():
     ],
     ids=lambda size: size.name,
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "autocast"), [("fp32", True), ("bf16", True), ("bf16", False)])
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "flash"])
-def test_autograd_saves_exactly_the_predicted_bytes(size, precision, attention, monkeypatch):
-    step = Step(size, precision, attention, monkeypatch)
-    assert saved_bytes(step) == saved_activations(size, precision, attention).total
-
-
-@pytest.mark.parametrize("attention", ["reference", "sdpa", "flash"])
-def test_a_model_in_half_precision_saves_the_predicted_bytes(attention, monkeypatch):
-    size = ModelSize("hand", d_model=32, d_ff=80, num_layers=2, num_heads=4, vocab_size=50, context=96, batch_size=2)
-    step = Step(size, "bf16", attention, monkeypatch, autocast=False)
-    assert saved_bytes(step) == saved_activations(size, "bf16", attention, autocast=False).total
-
-
-def test_half_precisions_need_the_same_memory():
-    assert saved_activations(SIZES["8b"], "fp16", "flash") == saved_activations(SIZES["8b"], "bf16", "flash")
-    assert training_state(SIZES["8b"], "fp16", autocast=False) == training_state(SIZES["8b"], "bf16", autocast=False)
-
-
-def test_widest_moments_worked_by_hand():
-    """8 tokens: 64 numbers in the stream, 160 in the inner layer, 400 logits, 64 scores of 16 queries.
-
-    Always there: 16 * 8 bytes of batch and 4 * 4 * 4 of rotary table, 192 in all.
-    """
-    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50, context=4, batch_size=2)
-
-    def moments(precision, mode):
-        peaks = widest_moments(size, precision, mode, "reference")
-        assert {(peak.parameters, peak.optimizer_state) for peak in peaks} == {(12256, 24512 * (mode == "train"))}
-        return {peak.moment: (peak.gradients, peak.activations) for peak in peaks}
-
-    assert moments("fp32", "forward") == {
-        "feed-forward": (0, 192 + 768 + 1920),  # 12 * 64, 3 * 4 * 160
-        "LM head": (0, 192 + 512 + 1600),  # 8 * 64, 4 * 400
-        "loss": (0, 192 + 3200 + 64),  # 8 * 400, 8 * 8
-        "softmax": (0, 192 + 1280 + 16 + 768 + 64),  # 20 * 64, mask 4 * 4, 12 * 64, 4 * 16
-    }
-    assert moments("bf16", "forward") == {
-        "feed-forward": (0, 192 + 768 + 640 + 448),  # 12 * 64, 2 * 2 * 160, casts 2 * (64 + 160)
-        "LM head": (0, 192 + 512 + 800 + 928),  # 8 * 64, 2 * 400, casts 2 * (64 + 400)
-        "loss": (0, 192 + 2400 + 64),  # 6 * 400, 8 * 8
-        "softmax": (0, 192 + 896 + 16 + 768 + 64),  # 14 * 64, mask, 12 * 64, 4 * 16
-    }
-    # Saved: 5776 a layer, 2336 in last norm, LM head and loss, beside the batch. Parameters: 752 a layer, 408 in last
-    # norm and LM head, 3064 in all. A feed-forward saves 768 + 32 + 1600, and 960 of weight casts.
-    assert moments("bf16", "train") == {
-        "loss": (0, 192 + 3 * 5776 + 2336 + 2400),  # 6 * 400
-        "feed-forward backward, last block": (1632 + 640, 192 + 3 * 5776 + 256 + 640 - 320),
-        "softmax backward, last block": (1632 + 2208, 192 + 3 * 5776 - 3360 - 128 + 128 + 640 + 64),
-        "feed-forward backward, first block": (1632 + 2 * 3008 + 640, 192 + 5776 + 256 + 640 - 320),
-        "softmax backward, first block": (1632 + 2 * 3008 + 2208, 192 + 5776 - 3360 - 128 + 128 + 640 + 64),
-        "end of backward": (12256, 192 + 256),
-        "optimizer": (12256, 192 + 1600),  # the LM head: 4 * 400
-    }
+def test_autograd_saves_exactly_the_predicted_bytes(size, precision, autocast, attention, monkeypatch):
+    """Under autocast, and of a model that is in half precision."""
+    step = Step(size, precision, attention, monkeypatch, autocast=autocast)
+    assert saved_bytes(step) == saved_activations(size, precision, attention, autocast=autocast).total
 
 
 # One size for each moment that can be the widest.
@@ -225,6 +129,7 @@ PEAKS = {
 
 @pytest.mark.parametrize(
     ("size", "precision", "mode", "attention", "moment"),
+    # Precision "half": the model is in bf16, without autocast.
     [
         ("scores", "fp32", "forward", "reference", "softmax"),
         ("scores", "bf16", "forward", "reference", "softmax"),
@@ -240,6 +145,11 @@ PEAKS = {
         ("weights", "fp32", "forward-backward", "sdpa", "end of backward"),
         ("weights", "bf16", "forward-backward", "reference", "end of backward"),
         ("weights", "bf16", "train", "reference", "optimizer"),
+        ("scores", "half", "forward", "reference", "softmax"),
+        ("inner", "half", "forward", "sdpa", "feed-forward"),
+        ("scores", "half", "forward-backward", "reference", "softmax backward, last block"),
+        ("inner", "half", "forward-backward", "sdpa", "feed-forward backward, last block"),
+        ("weights", "half", "forward-backward", "reference", "end of backward"),
     ],
 )
 def test_allocator_peak_is_the_predicted_one(size, precision, mode, attention, moment, monkeypatch, tmp_path):
@@ -248,62 +158,21 @@ def test_allocator_peak_is_the_predicted_one(size, precision, mode, attention, m
     The loss in bf16 is left out: subtracting fp32 from bf16 makes an fp32 copy of the logits on a CPU, not on a GPU.
     """
     tolerance = 0.01 if size == "even" else 0.002
-    size = PEAKS[size]
-    step = Step(size, precision, attention, monkeypatch)
+    autocast, precision = precision != "half", precision.replace("half", "bf16")
+    step = Step(PEAKS[size], precision, attention, monkeypatch, autocast=autocast)
     step.run("train")
     peak, left = allocated_bytes(lambda: step.run(mode), tmp_path / "trace.json")
     assert left == 0
-    predicted = predicted_peak(size, precision, mode, attention)
+    moments = widest_moments(PEAKS[size], precision, mode, attention, autocast=autocast)
+    predicted = max(moments, key=lambda moment: moment.total)
     assert predicted.moment == moment
     before = predicted.parameters + predicted.optimizer_state + resident_bytes(step)
     assert peak == pytest.approx(predicted.total - before, rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("size", "mode", "attention", "moment"),
-    [
-        ("scores", "forward", "reference", "softmax"),
-        ("inner", "forward", "sdpa", "feed-forward"),
-        ("scores", "forward-backward", "reference", "softmax backward, last block"),
-        ("inner", "forward-backward", "sdpa", "feed-forward backward, last block"),
-        ("weights", "forward-backward", "reference", "end of backward"),
-    ],
-)
-def test_the_peak_of_a_model_in_half_precision_is_the_predicted_one(
-    size, mode, attention, moment, monkeypatch, tmp_path
-):
-    step = Step(PEAKS[size], "bf16", attention, monkeypatch, autocast=False)
-    step.run("train")
-    peak, left = allocated_bytes(lambda: step.run(mode), tmp_path / "trace.json")
-    assert left == 0
-    moments = widest_moments(PEAKS[size], "bf16", mode, attention, autocast=False)
-    predicted = max(moments, key=lambda moment: moment.total)
-    assert predicted.moment == moment
-    before = predicted.parameters + predicted.optimizer_state + resident_bytes(step)
-    assert peak == pytest.approx(predicted.total - before, rel=0.002)
-
-
 def resident_bytes(step):
     """What a step has beside parameters and optimizer state: the batch and the rotary table."""
     return sum(tensor.nbytes for tensor in (step.inputs, step.targets, *step.model.buffers()))
-
-
-def test_peak_adds_up_in_gib():
-    peak = predicted_peak(SIZES["2.7b"], "fp32", "train", "reference")
-    # 3,406,809,600 parameters of 4 bytes are 12.69 GiB; AdamW holds twice that.
-    assert peak.parameters / GIB == pytest.approx(12.6914, abs=1e-4)
-    assert peak.optimizer_state == 2 * peak.parameters
-    assert peak.total == peak.parameters + peak.gradients + peak.optimizer_state + peak.activations
-    assert peak.total == peak.total_gib * GIB
-
-
-def test_flash_attention_makes_the_leaderboard_context_linear():
-    # 2 * 32 * 32768^2 scores, 4 bytes in exponentials and 2 in probabilities, 34 layers, and 34 masks of 32768^2.
-    reference = saved_activations(SIZES["8b"], "bf16", "reference")
-    flash = saved_activations(SIZES["8b"], "bf16", "flash")
-    assert reference.exponentials + reference.probabilities + reference.mask == 34 * (6 * 2 * 32 + 1) * 2**30
-    assert flash.exponentials + flash.probabilities + flash.mask == 0
-    assert reference.total - flash.total == 34 * (6 * 2 * 32 + 1) * 2**30 - 34 * 2 * 2 * 32768 * 4096
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -328,18 +197,6 @@ def test_flash_attention_holds_what_is_predicted(dtype, tmp_path):
     predicted = attention_memory(batch, context, head_dim, dtype, causal=True, implementation="flash")
     _, held = allocated_bytes(lambda: FlashAttentionTorch.apply(*qkv, True), tmp_path / "trace.json")
     assert held + predicted.inputs == predicted.held
-
-
-def test_attention_memory_of_a_handout_cell():
-    # Batch 8, 16384 x 64 in fp32: scores of 8 * 16384^2 * 4 bytes = 8 GiB, q, k, v and out of 32 MiB each.
-    eager = attention_memory(8, 16384, 64, "fp32", causal=False, implementation="eager")
-    assert eager.held == 8 * GIB + 5 * 32 * 2**20
-    assert eager.peak == 32 * GIB + 7 * 32 * 2**20
-    # Flash attention: four such tensors and a logsumexp of 8 * 16384 * 4 bytes = 512 KiB.
-    flash = attention_memory(8, 16384, 64, "fp32", causal=True, implementation="flash")
-    assert flash.held == 128 * 2**20 + 2**19
-    # Its backward pass adds the gradients of all four, and a number a query.
-    assert flash.peak == 2 * flash.held
 
 
 @pytest.mark.gpu

@@ -17,12 +17,8 @@ from cs336sys.accounting.parallelism import (
     best_split,
     best_whole_mesh,
     communication_s,
-    fsdp_reach,
-    largest_mesh_shared,
     layer_flops,
     most_devices,
-    parallelism_answers,
-    tp_reach,
 )
 from cs336sys.errors import UsageError
 
@@ -32,14 +28,6 @@ LAYER = Layer(64, 4, 8, 100, 10)
 
 def mesh_communication_s(layer, fsdp, tp, which, *, overlapped):
     return communication_s("fsdp-tp", layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped)
-
-
-def test_rings_worked_by_hand():
-    # 12 bytes on 4 devices at 2 bytes/s: shares of 3 bytes take 1.5 s, three of them 4.5 s; whole tensors 6 s each.
-    assert ring_all_gather_s(12, 4, 2) == 4.5
-    assert ring_all_reduce_s(12, 4, 2) == 9.0
-    assert alternate_ring_all_reduce_s(12, 4, 2) == 18.0
-    assert ring_all_reduce_s(12, 1, 2) == 0
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
@@ -74,46 +62,6 @@ def test_rings_simulated(devices):
             sums[device] = [a + b for a, b in zip(sums[device], incoming, strict=True)]
     assert sums == [total] * devices
     assert alternate_ring_all_reduce_s(size_bytes, devices, bytes_per_s) == pytest.approx(sent / bytes_per_s)
-
-
-def test_flops_worked_by_hand():
-    # Three matrices of 4 x 8: 2 * 64 * 32 = 4096 each, 12,288 forward, twice that backward; on 4 devices a quarter.
-    assert layer_flops(LAYER, "forward") == 12_288
-    assert layer_flops(LAYER, "forward", fsdp=4) == 3072
-    assert layer_flops(LAYER, "backward", tp=4) == 6144
-    assert layer_flops(LAYER, "forward", fsdp=2, tp=3) == 2048
-
-
-def test_communication_worked_by_hand():
-    # The weights are 3 * 32 * 2 = 192 bytes, input or output 64 * 4 * 2 = 512 bytes.
-    assert communication_s("dp", LAYER, "forward", fsdp=4) == 0
-    assert communication_s("dp", LAYER, "backward", fsdp=4) == pytest.approx(28.8)  # 2 * 3/4 * 192 / 10
-    assert communication_s("fsdp", LAYER, "forward", fsdp=4) == pytest.approx(14.4)
-    assert communication_s("fsdp", LAYER, "backward", fsdp=4) == pytest.approx(28.8)
-    for which in PASSES:
-        assert communication_s("tp", LAYER, which, tp=4) == pytest.approx(76.8)  # 2 * 3/4 * 512 / 10
-    # On 2 x 4: FSDP gathers 192 / 4 = 48 bytes, 1/2 * 48 / 10; TP reduces 512 / 2 = 256 bytes, 2 * 3/4 * 256 / 10.
-    mesh = {"fsdp": 2, "tp": 4}
-    assert communication_s("fsdp-tp", LAYER, "forward", **mesh, overlapped=True) == pytest.approx(38.4)
-    assert communication_s("fsdp-tp", LAYER, "forward", **mesh, overlapped=False) == pytest.approx(40.8)
-    assert communication_s("fsdp-tp", LAYER, "backward", **mesh, overlapped=False) == pytest.approx(43.2)
-
-
-def test_largest_numbers_of_devices_worked_by_hand():
-    # B W / C = 6.4; 1.5 D_FF W / C = 1.2, and twice that in the backward pass.
-    assert fsdp_reach(LAYER) == pytest.approx(6.4)
-    assert tp_reach(LAYER, "forward") == pytest.approx(1.2)
-    assert tp_reach(LAYER, "backward") == pytest.approx(2.4)
-    assert most_devices("dp", LAYER, "forward") == math.inf
-    assert most_devices("dp", LAYER, "backward") == pytest.approx(7.4)
-    assert most_devices("fsdp", LAYER, "forward") == pytest.approx(7.4)
-    assert most_devices("tp", LAYER, "backward") == pytest.approx(3.4)
-    assert most_devices("fsdp-tp", LAYER, "backward", overlapped=True) == pytest.approx(7.4 * 3.4)
-    # b t = 15.36, the corner 6.4 + 2.4 + 15.36 = 24.16; 24.16^2 / (4 * 15.36).
-    assert most_devices("fsdp-tp", LAYER, "backward", overlapped=False) == pytest.approx(24.16**2 / 61.44)
-    # Four-byte elements halve both reaches.
-    fp32 = Layer(64, 4, 8, 100, 10, element_bytes=4)
-    assert (fsdp_reach(fp32), tp_reach(fp32, "forward")) == (pytest.approx(3.2), pytest.approx(0.6))
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -177,20 +125,6 @@ def test_best_whole_mesh_is_the_best_of_all_divisors():
     }
     assert min(times, key=times.get) == 32
     assert best_whole_mesh(layer, 7, "forward", overlapped=True) in (Mesh(fsdp=7), Mesh(tp=7))
-
-
-def test_mesh_sides_of_the_largest_shared_mesh():
-    # b 6.4, t 1.2: the corner is 15.28; N_FSDP 15.28 / 2.4, N_TP 15.28 / 12.8.
-    assert largest_mesh_shared(6.4, 1.2) == (pytest.approx(15.28 / 2.4), pytest.approx(15.28 / 12.8))
-    assert largest_mesh_shared(0.4, 8.0) == (1, 9.0)
-    assert largest_mesh_shared(8.0, 0.4) == (9.0, 1)
-
-
-def test_step_times_by_hand():
-    answers = {answer.quantity: answer.value for answer in parallelism_answers("fsdp", LAYER, Mesh(fsdp=4))}
-    # Forward 30.72 s beside 14.4 s, backward 61.44 s beside 28.8 s.
-    assert answers["both passes, communication overlapped with computing"] == pytest.approx(92.16)
-    assert answers["both passes, nothing overlapped"] == pytest.approx(135.36)
 
 
 @pytest.mark.parametrize("field", ["flops_per_s", "bytes_per_s"])

@@ -1,17 +1,11 @@
-"""Parameter counts: by hand, against the handouts' figures, and against the model itself."""
+"""Parameter counts: against the handouts' figures, and against the model itself."""
 
 import pytest
 import torch
 from cs336_basics.model import BasicsTransformerLM
 
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
-
-
-def test_parameters_worked_by_hand():
-    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50)
-    # Embedding 50 * 8; 3 layers of attention, 4 * 8 * 8, and SwiGLU, 3 * 8 * 20; norms (2 * 3 + 1) * 8; LM head 50 * 8.
-    assert count_parameters(size) == 400 + 768 + 1440 + 56 + 400
+from cs336sys.settings.sizes import SIZES, choose_size
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from cs336sys.accounting.scaling import DeviceTime, Dtypes, Simulation
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
-from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import SIZES
 
 SIZE = replace(SIZES["small"], batch_size=64)
@@ -88,25 +87,6 @@ def test_batch_that_does_not_fit_is_passed_in_parts():
     assert nothing[0].memory > 1e6
 
 
-def test_meshes_divide_batch_and_heads_inside_nodes():
-    simulation = Simulation(SIZE, BF16, CLUSTER, DEVICE)
-    meshes = list(simulation.meshes(32))
-    assert all(mesh.devices == 32 and mesh.tp <= 8 and SIZE.num_heads % mesh.tp == 0 for mesh in meshes)
-    assert {mesh.tp for mesh in meshes} == {1, 2, 4}
-    for dimension, mesh in (("ddp", Mesh(4, 1, 1)), ("fsdp", Mesh(1, 4, 1)), ("tp", Mesh(1, 1, 4))):
-        assert list(simulation.meshes(4, dimension)) == [mesh]
-        found = simulation.fastest(4, dimension)
-        assert found is not None
-        assert found[0].mesh == mesh
-    assert not list(simulation.meshes(7))
-    assert simulation.fastest(7) is None
-    for mesh, words in ((Mesh(3, 1, 1), "divide the batch"), (Mesh(1, 1, 5), "heads")):
-        with pytest.raises(UsageError, match=words):
-            simulate(SIZE, BF16, mesh, CLUSTER, DEVICE)
-    with pytest.raises(UsageError, match="inside a node"):
-        simulate(replace(SIZE, num_heads=16), BF16, Mesh(1, 1, 16), CLUSTER, DEVICE)
-
-
 @pytest.mark.parametrize(
     ("beside", "computing_s", "communication_s", "seconds"),
     [
@@ -121,33 +101,3 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
 )
 def test_concurrent_work_is_slower(beside, computing_s, communication_s, seconds):
     assert beside.seconds(computing_s, communication_s) == pytest.approx(seconds)
-
-
-def test_communication_slows_computing_even_where_it_is_hidden():
-    mesh, size = Mesh(2, 2, 1), replace(SIZE, batch_size=256)
-    alone = simulate(size, BF16, mesh, CLUSTER, DEVICE)
-    beside = simulate(size, BF16, mesh, replace(CLUSTER, slowdown=OverlapSlowdown(0.6, 0.9)), DEVICE)
-    assert alone.parts_s["ddp"] == 0
-    sent_s = 4 * count_parameters(SIZE) / 2 / 400e9
-    assert beside.parts_s["ddp"] == pytest.approx(0.4 / 0.9 * sent_s)
-    assert beside.parts_s["fsdp"] > alone.parts_s["fsdp"]
-
-
-def test_gradients_and_state_have_dtypes():
-    slow, mesh = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6), Mesh(4, 1, 1)
-    in_fp32, in_bf16 = (simulate(SIZE, Dtypes("bf16", dtype), mesh, slow, DEVICE) for dtype in ("fp32", "bf16"))
-    count = count_parameters(SIZE)
-    assert in_fp32.parts_s["ddp"] - in_bf16.parts_s["ddp"] == pytest.approx(2 * count * 2 * 3 / 4 / 1e6)
-    # Of a short batch the peak is the optimizer step's, where there are weights, gradients and moments.
-    short = replace(SIZE, batch_size=4, context=16)
-    held = {
-        dtypes: simulate(short, Dtypes("bf16", *dtypes), mesh, CLUSTER, DEVICE).memory
-        for dtypes in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "split"))
-    }
-    assert held["fp32", "fp32"] - held["bf16", "fp32"] == pytest.approx(2 * count, rel=1e-3)
-    assert held["fp32", "fp32"] - held["fp32", "bf16"] == pytest.approx(4 * count, rel=1e-3)
-    assert held["fp32", "split"] == held["fp32", "fp32"]
-    sharded = [
-        simulate(short, Dtypes("bf16", "fp32", state), Mesh(1, 4, 1), CLUSTER, DEVICE) for state in ("fp32", "bf16")
-    ]
-    assert sharded[1].memory < 0.7 * sharded[0].memory

@@ -15,14 +15,6 @@ def bandwidths():
     return BusBandwidths.of_cells(read_results(SAVED).cells, "nccl")
 
 
-def test_measured_sizes_have_their_own_rate_and_others_one_between_their_neighbours(bandwidths):
-    points = dict(bandwidths.points["all_reduce", 4])
-    assert all(bandwidths.gbps_at("all_reduce", 4, size) == rate for size, rate in points.items())
-    low, high = sorted(points)[-2:]
-    between = bandwidths.gbps_at("all_reduce", 4, round((low * high) ** 0.5))
-    assert between == pytest.approx((points[low] * points[high]) ** 0.5, rel=1e-6)
-
-
 def test_beyond_the_largest_size_the_rate_stays_and_below_the_smallest_none_is_known(bandwidths):
     sizes = [size for size, _ in bandwidths.points["all_gather", 2]]
     assert bandwidths.gbps_at("all_gather", 2, 10 * max(sizes)) == bandwidths.gbps_at("all_gather", 2, max(sizes))

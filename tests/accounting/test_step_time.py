@@ -132,12 +132,6 @@ def test_kernels_are_as_many_as_profiles_count(saved):
     assert compared > 70
 
 
-def test_product_of_whole_waves_wastes_nothing():
-    rows, columns, inner = 128 * 132, 256, 4096
-    assert work.product_work(rows, columns, inner) == pytest.approx(2 * rows * columns * inner)
-    assert work.product_work(rows + 1, columns, inner) > 1.1 * work.product_work(rows, columns, inner)
-
-
 def test_steps_of_a_cpu_waste_no_multiprocessors():
     """So twice the batch is twice the work of products and of attention."""
     size = replace(SIZES["tiny"], context=128)
@@ -154,36 +148,6 @@ def test_steps_of_a_cpu_waste_no_multiprocessors():
 def configuration(**settings):
     settings = {"precision": "bf16", "attention": "flash", "optimizer": "fused", "compile": "block"} | settings
     return StepConfiguration(Workload(SIZES["xl"], **settings))
-
-
-def test_steps_unlike_what_was_measured_have_no_time():
-    known = rates.h200_rates()
-    assert predict_step(configuration(), known).unknown == ()
-    wide = replace(configuration().training, size=replace(SIZES["xl"], d_model=25600, num_heads=400))
-    assert "d model 25,600" in predict_step(StepConfiguration(wide), known).unknown[0]
-    ranks = replace(configuration(), strategy="bucketed", world_size=64)
-    assert predict_step(ranks, known).only_ranks_unknown
-    tensor = replace(configuration(), strategy="tensor", world_size=2)
-    assert "communication of tensor" in predict_step(tensor, known).unknown
-
-
-def test_graph_takes_launches_out_and_micro_batches_repeat_both_passes():
-    known = rates.h200_rates()
-    launched, graph = (predict_step(configuration(cuda_graph=name), known) for name in ("off", "on"))
-    assert launched.gpu_s == graph.gpu_s
-    assert launched.waits_for_launches
-    assert graph.step_s == graph.gpu_s < launched.step_s
-    twice = predict_step(replace(configuration(cuda_graph="on"), accumulation=2), known)
-    added = 12 * count_parameters(SIZES["xl"]) * known.seconds["fused_bytes"]
-    assert twice.gpu_s == pytest.approx(2 * graph.gpu_s - graph.phases_s["optimizer"] + added)
-
-
-def test_checkpoints_cost_their_forward_pass_and_save_memory():
-    known = rates.h200_rates()
-    none, block = (StepConfiguration(configuration(cuda_graph="on").training, name) for name in ("none", "block"))
-    more = predict_step(block, known).gpu_s - predict_step(none, known).gpu_s
-    assert 0.7 * predict_step(none, known).phases_s["forward"] < more < predict_step(none, known).phases_s["forward"]
-    assert step_peak_bytes(block) < step_peak_bytes(none)
 
 
 def test_other_gpus_are_scaled_by_their_datasheets():

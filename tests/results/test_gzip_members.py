@@ -89,27 +89,6 @@ def test_a_damaged_record_costs_only_itself_and_the_file_is_not_appended_to(path
         ResultsFile(path)
 
 
-@pytest.mark.parametrize("content", [b'{"schema_version": 1, "kind": "run"}\n', b"\x89PNG\r\n"])
-def test_uncompressed_file_is_one_sentence(path, content):
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"r\.jsonl\.gz: its name says that it is compressed, and it is not$"):
-        read_results(path)
-    with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
-        ResultsFile(path)
-    assert path.read_bytes() == content
-
-
-def test_compressed_notes_are_no_results(path):
-    path.write_bytes(gzip.compress(b"notes of today\n"))
-    with pytest.raises(UsageError, match=r"holds no results: it should be a file written by --save$"):
-        read_results(path)
-    with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
-        ResultsFile(path)
-    path.write_bytes(gzip.compress(b'{"schema_version": 99, "kind": "run"}\n'))
-    with pytest.raises(UsageError, match="schema version 99"):
-        ResultsFile(path)
-
-
 def test_members_longer_and_shorter_than_what_is_read_at_once():
     records = [bytes([number % 251]) * 100_000 for number in range(3)] + [bytes(range(256)) * 400, b"", b"x"]
     records.append(random.Random(0).randbytes(50_000))

@@ -87,25 +87,6 @@ def test_no_other_opcode_does_harm(tmp_path, name):
             continue
 
 
-def test_empty_cut_and_foreign_files_are_one_sentence(tmp_path):
-    whole = pickle.dumps(PLAIN, 4)
-    for data in (
-        b"",
-        whole[:-1],
-        whole[: len(whole) // 2],
-        whole[:1],
-        b"%PDF-1.4",
-        b"\x89PNG",
-        b"{}",
-        b"\x80\x04}(K\x01e.",
-        b"\x80\x04](NNu.",
-    ):
-        with pytest.raises(UsageError, match=r"is damaged, or (no pickle|not a pickle of protocol 2 to 5)"):
-            read(tmp_path, data)
-    with pytest.raises(UsageError, match="is a zip archive"):
-        read(tmp_path, b"PK\x03\x04")
-
-
 def test_values_that_would_hang_or_fill_memory_are_refused(tmp_path):
     nested = b"\x80\x04)" + b"\x94h\x00h\x00\x86" * 60 + b"."
     memo = b"\x80\x02]r" + struct.pack("<I", 2**32 - 1) + b"."

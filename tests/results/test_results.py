@@ -63,16 +63,6 @@ def test_every_record_is_on_disk_before_the_next_is_measured(tmp_path, name):
     file.close()
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
-def test_a_truncated_last_line_costs_only_its_own_cell(tmp_path, name):
-    path = tmp_path / name
-    write(path, RUN, CELL, FAILED)
-    os.truncate(path, path.stat().st_size - 20)
-    assert read_results(path).cells == (CELL,)
-    write(path, FAILED)
-    assert read_results(path).cells == (CELL, FAILED)
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_files_can_be_concatenated(tmp_path, ending):
     first, second, both = (tmp_path / f"{name}.{ending}" for name in ("a", "b", "ab"))
@@ -108,13 +98,6 @@ def test_a_file_is_json_whatever_was_measured_and_reads_back(tmp_path):
     first, second = read_results(path).cells
     assert repr(first) == repr(cell)
     assert second == CELL
-
-
-def test_bare_names_of_other_programs_are_read(tmp_path):
-    path = tmp_path / "r.jsonl"
-    write(path, RUN, CELL)
-    path.write_text(path.read_text().replace("[1.0, 2.5]", "[1.0, NaN, -Infinity]").replace('"ms"', '"nats"'))
-    assert repr(read_results(path).cells[0].samples["step"].measured) == "(1.0, nan, -inf)"
 
 
 def test_nothing_writes_json_that_is_none():
@@ -159,28 +142,16 @@ DEEP = "[" * 200 + "]" * 200
 @pytest.mark.parametrize(
     ("written", "instead", "fault"),
     [
-        ('"command": "bench"', '"command": ["bench"]', "line 2 is no cell of this schema: command is no str"),
-        ('"status": "ok"', '"status": null', "line 2 is no cell of this schema: status is no str"),
-        ('"status": "ok"', '"status": "fine"', "line 2 is no cell of this schema: its status is 'fine'"),
         ('"configuration": {', '"configuration": 1, "other": {', "configuration is no dict"),
         ('"derived": {', '"derived": [], "other": {', "derived is no dict"),
         ('"measured": [1.0, 2.5]', '"measured": [1.0, {}]', "a sample of step is no number"),
-        ('"measured": [1.0, 2.5]', '"measured": [1.0, true]', "a sample of step is no number"),
-        ('"measured": [1.0, 2.5]', '"measured": []', "step has no sample"),
-        ('"measured": [1.0, 2.5]', '"measured": [0.0]', "a sample of step is 0 ms, and a time is more than 0"),
-        ('"measured": [1.0, 2.5]', '"measured": [-1]', "a sample of step is -1 ms, and a time is more than 0"),
-        ('"measured": [1.0, 2.5]', '"measured": [1e308]', r"1e\+308 is beyond 1e\+60"),
-        ('"measured": [1.0, 2.5]', '"measured": [5e-324]', "a sample of step is 4.94066e-324, nearer to 0 than 1e-60"),
         ('"measured": [1.0, 2.5]', f'"measured": [{10**400}]', "an integer has more than 64 bits"),
         ('"unit": "ms"', '"unit": 1', "unit is no str"),
-        ('"size": "tiny"', f'"size": "{"x" * 20_001}"', "a text has 20,001 characters, more than 20,000"),
         ('"size": "tiny"', f'"size": {DEEP}', "values are nested more than 32 deep"),
         ('"size": "tiny"', f'"size": {"[" * 200}', "line 2 is cut, or no record of results"),
         ('"size": "tiny"', f'"size": {"[" * 100_000}{"]" * 100_000}', "line 2 is cut, or no record of results"),
         ('"size": "tiny"', f'"size": [{"[]," * 200_000}1]', "line 2 is larger than any record of results"),
-        ('"arguments": ["bench"]', '"arguments": "bench"', "line 1 is no run of this schema: arguments is no list"),
         ('"machine": {', '"machine": null, "other": {', "line 1 is no run of this schema: machine is no dict"),
-        ('"kind": "run"', '"kind": "notes"', "line 1 is no record of this schema: it is neither a run nor a cell"),
     ],
 )
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
@@ -196,14 +167,6 @@ def test_a_record_of_another_shape_costs_only_its_line(tmp_path, name, written, 
     assert len(results.runs) + len(results.cells) == 2
     (said,) = results.passed_over
     assert re.search(fault, said)
-
-
-def test_a_sample_may_be_as_near_to_0_as_the_refusal_says(tmp_path):
-    path = tmp_path / "r.jsonl"
-    write(path, RUN, CELL)
-    path.write_text(path.read_text().replace('"measured": [1.0, 2.5]', '"measured": [1e-60]', 1))
-    (cell,) = read_results(path).cells
-    assert cell.samples["step"].measured == (1e-60,)
 
 
 def test_control_characters_of_strangers_are_spelled_out(tmp_path):
@@ -278,14 +241,6 @@ def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):
         ResultsFile(tmp_path / "file" / "r.jsonl")
     with pytest.raises(UsageError, match="cannot write results to"):
         ResultsFile(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b'{"schema_version": 1, "kind": "ru', b'{"schema_version": 1, "kind": "ru\n'])
-def test_a_file_that_is_empty_or_of_a_killed_run_is_appended_to(tmp_path, content):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(content)
-    write(path, RUN, CELL)
-    assert read_results(path).cells == (CELL,)
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.sharding.context import all_to_all_bytes, attention_sent_bytes, ring_bytes
+from cs336sys.accounting.sharding.context import attention_sent_bytes
 from cs336sys.accounting.sharding.partition import SequenceSplit, require_heads
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import UsageError
@@ -44,41 +44,6 @@ def test_heads_that_ranks_do_not_divide_are_refused_with_the_choices():
         require_heads(12, 5)
     with pytest.raises(UsageError, match="2 ranks do not divide 1 head; choose 1 rank, or ring attention"):
         require_heads(1, 2)
-
-
-def test_a_ring_of_three_by_hand():
-    """Ten tokens: chunks of 2, 2, 2, 2, 1, 1, so ranks with 3, 3 and 4."""
-    split = SequenceSplit(10, 3)
-    assert split.lengths == (3, 3, 4)
-    # Rank 1 passes on its own block and that of rank 0; then gradients of rank 0's block, and those of rank 2's home.
-    assert ring_bytes(split, 1, 100, 1000, 2) == 2 * 100 * (3 + 3) + 1000 * (3 + 4)
-    assert ring_bytes(SequenceSplit(10, 1), 0, 100, 1000, 2) == 0
-
-
-def test_an_all_to_all_of_two_by_hand():
-    """Rank 0 has 4 of 7 tokens; a token's query has 10 bytes, and its key and value 20."""
-    split = SequenceSplit(7, 2, is_zigzag=False)
-    # Its tokens of half of the heads, then three tokens of its half of the output; gradients the same way back.
-    assert all_to_all_bytes(split, 0, 10, 20, 2) == 4 * 15 + 3 * 5 + 4 * 5 + 3 * 15
-
-
-def test_step_of_equal_slices_sends_as_much_as_predicted():
-    size = choose_size("small", context=1024, batch_size=3)
-    tokens, parameters = 3 * 512, 128_625_408
-    gradients = 4 * parameters
-    layers, width = 12, 768
-    # Keys and values in bf16 twice, their gradients in fp32 once.
-    ring = layers * tokens * width * (2 * 2 * 2 + 2 * 4)
-    assert predicted_sent_bytes(ShardedStep("context-ring", size, 2, "bf16", "flash", "none")) == ring + gradients
-    again = layers * tokens * width * 2 * 2
-    assert (
-        predicted_sent_bytes(ShardedStep("context-ring", size, 2, "bf16", "flash", "block")) == ring + again + gradients
-    )
-    # Query, key, value and output: half of them, twice.
-    assert predicted_sent_bytes(ShardedStep("context-all-to-all", size, 2, "fp32", "flash", "none")) == pytest.approx(
-        layers * tokens * width * 4 * 4 / 2 * 2 + gradients
-    )
-    assert predicted_sent_bytes(ShardedStep("context-ring", size, 1, "bf16", "flash", "block")) == 0
 
 
 def test_a_rank_holds_the_whole_state_and_the_activations_of_its_slice():

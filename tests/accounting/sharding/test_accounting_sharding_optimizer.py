@@ -1,19 +1,13 @@
 """Who holds what of sharded state: worked by hand, on properties, and for the handout's sizes."""
 
 import itertools
-import math
 
 import hypothesis.strategies as st
 import pytest
-import torch
-from cs336_basics.model import BasicsTransformerLM
 from hypothesis import given
 
-from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import ALIGNMENT, Piece, flat_pieces, greedy_partition
-from cs336sys.accounting.sharding.step import flat_optimizer_state, sharded_optimizer_state
-from cs336sys.settings.sizes import SIZES
+from cs336sys.accounting.sharding.step import flat_optimizer_state
 
 
 @pytest.mark.parametrize(
@@ -84,60 +78,6 @@ def test_every_element_has_one_owner_and_slices_are_aligned(tier, world_size, si
     # Padding is at most one slice's alignment for every rank and one for every packed tensor.
     padded = sum(world_size * piece.slice_size for piece in pieces)
     assert padded - sum(sizes) < ALIGNMENT * (world_size + len(sizes))
-
-
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_parameter_shapes_are_those_of_the_model(name):
-    size = SIZES[name]
-    with torch.device("meta"):
-        model = BasicsTransformerLM(
-            vocab_size=size.vocab_size,
-            context_length=size.context,
-            d_model=size.d_model,
-            num_layers=size.num_layers,
-            num_heads=size.num_heads,
-            d_ff=size.d_ff,
-            rope_theta=10_000.0,
-        )
-    assert list(parameter_shapes(size).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-
-
-def elements(name):
-    return [math.prod(shape) for shape in parameter_shapes(SIZES[name]).values()]
-
-
-def test_optimizer_memory_of_xl_halves():
-    """AdamW's moments: 8 bytes for each of 1,998,235,200 parameters, half of which is 7,992,940,800 bytes."""
-    assert count_parameters(SIZES["xl"]) == 1_998_235_200
-    whole = sharded_optimizer_state(elements("xl"), 1)
-    assert whole == [TrainingState(7_992_940_800, 7_992_940_800, 15_985_881_600, 0)]
-    first, second = sharded_optimizer_state(elements("xl"), 2)
-    assert first.optimizer_state + second.optimizer_state == whole[0].optimizer_state
-    # One norm of 1600 parameters is left over: there are 97.
-    assert first.optimizer_state - second.optimizer_state == 8 * 1600
-    # Slices differ by what fills up the last one: 64 elements, for 97 norms in one bucket.
-    flat = flat_optimizer_state([elements("xl")], 2)
-    assert [state.optimizer_state for state in flat] == [7_992_940_800 + 8 * 32, 7_992_940_800 - 8 * 32]
-    assert flat[0].parameters == 7_992_940_800 + 4 * 64
-    assert flat[0].gradients == flat[1].gradients == flat[0].parameters / 2
-
-
-def test_bytes_worked_by_hand():
-    # 256 is cut in two, 1 and 192 are packed into 256: rank 0 has 128 + 1 + 64 elements, rank 1 128 + 128.
-    assert flat_optimizer_state([[1, 256, 192]], 2) == [
-        TrainingState(4 * 512, 4 * 256, 8 * 193, 0),
-        TrainingState(4 * 512, 4 * 256, 8 * 256, 0),
-    ]
-    assert flat_optimizer_state([[256], [1, 192]], 2, element_bytes=2, master_bytes=4) == [
-        TrainingState(2 * 512, 4 * 256, 8 * 193, 4 * 193),
-        TrainingState(2 * 512, 4 * 256, 8 * 256, 4 * 256),
-    ]
-    # A tensor that lies in the first slice alone: the other rank keeps nothing of its bucket.
-    assert flat_optimizer_state([[3]], 2) == [TrainingState(4 * 128, 4 * 64, 8 * 3, 0), TrainingState(4 * 128, 0, 0, 0)]
-    assert sharded_optimizer_state([1, 256, 192], 2, element_bytes=2) == [
-        TrainingState(2 * 449, 2 * 449, 4 * 256, 0),
-        TrainingState(2 * 449, 2 * 449, 4 * 193, 0),
-    ]
 
 
 @given(st.sampled_from([1, 2, 3, 8, 300]), SIZES_OF_TENSORS)
