@@ -1,11 +1,10 @@
 """Captures of thousands of kernels, reports that nsys has to export, and others that are seldom seen."""
 
-import numpy as np
 import pytest
 from profile_files import NsysReport
 from test_capture_figures import read
 
-from cs336sys.capture import analysis, integrity, nsys, reading
+from cs336sys.capture import analysis, nsys, reading
 from cs336sys.errors import UsageError
 
 
@@ -23,12 +22,9 @@ def test_kernels_beyond_the_most_are_one_group(monkeypatch):
     )  # fmt: skip
     assert (others.count, others.ms) == ((2, 1), pytest.approx((90e-6, 7e-6)))
     assert others.own_ms == pytest.approx((90e-6, 7e-6))
-
-
-def test_nothing_is_in_a_group_of_others_where_there_are_few(monkeypatch):
-    monkeypatch.setattr(analysis, "_MOST_GROUPS", 2)
-    (of_gpu,) = read("range step 0 1000 | kernel long 10 20 270 | kernel short 380 400 430").analyses
-    assert [group.name for group in of_gpu.kernels] == ["long", "short"]
+    monkeypatch.setattr(analysis, "_MOST_GROUPS", 3)
+    (of_gpu,) = read(f"range step 0 1000 | range step 1000 2000 | {kernels}").analyses
+    assert [group.name for group in of_gpu.kernels] == ["long", "middle", "short"]
 
 
 def test_a_report_is_exported_and_read_under_its_own_name(tmp_path, monkeypatch):
@@ -59,17 +55,3 @@ def test_ranges_without_text_are_refused(tmp_path):
     )
     with pytest.raises(UsageError, match=r"^has no column text in its table NVTX_EVENTS: "):
         nsys.load_export(report.write())
-
-
-@pytest.mark.parametrize(
-    ("times", "session"),
-    [
-        ([], (0, 0)),
-        ([5], (5, 5)),
-        ([0, 2 * 10**9], (2 * 10**9, 2 * 10**9)),
-        ([0, 10**9], (0, 10**9)),
-        ([0, 2 * 10**9, 2 * 10**9 + 5], (2 * 10**9, 2 * 10**9 + 5)),
-    ],
-)
-def test_a_session_that_does_not_begin_at_0_has_nothing_there(times, session):
-    assert integrity._longest_session(np.array(times, np.int64)) == session

@@ -86,33 +86,6 @@ def test_one_long_step_does_not_hide_a_slower_kernel():
     )
 
 
-@pytest.mark.parametrize(("runs", "verdict"), [(10, "new"), (9, "new"), (6, "new"), (5, "undecided")])
-def test_a_kernel_of_some_steps_is_new_only_if_chance_would_not_leave_it_out(runs, verdict):
-    own = [0.0] * (STEPS - runs) + [1.0] * runs
-    sparse = KernelGroup("sparse", "matmul", "", "", "", tuple(map(int, own)), tuple(own), tuple(own))
-    steady = group("k", noisy(1, 1))
-    assert verdicts(compare_captures(capture([steady]), capture([steady, sparse])))["sparse"] == verdict
-    gone = "gone" if verdict == "new" else verdict
-    assert verdicts(compare_captures(capture([steady, sparse]), capture([steady])))["sparse"] == gone
-
-
-def test_changes_add_up_to_the_difference_of_the_steps():
-    after = [*kernels(2, slow=3)[1:], group("added", noisy(0.4, 9))]
-    found = compare_captures(capture(kernels(1)), capture(after, launching=noisy(3.0, 5)))
-    assert sum(change.delta_ms for change in found.changes) == pytest.approx(found.delta_ms)
-    assert {"added": "new", "k0": "gone", "launching": "slower"}.items() <= verdicts(found).items()
-    assert found.explained_ms == pytest.approx(found.delta_ms, rel=0.02)
-
-
-def test_another_kernel_of_the_same_operator_replaces_the_first():
-    about = {"module": "Block.Linear", "operator": "aten::mm", "shape": "[[[8, 8]], []]"}
-    before = capture([group("cutlass_gemm", noisy(2, 1), **about), group("other", noisy(1, 2))])
-    after = capture([group("nvjet_tst", noisy(1, 3), **about), group("other", noisy(1, 4))])
-    found = compare_captures(before, after)
-    assert verdicts(found)["cutlass_gemm -> nvjet_tst"] == "faster"
-    assert not {"new", "gone"} & set(verdicts(found).values())
-
-
 def test_captures_of_two_profilers_are_compared_by_short_names():
     long = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, X>(int)"
     spelled = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, Y<1>>(int, Y)"

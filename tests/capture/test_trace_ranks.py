@@ -14,7 +14,6 @@ from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.ranks import RankMatching, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
 from cs336sys.commands.trace.verdict import rank_sentence, verdict
-from cs336sys.errors import UsageError
 
 DATA = Path(__file__).parent / "data"
 
@@ -91,13 +90,17 @@ def test_time_in_collectives_is_waiting_and_transfer(with_straggler):
     assert one.mean("computing") == pytest.approx(LAYERS * KERNEL_NS / 1e6, rel=0.01)
 
 
+def begin_at_step(path, number):
+    """Take out of a capture what was before a step."""
+    document = json.loads(path.read_text())
+    begin = min(event["ts"] for event in document["traceEvents"] if event["name"] == f"ProfilerStep#{number}")
+    document["traceEvents"] = [event for event in document["traceEvents"] if event["ts"] >= begin]
+    path.write_text(json.dumps(document))
+
+
 def test_recorded_sequence_numbers_match_collectives_of_captures_that_begin_apart(tmp_path):
     paths = write_ranks(tmp_path, ranks=2, steps=6, sequence=True, noise=0.02)
-    document = json.loads(paths[1].read_text())
-    # The second rank's capture lacks the first step.
-    first = min(event["ts"] for event in document["traceEvents"] if event["name"] == "ProfilerStep#1")
-    document["traceEvents"] = [event for event in document["traceEvents"] if event["ts"] >= first]
-    paths[1].write_text(json.dumps(document))
+    begin_at_step(paths[1], 1)
     ranks = read_captures(paths).ranks
     assert (ranks.matching.matched, ranks.matching.notes) == (5 * LAYERS, ())
     assert ranks.clocks.error_ns < 3000
@@ -105,10 +108,7 @@ def test_recorded_sequence_numbers_match_collectives_of_captures_that_begin_apar
 
 def test_steps_are_matched_by_their_numbers(tmp_path):
     paths = write_ranks(tmp_path, ranks=4, steps=8, straggler=2)
-    document = json.loads(paths[1].read_text())
-    first = min(event["ts"] for event in document["traceEvents"] if event["name"] == "ProfilerStep#2")
-    document["traceEvents"] = [event for event in document["traceEvents"] if event["ts"] >= first]
-    paths[1].write_text(json.dumps(document))
+    begin_at_step(paths[1], 2)
     read = read_captures(paths)
     assert read.analyses[1].step_numbers == tuple(range(2, 8))
     assert read.ranks.clocks.error_ns < 3000
@@ -183,67 +183,6 @@ def test_ranks_alike_that_overlap_hold_nobody_up(tmp_path):
 def test_the_last_stage_of_a_balanced_pipeline_is_no_straggler():
     (answer,) = answer_of(read_captures([DATA / "pipeline_balanced"]))
     assert answer.cause == "no straggler"
-
-
-def test_numbers_in_names_are_sorted_by_their_value(tmp_path):
-    paths = write_ranks(tmp_path, ranks=12, steps=4, straggler=2, excess=0.1)
-    folder = tmp_path / "renamed"
-    folder.mkdir()
-    for rank, path in enumerate(paths):
-        document = json.loads(path.read_text())
-        del document["distributedInfo"]
-        (folder / f"176-TP-{rank}-DP-0.json").write_text(json.dumps(document))
-    (straggler,) = answer_of(read_captures([folder]))
-    assert (straggler.where, straggler.facts["file"]) == ("rank 2", "176-TP-2-DP-0.json")
-
-
-def test_clocks_that_are_known_less_well_than_the_waits_tell_no_waits(tmp_path):
-    paths = write_ranks(tmp_path, ranks=4, straggler=2, excess=0.02)
-    source = random.Random(0)
-    for path in paths:
-        document = json.loads(path.read_text())
-        for event in document["traceEvents"]:
-            if "nccl" in event["name"]:
-                event["dur"] += source.uniform(0, 600)
-        path.write_text(json.dumps(document))
-    read = read_captures(paths)
-    assert read.ranks.matching.why_no_waits
-    assert all("waiting for ranks" not in analysis.parts for analysis in read.analyses)
-    assert stragglers(answer_of(read)) == []
-
-
-def test_the_identifier_of_a_collective_matches_it(tmp_path):
-    paths = write_ranks(tmp_path, ranks=2, steps=4, sequence=True)
-    for path in paths:
-        document = json.loads(path.read_text())
-        for event in document["traceEvents"]:
-            if "Seq" in event.get("args", {}):
-                event["args"]["Comms Id"] = str(1000 + event["args"].pop("Seq"))
-        path.write_text(json.dumps(document))
-    found = read_captures(paths).ranks.matching
-    assert (found.matched, found.notes) == (4 * LAYERS, ())
-
-
-def test_ranks_are_those_of_the_files_and_else_of_their_names(tmp_path):
-    paths = write_ranks(tmp_path, ranks=2, steps=4)
-    assert [one.label for one in read_captures(paths[::-1]).analyses] == ["rank 0", "rank 1"]
-    document = json.loads(paths[1].read_text())
-    document["distributedInfo"]["rank"] = 0
-    paths[1].write_text(json.dumps(document))
-    with pytest.raises(UsageError, match=r"trace_0.json and .*trace_1.json are both of rank 0"):
-        read_captures(paths)
-    named = [path.rename(tmp_path / f"run-rank{3 - number}.json") for number, path in enumerate(paths)]
-    found = read_captures(named)
-    assert ([one.label for one in found.analyses], found.notes) == (
-        ["rank 2", "rank 3"],
-        ("ranks by the names of the files",),
-    )
-
-
-def test_a_folder_is_its_captures(with_straggler, tmp_path):
-    assert len(read_captures([with_straggler[1]]).analyses) == 8
-    with pytest.raises(UsageError, match="is a folder without captures"):
-        read_captures([tmp_path])
 
 
 @pytest.mark.parametrize("degrees", [2, 3, 9, 30, 10_000])
