@@ -5,6 +5,9 @@ A capture is written as its events: ``kernel NAME LAUNCHED START STOP`` (``-`` w
 the N-th all-reduce of two ranks, ``raw={...}`` is an event as it stands in the file.
 """
 
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
 import functools
 import gzip
 import json
@@ -36,25 +39,6 @@ from cs336sys.commands.trace.verdict import rank_sentence
 from cs336sys.errors import CapabilityError, UsageError
 
 PATH = Path(__file__).with_name("figures.txt")
-# Further names in figures.txt.
-USED_THERE = (
-    *(
-        os,
-        CompletedProcess,
-        array,
-        breakdown,
-        captures,
-        Category,
-        category_of,
-        chrome_trace,
-        gzip,
-        integrity,
-        intervals,
-        nsys,
-        operators,
-    ),
-    *(outcome, range_names, ranks, short_name, sqlite3, timelines, Ceilings),
-)
 # A tenth of a second each.
 QUANTILE = functools.cache(ranks._t_quantile)
 CATEGORIES = {

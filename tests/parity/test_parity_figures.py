@@ -4,6 +4,9 @@ Tests of ``verify``, ``ddp`` and ``shard`` show that faults are found and roundi
 order has a row (tests/written_figures.py).
 """
 
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
 import math
 import random
 from dataclasses import replace
@@ -25,11 +28,6 @@ from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 
 PATH = Path(__file__).with_name("figures.txt")
-# Further names in figures.txt.
-USED_THERE = (
-    *(math, replace, rounding, training, weights, model_name, FUNCTIONAL, LATE_S, OBSERVED, Order, Rounding),
-    *(rounding_in, stay_near, tolerance, Checked, Distance, WeightDifference, rounding_note),
-)
 TINY = choose_size("tiny")
 WRAPPERS = (
     *("module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"),

@@ -3,6 +3,9 @@
 Other tests compare the statistics with scipy's and with simulated truths; here each count, limit and field has a row.
 """
 
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
 import gzip
 import math
 import pickle
@@ -20,20 +23,6 @@ from cs336sys.results.file import ResultsFile, check_appendable
 from cs336sys.results.model import Cell, Results, Run, Samples
 
 PATH = Path(__file__).with_name("figures.txt")
-# Further names in figures.txt.
-USED_THERE = (
-    foreign,
-    gzip,
-    math,
-    outcome,
-    pickle,
-    plain_pickle,
-    recording,
-    schema,
-    statistics,
-    check_appendable,
-    Results,
-)
 RISING = [1.0, 2.0, 4.0, 7.0, 11.0, 16.0]
 MIXED = [3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0, 6.0]
 RUN = (
