@@ -1,4 +1,4 @@
-"""The pictures of ``bench``, ``attn`` and ``nsys`` show what the saved cells hold, and nothing of them is cut."""
+"""Pictures show what saved cells hold, and nothing of them is cut: not even above narrow ones of few cells."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +8,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 
+from cs336sys.accounting.parallelism import Layer
+from cs336sys.commands.account.tables import communication
 from cs336sys.commands.attention import tables as attention
 from cs336sys.commands.bench import tables as bench
+from cs336sys.commands.ddp import tables as ddp
 from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
 from cs336sys.commands.trace import kernel_tables as kernels
-from cs336sys.results.model import read_results
+from cs336sys.results.model import Cell, Samples, read_results
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -25,7 +31,7 @@ def saved(name):
 def figures(monkeypatch):
     """Figures in place of files."""
     kept = []
-    for module in (attention, bench, kernels):
+    for module in (attention, bench, communication, ddp, kernels):
         monkeypatch.setattr(module, "write_figure", lambda figure, *_: kept.append(figure))
     return kept
 
@@ -38,14 +44,13 @@ def bars(axes):
     return {row: [bar.get_width() for bar in sorted(found, key=lambda bar: bar.get_x())] for row, found in rows.items()}
 
 
-def assert_whole(figure):
+def assert_whole(figure, *more):
     """Every word of the figure lies inside it, and legends on no plot."""
     FigureCanvasAgg(figure).draw()
     renderer = figure.canvas.get_renderer()
-    for part in (*figure.axes, *figure.legends):
+    for part in (*figure.axes, *figure.legends, *more):
         box = part.get_tightbbox(renderer)
-        assert box.x0 >= 0, part
-        assert box.y0 >= 0, part
+        assert min(box.x0, box.y0) >= 0, part
         assert box.x1 <= figure.bbox.x1, part
         assert box.y1 <= figure.bbox.y1, part
     for legend in figure.legends:
@@ -156,3 +161,40 @@ def test_cells_without_a_profile_draw_an_empty_picture(figures):
     plot_profiles([replace(cell, status="oom", samples={}, derived={}) for cell in saved("nsys-torch")], Path("n.png"))
     attention.plot_attn([replace(cell, status="timeout", samples={}) for cell in saved("attn")], Path("a.png"))
     assert len(figures) == 2
+
+
+def test_legend_of_many_implementations_beside_one_head_dimension(figures):
+    shape = {"batch_size": 1, "heads": 16, "head_dim": 64, "dtype": "bf16", "causal": True, "context": 128}
+    tflops = dict.fromkeys(("forward_tflops", "backward_tflops", "end_to_end_tflops"), 10.0)
+    names = ["auto", "triton", "hopper", "eager", "compiled", "sdpa-flash", "sdpa-cudnn", "flex-attention"]
+    cells = [Cell("flash", shape | {"implementation": name}, "ok", derived=tflops) for name in names]
+    attention.plot_flash(cells, Path("flash.png"))
+    assert_whole(figures[0])
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == names
+
+
+def test_heading_of_one_strategy(figures):
+    layer = Layer(batch=131072, d_model=2560, d_ff=10240, flops_per_s=989.4e12, bytes_per_s=450e9)
+    communication.plot_parallel(["fsdp"], layer, Path("parallel.png"))
+    assert_whole(figures[0], figures[0]._suptitle)
+
+
+def test_label_of_a_bucket_that_holds_everything(figures):
+    derived = {"communicated_bytes": 8_000_000_000, "link_latency_s": 20e-6, "link_bytes_per_s": 320e9}
+    cells = [
+        Cell(
+            "ddp",
+            ParallelWorkload(Workload(choose_size("xl")), "bucketed", bucket_mb=bucket_mb).configuration(),
+            "ok",
+            {"step": Samples("ms", "cuda events", (90.0,))},
+            derived | {"gradient_calls": calls, "exposed_ms": 30.0},
+        )
+        for bucket_mb, calls in ((1000.0, 8), (8000.0, 1))
+    ]
+    ddp.plot_buckets(cells, Path("buckets.png"))
+    assert_whole(figures[0])
+    (axes,) = figures[0].axes
+    renderer = figures[0].canvas.get_renderer()
+    plot, boxes = axes.get_window_extent(renderer), [text.get_window_extent(renderer) for text in axes.texts]
+    assert len(boxes) == 2
+    assert all(box.x1 <= plot.x1 and box.y1 <= plot.y1 for box in boxes)

@@ -56,13 +56,6 @@ HOSTILE = Table("hostile", HOSTILE_TEXT, (Column("text", HOSTILE_TEXT),), [{"tex
 EMPTY = Table("empty", "nothing measured", (Column("size", "size"), Column("step_ms", "step", "ms")), [])
 
 
-def test_formats_are_those_that_the_commands_offer():
-    for format in FORMATS:
-        assert render([SWEEP], format)
-    with pytest.raises(UsageError, match=f"unknown format 'html': choose from {', '.join(FORMATS)}$"):
-        render([SWEEP], "html")
-
-
 def test_markdown():
     assert render([SWEEP, EMPTY], "markdown") == (
         "### bench: H200, torch 2.11\n"
@@ -147,17 +140,7 @@ def test_json_holds_unrounded_numbers_and_every_column():
             "launch_bound": True,
             "status": "ok",
         },
-        {
-            "size": "2.7b",
-            "parameters": 3_406_809_600,
-            "forward_ms_mean": None,
-            "forward_ms_std": None,
-            "forward_ms_median": None,
-            "tokens_per_s": None,
-            "mfu_percent": None,
-            "launch_bound": None,
-            "status": "oom",
-        },
+        dict.fromkeys(bench["rows"][0]) | {"size": "2.7b", "parameters": 3_406_809_600, "status": "oom"},
     ]
     assert empty == {"name": "empty", "title": "nothing measured", "rows": [], "notes": []}
 
@@ -177,20 +160,14 @@ def test_number_among_samples_stands_under_the_mean():
 
 
 def test_csv():
-    small, big = csv.DictReader(io.StringIO(render([SWEEP], "csv")))
-    assert float(small.pop("forward_ms_mean")) == pytest.approx(12.3)
-    assert float(small.pop("forward_ms_std")) == pytest.approx(math.sqrt(0.13))
-    assert float(small.pop("forward_ms_median")) == 12.2
-    assert small == {
-        "table": "bench",
-        "size": "small",
-        "parameters": "128625408",
-        "tokens_per_s": "165432.1",
-        "mfu_percent": "",
-        "launch_bound": "true",
-        "status": "ok",
-    }
-    assert list(big.values()) == ["bench", "2.7b", "3406809600", "", "", "", "", "", "", "oom"]
+    header, small, big = csv.reader(io.StringIO(render([SWEEP], "csv")))
+    assert ",".join(header) == (
+        "table,size,parameters,forward_ms_mean,forward_ms_std,forward_ms_median,tokens_per_s,mfu_percent,"
+        "launch_bound,status"
+    )
+    assert list(map(float, small[3:6])) == pytest.approx([12.3, math.sqrt(0.13), 12.2])
+    assert small[:3] + small[6:] == ["bench", "small", "128625408", "165432.1", "", "true", "ok"]
+    assert big == ["bench", "2.7b", "3406809600", "", "", "", "", "", "", "oom"]
 
 
 def test_csv_has_one_header_and_the_rows_of_all_tables_of_the_first_name():
@@ -260,7 +237,7 @@ def test_typst_escapes():
     assert "align: (left,)," in text
 
 
-@pytest.mark.parametrize("format", ["table", "markdown", "csv", "json", "latex", "typst"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_table_without_rows_shows_its_columns(format):
     text = render([EMPTY], format)
     assert format == "json" or "step" in text
@@ -406,20 +383,19 @@ def test_no_width_hides_a_character(width):
 
 
 def test_terminal_does_not_read_markup():
-    assert drawn(HOSTILE, 200)[3] == HOSTILE_TEXT
-    assert drawn(HOSTILE, 200)[-1] == HOSTILE_TEXT
+    lines = drawn(HOSTILE, 200)
+    assert (lines[3], lines[-1]) == (HOSTILE_TEXT, HOSTILE_TEXT)
 
 
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
+def as_terminal(monkeypatch):
+    """Let standard output say that it is a terminal; no fixture, for pytest sets another before the test."""
+    stream = type("Terminal", (io.StringIO,), {"encoding": "utf-8", "isatty": lambda self: True})()
+    monkeypatch.setattr("sys.stdout", stream)
+    return stream
 
 
 def test_emit_draws_on_a_terminal_as_wide_as_columns_says(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
+    terminal = as_terminal(monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     emit([SWEEP])
@@ -431,8 +407,7 @@ def test_emit_draws_on_a_terminal_as_wide_as_columns_says(monkeypatch):
 
 
 def test_emit_on_a_terminal_in_another_format_prints_that_format(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
+    terminal = as_terminal(monkeypatch)
     emit([SWEEP], format="csv")
     assert terminal.getvalue() == render([SWEEP], "csv")
 
@@ -468,7 +443,7 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
 
     with pytest.raises(UsageError, match=r"^cannot write --output .*report.md/x: "):
         check_output(existing / "x")
-    with pytest.raises(UsageError, match="unknown format 'pdf': choose from table"):
+    with pytest.raises(UsageError, match=f"unknown format 'pdf': choose from {', '.join(FORMATS)}$"):
         check_output(existing, "pdf")
 
 
@@ -511,13 +486,6 @@ def test_unknown_format_leaves_the_output_alone(tmp_path):
     with pytest.raises(UsageError, match="unknown format"):
         emit([SWEEP], format="pdf", output=existing)
     assert existing.read_text() == "yesterday's numbers"
-
-
-def test_header_that_names_its_unit_stands_alone():
-    assert Column("forward_ms", "forward", "ms").title == "forward, ms"
-    assert Column("tokens_per_s", "tokens/s", "tokens_per_s").title == "tokens/s"
-    assert Column("parameters", "parameters", "parameters").title == "parameters"
-    assert Column("context", "context").title == "context"
 
 
 def test_memory_of_tiny_models_is_shown_in_mib_and_kept_in_gib():
