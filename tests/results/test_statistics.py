@@ -154,25 +154,6 @@ def test_drifting_samples_that_do_not_overlap_differ_by_at_least_their_nearest_p
     compared = compare_sides(series(*replayed), series(*launched))
     assert (compared.is_significant, compared.p_value) == (True, None)
     assert (compared.ratio_low, compared.ratio_high) == pytest.approx((found.low, found.high))
-    for count in (4, 5, 8, 30):
-        up, far = list(range(20, 20 + count)), list(range(100, 100 + count))
-        assert compare_sides(series(*up), series(*far)).ratio_low == pytest.approx(100 / (19 + count))
-        assert ratio(ms(*far), ms(*up)).low == pytest.approx(100 / (19 + count))
-        rising = [value * (1.05 + 0.01 * place) for place, value in enumerate(up)]
-        if count >= 6:
-            pairs = ratio_of_pairs(ms(*rising), ms(*up))
-            assert (pairs.low, pairs.is_noise) == (pytest.approx(1.05), False)
-
-
-def test_undecided_says_how_many_samples_would_decide():
-    noisy = [100 + 8 * math.sin(7 * place) for place in range(10)]
-    found = ratio(ms(*noisy), ms(*noisy[::-1]))
-    assert (found.is_undecided, found.is_noise) == (True, True)
-    assert 10 < found.to_decide < 200
-    more = ratio(ms(*noisy * (found.to_decide // 10 + 1)), ms(*noisy[::-1] * (found.to_decide // 10 + 1)))
-    assert (more.is_undecided, more.to_decide) == (False, None)
-    assert ratio(ms(1, 2, 3), ms(1, 2, 3)).to_decide == 4
-    assert ratio_of_pairs(ms(1, 2, 3), ms(1, 2, 3)).to_decide == 6
 
 
 def test_pairs_see_a_difference_that_drifts_hide():
@@ -200,15 +181,6 @@ def test_p_of_pairs_is_that_of_scipys_signed_rank_test(count):
         assert found.is_noise == (not significant or not agrees)
 
 
-def test_without_noise_any_difference_is_significant_and_a_rounding_is_none():
-    same = compare_sides(series(*[0.1] * 7), series(*[0.1] * 11))
-    assert (same.p_value, same.ratio_low, same.ratio_high) == (1.0, 1, 1)
-    rounded = compare_sides(series(*[0.3] * 7), series(*[0.1 + 0.2] * 7))
-    assert not rounded.is_significant
-    more = compare_sides(series(*[0.1] * 7), series(*[0.1001] * 7))
-    assert (more.is_significant, more.ratio_low) == (True, pytest.approx(1.001))
-
-
 def test_autocorrelation_is_that_of_the_series():
     """Of 1000 short series in which a sample is 0.6 of the one before: ranks resemble each other by hardly less."""
     # Of normal samples: Pearson 1907.
@@ -222,9 +194,6 @@ def test_autocorrelation_is_that_of_the_series():
         estimates.append(autocorrelation(series(*samples)))
     # Corrected to first order of 1 / 30 alone.
     assert sum(estimates) / len(estimates) == pytest.approx(of_ranks, abs=0.045)
-    assert autocorrelation(series(*[1, 2] * 10)) == -1.0
-    assert autocorrelation(series(*[1] * 10)) is None
-    assert autocorrelation(series(*range(4))) is None
     stalled = [*[1, 2] * 5, 1000, *[2, 1] * 5]
     assert autocorrelation(series(*stalled)) < -0.5, "a stall is one rank among others"
     # Rounds are centred each on its own: what differs between them is no drift within.

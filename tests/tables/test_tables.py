@@ -1,3 +1,5 @@
+"""Tables in files, in pipes and on terminals; what they look like there is in ``figures.txt``."""
+
 import csv
 import io
 import json
@@ -7,119 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from test_tables_figures import EMPTY, HOSTILE, HOSTILE_TEXT, SWEEP, drawn, ms
 
 from cs336sys.errors import OutputError, UsageError
-from cs336sys.results.model import Samples
 from cs336sys.tables.outputs import FORMATS, read_output
 from cs336sys.tables.render import check_output, emit, render
 from cs336sys.tables.table import Column, Table, grid_of, select_columns, select_in_groups
-from cs336sys.tables.terminal import print_tables
-
-
-def ms(*measured):
-    return Samples("ms", "cuda events", measured)
-
-
-SWEEP = Table(
-    "bench",
-    "bench: H200, torch 2.11",
-    (
-        Column("size", "size"),
-        Column("parameters", "parameters", "parameters"),
-        Column("forward_ms", "forward", "ms"),
-        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-        Column("mfu_percent", "MFU", "percent"),
-        Column("launch_bound", "launch-bound"),
-        Column("status", "status"),
-    ),
-    [
-        {
-            "size": "small",
-            "parameters": 128_625_408,
-            "forward_ms": ms(12.0, 12.2, 12.7),
-            "tokens_per_s": 165432.1,
-            "mfu_percent": None,
-            "launch_bound": True,
-            "status": "ok",
-            "seed": 3,
-        },
-        {"size": "2.7b", "parameters": 3_406_809_600, "forward_ms": None, "status": "oom"},
-    ],
-    notes=("mean ± standard deviation of 3 steps",),
-)
-
-# Everything that one of the formats could take for its own syntax.
-HOSTILE_TEXT = 'a|b <c> [d] *e* `f` _g_ h_i #j $k & 50% {l} ~m ^n \\o "p"'
-HOSTILE = Table("hostile", HOSTILE_TEXT, (Column("text", HOSTILE_TEXT),), [{"text": HOSTILE_TEXT}], (HOSTILE_TEXT,))
-
-EMPTY = Table("empty", "nothing measured", (Column("size", "size"), Column("step_ms", "step", "ms")), [])
-
-
-def test_markdown():
-    assert render([SWEEP, EMPTY], "markdown") == (
-        "### bench: H200, torch 2.11\n"
-        "\n"
-        "| size   |   parameters |   forward, ms |   tokens/s | launch-bound   | status   |\n"
-        "|:-------|-------------:|--------------:|-----------:|:---------------|:---------|\n"
-        "| small  |      128.6 M |  12.30 ± 0.36 |    165,432 | yes            | ok       |\n"
-        "| 2.7b   |       3.41 B |             - |          - | -              | oom      |\n"
-        "\n"
-        "- mean ± standard deviation of 3 steps\n"
-        "\n"
-        "### nothing measured\n"
-        "\n"
-        "| size   | step, ms   |\n"
-        "|--------|------------|\n"
-    )
-
-
-def test_text_table():
-    assert render([SWEEP], "table") == (
-        "bench: H200, torch 2.11\n"
-        "╭────────┬──────────────┬───────────────┬────────────┬────────────────┬──────────╮\n"
-        "│ size   │   parameters │   forward, ms │   tokens/s │ launch-bound   │ status   │\n"
-        "├────────┼──────────────┼───────────────┼────────────┼────────────────┼──────────┤\n"
-        "│ small  │      128.6 M │  12.30 ± 0.36 │    165,432 │ yes            │ ok       │\n"
-        "│ 2.7b   │       3.41 B │             - │          - │ -              │ oom      │\n"
-        "╰────────┴──────────────┴───────────────┴────────────┴────────────────┴──────────╯\n"
-        "mean ± standard deviation of 3 steps\n"
-    )
-
-
-def test_latex():
-    assert render([SWEEP], "latex") == (
-        "\\begin{table}\n"
-        "\\centering\n"
-        "\\caption{bench: H200, torch 2.11}\n"
-        "\\begin{tabular}{lrrrll}\n"
-        "\\toprule\n"
-        " size   &   parameters &   forward, ms &   tokens/s & launch-bound   & status   \\\\\n"
-        "\\midrule\n"
-        " small  &      128.6 M &  12.30 $\\pm$ 0.36 &    165,432 & yes            & ok       \\\\\n"
-        " 2.7b   &       3.41 B &             - &          - & -              & oom      \\\\\n"
-        "\\bottomrule\n"
-        "\\end{tabular}\n"
-        "\\par\\footnotesize mean $\\pm$ standard deviation of 3 steps\n"
-        "\\end{table}\n"
-    )
-
-
-def test_typst():
-    assert render([SWEEP], "typst") == (
-        "#figure(\n"
-        '  caption: "bench: H200, torch 2.11",\n'
-        "  table(\n"
-        "    columns: 6,\n"
-        "    align: (left, right, right, right, left, left,),\n"
-        '    table.header("size", "parameters", "forward, ms", "tokens/s", "launch-bound", "status"),\n'
-        '    "small", "128.6 M", "12.30 ± 0.36", "165,432", "yes", "ok",\n'
-        '    "2.7b", "3.41 B", "-", "-", "-", "oom",\n'
-        "  ),\n"
-        ")\n"
-        "\n"
-        '#"mean ± standard deviation of 3 steps"\n'
-    )
 
 
 def test_json_holds_unrounded_numbers_and_every_column():
@@ -205,172 +100,12 @@ def test_csv_reads_back_hostile_text():
     assert (header, row) == (["table", "text"], ["hostile", HOSTILE_TEXT])
 
 
-def test_markdown_escapes():
-    escaped = 'a\\|b \\<c> \\[d\\] \\*e\\* \\`f\\` \\_g\\_ h_i #j $k & 50% {l} ~m ^n \\\\o "p"'
-    text = render([HOSTILE], "markdown")
-    assert text.count(escaped) == 4
-    assert text.startswith(f"### {escaped}\n")
-
-
-def test_latex_escapes_cells_captions_and_notes_alike():
-    escaped = (
-        "a|b \\ensuremath{<}c\\ensuremath{>} [d] *e* `f` \\_g\\_ h\\_i \\#j \\$k \\& 50\\% \\{l\\} \\textasciitilde{}m "
-        '\\^{}n \\textbackslash{}o "p"'
-    )
-    text = render([HOSTILE], "latex")
-    assert text.count(escaped) == 4
-    assert f"\\caption{{{escaped}}}" in text
-
-
-def test_latex_row_may_start_with_a_bracket():
-    table = Table("t", "t", (Column("interval", "[from, to]"),), [{"interval": "[1, 2]"}])
-    lines = render([table], "latex").splitlines()
-    assert [line for line in lines if "[" in line] == [" {[}from, to]   \\\\", " {[}1, 2]       \\\\"]
-
-
-def test_typst_escapes():
-    escaped = '"' + HOSTILE_TEXT.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    text = render([HOSTILE], "typst")
-    assert f"  caption: {escaped},\n" in text
-    assert f"    table.header({escaped}),\n    {escaped},\n" in text
-    assert text.endswith(f"\n#{escaped}\n")
-    assert "align: (left,)," in text
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_table_without_rows_shows_its_columns(format):
-    text = render([EMPTY], format)
-    assert format == "json" or "step" in text
-    assert format != "latex" or "\\begin{tabular}{ll}" in text
-
-
 def test_line_breaks_do_not_break_a_row():
     table = Table("t", "t", (Column("reason", "reason"),), [{"reason": "first\nsecond"}], notes=("third\nfourth",))
     for format in ("table", "markdown", "latex", "typst"):
         text = render([table], format)
         assert "first second" in text
         assert "third fourth" in text
-
-
-def drawn(table, width):
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    print_tables([table], console)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    return lines
-
-
-def test_terminal_wide_enough():
-    assert drawn(SWEEP, 80) == [
-        "bench: H200, torch 2.11",
-        "size   parameters   forward, ms  tokens/s  launch-bound  status",
-        "────────────────────────────────────────────────────────────────",
-        "small     128.6 M  12.30 ± 0.36   165,432  yes           ok",
-        "2.7b       3.41 B             -         -  -             oom",
-        "mean ± standard deviation of 3 steps",
-    ]
-
-
-def test_narrower_terminal_stacks_headers_and_wraps_text():
-    table = Table(
-        "t",
-        "t",
-        (Column("a_ms", "backward pass", "ms"), Column("b_ms", "optimizer step", "ms"), Column("reason", "reason")),
-        [{"a_ms": 1.5, "b_ms": 2.5, "reason": "CUDA out of memory: tried to allocate 12 GiB of 139 GiB"}],
-    )
-    assert drawn(table, 42) == [
-        "t",
-        "backward  optimizer",
-        "   pass,      step,",
-        "      ms         ms  reason",
-        "──────────────────────────────────────────",
-        "   1.500      2.500  CUDA out of memory:",
-        "                     tried to allocate 12",
-        "                     GiB of 139 GiB",
-    ]
-
-
-def test_terminal_narrower_than_the_table_turns_it():
-    assert drawn(SWEEP, 40) == [
-        "bench: H200, torch 2.11",
-        "size                 small    2.7b",
-        "───────────────────────────────────",
-        "parameters         128.6 M  3.41 B",
-        "forward, ms   12.30 ± 0.36       -",
-        "tokens/s           165,432       -",
-        "launch-bound           yes       -",
-        "status                  ok     oom",
-        "mean ± standard deviation of 3 steps",
-    ]
-
-
-MANY = Table(
-    "bench",
-    "bench: H200",
-    (
-        Column("size", "size"),
-        Column("precision", "precision"),
-        Column("bits", "bits"),
-        *(Column(f"{phase}_ms", phase, "ms") for phase in ("forward", "backward", "optimizer")),
-        Column("status", "status"),
-    ),
-    [
-        {"size": "small", "precision": precision, "bits": 32 if row < 2 else 16, "status": "ok"}
-        | {"forward_ms": 1000.0 + row, "backward_ms": 2.0, "optimizer_ms": ms(*(3.0 + row / 4, 3.0))}
-        for row, precision in enumerate(["fp32", "tf32", "bf16", "fp16"])
-    ],
-)
-
-
-def test_terminal_too_narrow_for_rows_and_columns_splits_the_columns():
-    """What all rows have in common stands in the title, what it takes to tell them apart in every part."""
-    assert drawn(MANY, 37) == [
-        "bench: H200, size small, status ok",
-        "                 forward,  backward,",
-        "precision  bits        ms         ms",
-        "─────────────────────────────────────",
-        "fp32         32     1,000      2.000",
-        "tf32         32     1,001      2.000",
-        "bf16         16     1,002      2.000",
-        "fp16         16     1,003      2.000",
-        "",
-        "precision  optimizer, ms",
-        "─────────────────────────",
-        "fp32       3.000 ± 0.000",
-        "tf32         3.12 ± 0.18",
-        "bf16         3.25 ± 0.35",
-        "fp16         3.38 ± 0.53",
-    ]
-
-
-def test_numbers_that_are_all_the_same_stay_in_the_table_and_so_do_the_words_of_a_single_row():
-    assert "2.000" in drawn(MANY, 37)[4]
-    assert "launch-bound           yes" in drawn(replace(SWEEP, rows=SWEEP.rows[:1]), 30)
-
-
-def test_headers_are_as_wide_as_what_stands_below_them():
-    table = Table(
-        "t",
-        "t",
-        (Column("moment", "moment of the peak"), Column("a_gib", "predicted optimizer state", "gib")),
-        [{"moment": "softmax backward of block 3", "a_gib": 1.0}],
-    )
-    assert drawn(table, 37)[1:5] == [
-        "                           predicted",
-        "                           optimizer",
-        "                              state,",
-        "moment of the peak               GiB",
-    ]
-
-
-def test_terminal_narrower_than_a_column_prints_records():
-    assert drawn(MANY, 15)[3:8] == [
-        "╭──────┬──────╮",
-        "│ prec │ fp32 │",
-        "│ isio │      │",
-        "│ n    │      │",
-        "│ bits │ 32   │",
-    ]
 
 
 @pytest.mark.parametrize("width", [15, 25, 45, 60, 64, 100])
@@ -380,11 +115,6 @@ def test_no_width_hides_a_character(width):
         for character in "".join(values):
             seen.remove(character)
     assert "…" not in seen
-
-
-def test_terminal_does_not_read_markup():
-    lines = drawn(HOSTILE, 200)
-    assert (lines[3], lines[-1]) == (HOSTILE_TEXT, HOSTILE_TEXT)
 
 
 def as_terminal(monkeypatch):
