@@ -66,19 +66,6 @@ def test_equal_correlation_ids_of_two_processes_are_kept_apart(report):
     assert phases(profile)["forward"].count == 2
 
 
-def test_a_kernel_whose_launch_is_lost_has_the_phase_of_its_operator(trace):
-    trace.range("forward", 0, 100)
-    trace.range("backward", 100, 200)
-    trace.operation("aten::mm", 105, 120)
-    trace.events[-1]["args"]["External id"] = 7
-    trace.kernel("nvjet_forward", 10, 20, 30)
-    numbers = {"correlation": 999, "External id": 7, "device": 0}
-    trace.event("kernel", "nvjet_backward", 110, 150, "stream 7", 0, **numbers)
-    profile = summary_of(trace)
-    assert {row.name: row.kernel_ns for row in profile.phases} == {"forward": 10, "backward": 40}
-    assert profile.attributed_percent == 100.0
-
-
 def test_the_report_is_not_written_to(report):
     train_step(report)
     path = report.write()
@@ -98,28 +85,6 @@ def test_commands_that_ran_stand_in_the_report(report):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
-def test_a_trace_counts_copies_and_no_annotation_of_the_gpu(trace):
-    train_step(trace)
-    trace.kernel("Memcpy DtoD (Device -> Device)", 15, 270, 280, category="gpu_memcpy")
-    trace.event("gpu_user_annotation", "forward", 100, 260, "stream 7", 0, **{"External id": 4})
-    profile = summary_of(trace)
-    assert (phases(profile)["forward"].kernels, phases(profile)["forward"].kernel_ns) == (3, 220)
-
-
-@pytest.mark.parametrize("is_gpu", [True, False])
-def test_steps_that_older_profilers_called_operations_are_the_phases(trace, is_gpu):
-    for number, start in enumerate((0, 500)):
-        trace.event("Operator", f"ProfilerStep#{number}", start, start + 400, 1)
-        trace.event("Operator", "aten::mm", start + 10, start + 30, 1)
-        if is_gpu:
-            trace.kernel("nvjet", start + 15, start + 20, start + 120)
-    profile = summarize(open_capture(trace.write()))
-    (row,) = profile.phases
-    assert (row.name, row.count, row.kernel_ns) == ("ProfilerStep", 2, 200 if is_gpu else 40)
-    assert profile.is_gpu is is_gpu
-    assert "the steps of torch.profiler, 2 of them" in profile.phases_are
-
-
 @pytest.mark.parametrize("recorder", ["report", "trace"])
 def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
     """The second one works a tenth of the time, in which the first one is busy, too."""
@@ -137,16 +102,6 @@ def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     rows = report_tables(read, profile, top=5, full_names=False)[0].rows
     assert [(row["gpu"], row["idle_percent"]) for row in rows] == [(0, pytest.approx(20)), (1, pytest.approx(90))]
-
-
-def test_processes_with_a_gpu_each_are_counted_in_their_own_ranges(report):
-    for process in (100, 200):
-        report.range("forward", 0, 1000, process=process)
-        report.kernel("nvjet", 10, 100, 100 * (process // 100) + 100, process=process, gpu=process // 200)
-    assert [(row.count, row.wall_ns, row.busy_ns, row.gpu) for row in summary_of(report).of_gpus] == [
-        (1, 1000, 100, 0),
-        (1, 1000, 200, 1),
-    ]
 
 
 def test_names_of_strangers_are_printable(report, trace):

@@ -1,7 +1,6 @@
 """Differences that the noise may have made are not shown as if they were known."""
 
 import json
-import math
 import statistics
 from pathlib import Path
 
@@ -23,14 +22,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 
 def ms(*values):
     return Samples("ms", "cpu clock", values)
-
-
-def test_differences_within_the_noise_are_marked():
-    assert format_value(Interval(-11.8, -30.0, 20.0, neutral=0.0), "ms") == "same within 30.00"
-    assert format_value(Interval(97.0, 90.0, 101.0, neutral=100.0), "percent") == "same within 10.0"
-    assert format_value(Interval(-11.8, -math.inf, math.inf, neutral=0.0), "ms") == "undecided"
-    assert format_value(Interval(100.0, 0.0, 100.0, is_range=True), "percent") == "0.00 to 100"
-    assert format_value(ms(506.0 - 381, 506.0, 506.0 + 381)) == "506 ± 381 !"
 
 
 TABLE = Table(

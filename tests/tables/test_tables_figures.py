@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 from written_figures import read_figures, rows_of, write_figures
 
-from cs336sys.results.model import Samples
+from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
+from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval
 from cs336sys.tables.numbers import (
     format_mean_std,
@@ -85,6 +86,23 @@ MANY = Table(
         for row, precision in enumerate(["fp32", "tf32", "bf16", "fp16"])
     ],
 )
+
+
+def clocked(clocks, limits=None, degrees=60):
+    """Return a cell whose GPU was read at these clocks, in MHz; None: it was not read."""
+    count = len(clocks or ())
+    readings = {
+        "time_s": [0.05 * number for number in range(count)],
+        "sm_clock_mhz": clocks,
+        "temperature_c": [degrees] * count,
+        "power_w": [500.0] * count,
+        "clock_limits": limits or [""] * count,
+    }
+    return Cell("bench", {}, "ok", {}, {"gpu_readings": None if clocks is None else readings})
+
+
+STEADY = clocked([345, 1980, 1980, 1965])
+OF_AN_EARLIER_VERSION = Cell("bench", {}, "ok")
 
 
 def lines(text):
