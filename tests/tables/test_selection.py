@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.accounting.derivation import Derived
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.table import Column, Table, select_columns, select_in_groups
 
 
@@ -36,41 +34,8 @@ RATIOS = Table(
 )
 
 
-def sort_rows(tables, order):
-    return select_in_groups([tables], order=order)[0]
-
-
 def order(tables):
     return ["".join(row["size"] for row in table.rows) for table in tables]
-
-
-@pytest.mark.parametrize(
-    ("column", "expected"),
-    [
-        ("step_ms", ["cadb", "abc"]),
-        ("-step_ms", ["dacb", "abc"]),
-        ("error", ["badc", "abc"]),
-        ("-ratio", ["abcd", "acb"]),
-        ("ratio", ["abcd", "cab"]),
-        ("-size", ["dcba", "cba"]),
-    ],
-)
-def test_rows_are_sorted_where_the_column_is_and_those_without_a_value_come_last(column, expected):
-    assert order(sort_rows([TIMES, RATIOS], column)) == expected
-
-
-@pytest.mark.parametrize(
-    ("column", "expected"), [("value", ["5 MB", "3 GB", "2 ms", "1 s"]), ("-value", ["3 GB", "5 MB", "1 s", "2 ms"])]
-)
-def test_values_with_units_of_their_own_are_sorted_by_what_they_are(column, expected):
-    answers = [
-        Derived("3 GB", 3 * 2**30, "bytes"),
-        Derived("2 ms", 2e-3, "s"),
-        Derived("1 s", 1.0, "s"),
-        Derived("5 MB", 5e6, "decimal_bytes"),
-    ]
-    (table,) = sort_rows([answers_table("some", "some", answers)], column)
-    assert [row["quantity"] for row in table.rows] == expected
 
 
 def test_columns_come_in_the_order_asked_for_and_tables_without_any_are_left_out():
@@ -84,28 +49,11 @@ def test_columns_are_named_by_key_or_by_what_people_see():
     chosen = [table.columns for table in select_columns([ddp, TIMES], ["mode", "STEP", "step_ms", "What runs"])]
     assert chosen == [[ddp.columns[1]], [TIMES.columns[1]]], "the key goes before the header, and no column comes twice"
     assert select_columns([replace(ddp, columns=ddp.columns[:1])], ["mode"])[0].columns == [ddp.columns[0]]
-    assert order(sort_rows([TIMES], "-Step")) == ["dacb"]
+    assert order(select_in_groups([[TIMES]], order="-Step")[0]) == ["dacb"]
 
 
 def test_tables_are_chosen_by_name():
     assert select_in_groups([[TIMES, RATIOS]], ["ratios"])[0] == [RATIOS]
-
-
-@pytest.mark.parametrize(
-    ("select", "sentence"),
-    [
-        (lambda: select_in_groups([[TIMES]], ["time"]), "--table 'time': choose from times; did you mean times?"),
-        (
-            lambda: select_in_groups([[TIMES, RATIOS]], keys=["x"]),
-            "--columns 'x': choose from size, step_ms, error, ratio",
-        ),
-        (lambda: sort_rows([RATIOS], "-x"), "--sort 'x': choose from size, ratio"),
-    ],
-)
-def test_column_of_no_table_is_refused(select, sentence):
-    with pytest.raises(UsageError) as refused:
-        select()
-    assert str(refused.value) == sentence
 
 
 def test_groups_stay_apart_and_what_one_lacks_another_may_have():

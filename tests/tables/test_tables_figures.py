@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from written_figures import read_figures, rows_of, write_figures
+from test_selection import RATIOS, TIMES, order
+from written_figures import outcome, read_figures, rows_of, write_figures
 
+from cs336sys.accounting.derivation import Derived
 from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval
+from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import (
     format_mean_std,
     format_number,
@@ -28,7 +31,7 @@ from cs336sys.tables.numbers import (
     unit_label,
 )
 from cs336sys.tables.render import render
-from cs336sys.tables.table import Column, Table
+from cs336sys.tables.table import Column, Table, select_in_groups
 from cs336sys.tables.terminal import print_tables
 
 PATH = Path(__file__).with_name("figures.txt")
