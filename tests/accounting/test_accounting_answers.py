@@ -4,12 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from cs336sys.accounting.activations import (
-    ATTENTION,
-    attention_memory,
-    block_activations,
-    saved_activations,
-)
+from cs336sys.accounting.activations import ATTENTION, attention_memory, block_activations, saved_activations
 from cs336sys.accounting.checkpointing import recomputed_blocks
 from cs336sys.accounting.communication import bucket_answers, ring_answers
 from cs336sys.accounting.flops import count_parameters, model_flops

@@ -4,11 +4,7 @@ import math
 
 import pytest
 
-from cs336sys.accounting.communication import (
-    alternate_ring_all_reduce_s,
-    ring_all_gather_s,
-    ring_all_reduce_s,
-)
+from cs336sys.accounting.communication import alternate_ring_all_reduce_s, ring_all_gather_s, ring_all_reduce_s
 from cs336sys.accounting.parallelism import (
     PARALLELISMS,
     PASSES,
@@ -119,10 +115,8 @@ def test_best_split_communicates_for_the_shortest_time(devices, overlapped):
 def test_best_whole_mesh_is_the_best_of_all_divisors():
     layer = Layer(131072, 2560, 10240, 989.4e12, 450e9)
     assert best_whole_mesh(layer, 64, "forward", overlapped=False) == Mesh(fsdp=32, tp=2)
-    times = {
-        fsdp: mesh_communication_s(layer, fsdp, 64 // fsdp, "forward", overlapped=False)
-        for fsdp in (1, 2, 4, 8, 16, 32, 64)
-    }
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    times = {fsdp: mesh_communication_s(layer, fsdp, 64 // fsdp, "forward", overlapped=False) for fsdp in sizes}
     assert min(times, key=times.get) == 32
     assert best_whole_mesh(layer, 7, "forward", overlapped=True) in (Mesh(fsdp=7), Mesh(tp=7))
 

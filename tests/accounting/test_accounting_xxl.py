@@ -4,13 +4,7 @@ import math
 
 import pytest
 
-from cs336sys.accounting.xxl import (
-    XXL,
-    FeedForwardStack,
-    TpuMesh,
-    batch_answers,
-    memory_answers,
-)
+from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.errors import UsageError
 
 

@@ -39,13 +39,6 @@ def test_the_straggler_is_found_with_what_it_does_longer(with_straggler):
     assert "matmul" in rank_sentence(8, [straggler])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_rank_is_named_where_all_are_equal(tmp_path, seed):
-    (answer,) = answer_of(read_captures(write_ranks(tmp_path, seed=seed)))
-    assert (answer.cause, answer.unit) == ("no straggler", "percent")
-    assert answer.amount < 1
-
-
 def test_no_rank_is_named_in_whole_captures_of_equal_ranks(tier, tmp_path):
     """Numbers of ranks and steps, noise, clocks and marks of collectives are drawn; prints how many end in what."""
     draw = random.Random(tier.seed)

@@ -9,7 +9,6 @@ import pytest
 
 from cs336sys.errors import UsageError
 from cs336sys.results.file import ResultsFile
-from cs336sys.results.gzip_members import as_member, read_members
 from cs336sys.results.model import Cell, Run, read_results
 
 RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"gpu": "NVIDIA H200"}, {})
@@ -87,9 +86,3 @@ def test_a_damaged_record_costs_only_itself_and_the_file_is_not_appended_to(path
         read_results(path)
     with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
         ResultsFile(path)
-
-
-def test_members_longer_and_shorter_than_what_is_read_at_once():
-    records = [bytes([number % 251]) * 100_000 for number in range(3)] + [bytes(range(256)) * 400, b"", b"x"]
-    records.append(random.Random(0).randbytes(50_000))
-    assert read_members(b"".join(map(as_member, records))) == (b"".join(records), None)

@@ -16,14 +16,7 @@ import cs336sys
 from cs336sys.errors import UsageError
 from cs336sys.results import foreign
 from cs336sys.results.file import ResultsFile
-from cs336sys.results.model import (
-    Cell,
-    Run,
-    Samples,
-    json_text,
-    read_results,
-    read_several,
-)
+from cs336sys.results.model import Cell, Run, Samples, json_text, read_results, read_several
 
 RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"device": "NVIDIA H200"}, {"seed": 0})
 CELL = Cell(

@@ -3,11 +3,7 @@
 import pytest
 
 from cs336sys.accounting.memory import TrainingState
-from cs336sys.accounting.sharding.ideal import (
-    OWN_SHARDING_STRATEGIES,
-    ideal_state,
-    sent_bytes,
-)
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES, ideal_state, sent_bytes
 
 GB = 10**9
 
