@@ -156,6 +156,16 @@ def test_drifting_samples_that_do_not_overlap_differ_by_at_least_their_nearest_p
     assert (compared.ratio_low, compared.ratio_high) == pytest.approx((found.low, found.high))
 
 
+def test_undecided_says_how_many_samples_would_decide():
+    noisy = [100 + 8 * math.sin(7 * place) for place in range(10)]
+    undecided = ratio(ms(*noisy), ms(*noisy[::-1]))
+    assert (undecided.is_undecided, undecided.is_noise) == (True, True)
+    assert 10 < undecided.to_decide < 200
+    times = undecided.to_decide // 10 + 1
+    more = ratio(ms(*noisy * times), ms(*noisy[::-1] * times))
+    assert (more.is_undecided, more.to_decide) == (False, None)
+
+
 def test_pairs_see_a_difference_that_drifts_hide():
     """Steps taken in turn on a machine that gets slower all the time: each is 5 % faster than the one next to it."""
     slow = ms(*(10.0 + 2 * step for step in range(10)))
