@@ -85,6 +85,12 @@ def test_commands_that_ran_stand_in_the_report(report):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
+def test_a_trace_is_read_in_pieces(trace, monkeypatch):
+    monkeypatch.setattr("cs336sys.capture.chrome_trace._CHUNK_CHARACTERS", 64)
+    train_step(trace)
+    assert summary_of(trace).step.kernels == 7
+
+
 @pytest.mark.parametrize("recorder", ["report", "trace"])
 def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
     """The second one works a tenth of the time, in which the first one is busy, too."""
