@@ -83,11 +83,3 @@ def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatc
         assert invoke(LOSSES, "--text", text).exit_code == 0
     first, again, other = asked_for
     assert first == again != other
-
-
-def test_a_folder_without_text_is_refused_before_anything_runs(tmp_path):
-    """It was an error of torch's in every cell: both buffer length (0) and count (-1) must not be 0."""
-    (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    result = invoke(LOSSES, "--text", tmp_path)
-    sentence = f"error: --text {tmp_path}: there is nothing to learn from; of a folder .md and .txt are read\n"
-    assert (result.exit_code, result.stderr) == (2, sentence)

@@ -64,6 +64,8 @@ def test_difference_adds_up_to_the_last_row(folder):
     assert sum(row["difference_bytes"] for row in parts) == whole["difference_bytes"]
     assert sum(row["before_bytes"] for row in parts) == whole["before_bytes"]
     assert whole["what"] == "all"
+    both = f"{folder / 'a.pickle'},{folder / 'b.pickle'}"
+    assert "one of them must be one" in " ".join(memprof("--from", both, "--against", both).stderr.split())
 
 
 def test_page_and_pictures(folder, tmp_path):
@@ -137,30 +139,3 @@ def test_hostile_file_runs_nothing(tmp_path):
     assert result.exit_code == 2
     assert "asks for posix.mkdir, which could run code" in result.stderr
     assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--from none.pickle", "cannot read none.pickle: No such file or directory"),
-        ("--from EMPTY", "this folder holds no .pickle"),
-        ("--from A --size tiny", "--size: --from reads snapshots; leave it out"),
-        ("--against A", "--against: is for snapshots that --from reads; leave it out"),
-        ("--html x.html", "--html: is for snapshots that --from reads; leave it out"),
-        ("--from A,A --against A,A", "one of them must be one"),
-        ("--from A --html x.txt", "the file must end in .html"),
-        ("--plan", "--plan needs to know how much memory there is: add --memory 80GiB"),
-        ("--memory 80GiB", "--memory 80GiB: is for --plan; add that, or leave it out"),
-        ("--plan --memory much", "--memory 'much': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)"),
-        ("--plan --memory 80", "--memory '80': give a size such as 130GiB"),
-        ("--micro-batches 3", "--micro-batches 3: must divide the batch of 4"),
-        ("--micro-batches 2 --cuda-graph on", "--micro-batches 2: is launched, not captured"),
-    ],
-)
-def test_bad_input_is_one_sentence(folder, tmp_path, arguments, sentence):
-    (tmp_path / "empty").mkdir(exist_ok=True)
-    names = {"EMPTY": str(tmp_path / "empty"), "A": str(folder / "a.pickle")}
-    filled = [",".join(names.get(part, part) for part in argument.split(",")) for argument in arguments.split()]
-    result = memprof(filled)
-    assert result.exit_code == 2, result.output
-    assert sentence in " ".join(result.stderr.split())

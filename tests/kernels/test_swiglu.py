@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import DTYPES, LAYOUTS, assert_equal_to_reference, assert_matches_float64, dtype_id, random, shape_id
 
-from cs336sys.kernels.swiglu import reference_swiglu, swiglu, swiglu_linear_of_copy
+from cs336sys.kernels.swiglu import reference_swiglu, swiglu
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -84,22 +84,3 @@ def test_offsets_beyond_2_31_elements():
     gate.copy_(torch.randn(3, 64))
     up, grad = torch.randn(2, 3, 64, device="cuda").half()
     matches({"gate": gate, "up": up}, [grad])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "sentence"),
-    [
-        (lambda x: swiglu(x, x[:1]), ValueError, r"same shape \(..., d\), got \(2, 3\) and \(1, 3\)"),
-        (lambda x: swiglu(x, x.double()), TypeError, "up of dtype torch.float64 is not supported: swiglu takes"),
-        (lambda x: swiglu(x, x.to("meta")), ValueError, "gate on cpu, up on meta"),
-        (
-            lambda x: swiglu_linear_of_copy(torch.cat((x, x), -1), x.T, x.T),
-            ValueError,
-            r"weight of shape \(d_out, d\), got \(2, 3\) and \(3, 2\)",
-        ),
-    ],
-    ids=["shapes", "dtype", "devices", "weight"],
-)
-def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
-    with pytest.raises(error, match=sentence):
-        call(torch.ones(2, 3))

@@ -95,22 +95,3 @@ def test_offsets_beyond_2_31_elements():
     x = torch.zeros(2**31 + 64, dtype=torch.float16, device="cuda").as_strided((3, 64), (2**30, 1))
     x.copy_(torch.randn(3, 64))
     matches(x, torch.randn(64, device="cuda").half(), torch.randn(3, device="cuda").half())
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "error", "sentence"),
-    [
-        pytest.param(
-            torch.ones(2, 3), torch.ones(4), ValueError, r"shape \(D,\), got \(2, 3\) and \(4,\)", id="length"
-        ),
-        pytest.param(torch.ones(2, 3), torch.ones(1, 3), ValueError, r"got \(2, 3\) and \(1, 3\)", id="weight-2d"),
-        pytest.param(torch.ones(()), torch.ones(1), ValueError, r"got \(\) and \(1,\)", id="x-0d"),
-        pytest.param(torch.ones(2, 3), torch.ones(3).half(), TypeError, "float32 and torch.float16", id="dtypes"),
-        pytest.param(torch.ones(3).double(), torch.ones(3).double(), TypeError, "torch.float64 is not", id="float64"),
-        pytest.param(torch.ones(3).int(), torch.ones(3).int(), TypeError, "torch.int32 is not", id="int32"),
-        pytest.param(torch.ones(3), torch.ones(3, device="meta"), ValueError, "x on cpu, weight on meta", id="devices"),
-    ],
-)
-def test_bad_input_is_refused_in_one_sentence(x, weight, error, sentence):
-    with pytest.raises(error, match=sentence):
-        weighted_sum(x, weight)

@@ -91,9 +91,6 @@ tensor_gradient_not_added = _wrong(copies=False)
 tensor_gradient_added_twice = _wrong(twice=True)
 tensor_averaged = _wrong(scale=0.5)
 tensor_rows_of_next = _wrong(rows=lambda self: (self.rank + 1) % self.ranks)
-tensor_all_of_next = _wrong(
-    rows=lambda self: (self.rank + 1) % self.ranks, columns=lambda self: self.ranks - 1 - self.rank, ranks_swapped=True
-)
 tensor_first_slices = _wrong(rows=lambda self: 0, columns=lambda self: 0)
 tensor_residual_in_sum = _wrong(add=lambda self, out, x: Add.apply(out + 0.5 * x, self.group, 1.0, False))
 

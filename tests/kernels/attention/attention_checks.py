@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
+from cs336sys.kernels.attention.problem import AttentionProblem
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton.settings import fused, joint, separate
 
@@ -66,6 +67,13 @@ def on_hopper(function):
     for mark in HOPPER_MARKS:
         function = mark(function)
     return function
+
+
+def problem_on_h200(num_sequences, num_queries, head_dim, num_keys=None, is_causal=True, **options) -> AttentionProblem:
+    """Of as many keys as queries in bfloat16, but for what ``options`` say."""
+    options = {"capability": (9, 0), "num_multiprocessors": 132, "tma_allowed": True} | options
+    dtype, lengths = options.pop("dtype", torch.bfloat16), (num_sequences, num_queries, num_keys or num_queries)
+    return AttentionProblem(head_dim, dtype, "tf32x3", is_causal, *lengths, **options)
 
 
 def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float32, device="cpu", seed=0, group_size=1):

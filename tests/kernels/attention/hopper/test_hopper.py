@@ -14,10 +14,10 @@ from attention_checks import (
     assert_matches_float64,
     exact_inputs,
     on_hopper,
+    problem_on_h200,
     random_inputs,
 )
 
-from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, choice, flash_attention, operators
 from cs336sys.kernels.attention.hopper import schedule, settings
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
@@ -31,8 +31,7 @@ from cs336sys.kernels.attention.hopper.schedule import (
     tiles_of_window,
     visits,
 )
-from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
-from cs336sys.kernels.attention.problem import AttentionOptions, AttentionProblem, Operand
+from cs336sys.kernels.attention.problem import AttentionOptions, Operand
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -58,83 +57,6 @@ def test_why_unavailable(changes, capability, reason, monkeypatch):
     query = {"is_cuda": True, "device": "cuda:0", "dtype": torch.bfloat16, "shape": torch.Size((2, 16, 1024, 64))}
     expected = reason and f"implementation 'hopper' {reason}"
     assert settings.why_unavailable(SimpleNamespace(**query | changes)) == expected
-
-
-def test_refusal_reaches_the_user():
-    query = torch.randn(1, 4, 64, dtype=torch.float16)
-    with pytest.raises(CapabilityError, match="'hopper' runs on CUDA tensors, got cpu"):
-        flash_attention(query, query, query, implementation="hopper")
-    with pytest.raises(UsageError, match="kernels 'cuda' do not exist: choose one of auto, triton, hopper"):
-        FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
-
-
-def problem(num_sequences, num_queries, head_dim, num_keys=None, is_causal=True, **options) -> AttentionProblem:
-    """Of as many keys as queries, on an H200, but for what ``options`` say."""
-    lengths = num_sequences, num_queries, num_keys or num_queries
-    options = {"capability": (9, 0), "num_multiprocessors": 132, "tma_allowed": True} | options
-    return AttentionProblem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, **options)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "forward", "backward"),
-    [
-        ((16, 16384, 16), {}, True, False),
-        ((128, 2048, 16), {}, False, False),
-        ((1, 32768, 16), {}, True, False),
-        ((2, 16384, 16), {}, False, False),
-        ((128, 2048, 32), {}, True, False),
-        ((100, 512, 32), {}, False, False),
-        ((1, 16384, 32), {}, False, False),
-        ((1, 32768, 32), {}, True, True),
-        ((2, 16384, 32), {}, True, True),
-        ((100, 512, 256), {}, True, True),
-        ((1, 16384, 256), {}, False, True),
-        ((16, 1024, 64), {}, False, False),
-        ((16, 1024, 128), {}, True, False),
-        ((1, 16384, 128), {}, False, False),
-        ((1, 32768, 64), {}, True, True),
-        ((4, 8192, 128), {}, True, True),
-        ((24, 1024, 128), {}, True, True),
-        ((24, 1024, 256), {}, True, True),
-        ((100, 1024, 64), {}, True, True),
-        ((144, 512, 128), {}, True, True),
-        ((48, 512, 64), {}, False, False),
-        ((16, 16384, 64), {"tma_allowed": False}, False, False),
-        ((16, 16384, 16), {"window": 1024}, False, False),
-    ],
-    ids=str,
-)
-def test_auto_decides_for_either_pass_by_itself(shape, options, forward, backward):
-    described = problem(*shape, **options)
-    assert (hopper_forward_is_faster(described), hopper_backward_is_faster(described)) == (forward, backward)
-
-
-FULL, ONE_HEAD_OF_KEYS = {"is_causal": False}, {"group_size": 32}
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "deterministic", "chosen"),
-    [
-        # By measurements of its own.
-        ((16, 16384, 32), {}, True, False),
-        ((100, 512, 64), {}, True, True),
-        ((16, 2048, 64), {}, True, False),
-        ((16, 2048, 128), {}, True, True),
-        # Full attention that fills the GPU when cut in two.
-        ((4, 2048, 128), FULL, False, True),
-        ((4, 2048, 128), {}, False, False),
-        ((4, 2048, 128), FULL, True, False),
-        ((8, 1024, 128), FULL, False, False),
-        ((6, 2048, 128), FULL, False, False),
-        # Grouped queries, where pieces or programs fill the GPU. In turn there are no pieces, and the programs of few
-        # heads of keys leave the GPU without work.
-        ((32, 8192, 128), ONE_HEAD_OF_KEYS, False, True),
-        ((32, 8192, 128), ONE_HEAD_OF_KEYS, True, False),
-    ],
-    ids=str,
-)
-def test_auto_takes_backward_where_it_fills_the_gpu(shape, options, deterministic, chosen):
-    assert hopper_backward_is_faster(problem(*shape, **options), deterministic) == chosen
 
 
 def plan_backward(described, deterministic=False):
@@ -166,7 +88,7 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
     num_heads, head_dim, is_causal, deterministic, programs
 ):
     """As on an H200: 16 heads of 16384 keys are 15 rounds of 132 programs and 68, 17 heads 16 rounds and 64."""
-    plan = plan_backward(problem(num_heads, 16384, head_dim, is_causal=is_causal), deterministic)
+    plan = plan_backward(problem_on_h200(num_heads, 16384, head_dim, is_causal=is_causal), deterministic)
     launches = [launch for launch, _ in plan.steps]
     assert launches[1].num_programs == programs
     # What programs share, 2048 items, stands behind their shares.
@@ -207,7 +129,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     operands = [Operand(tensor) for tensor in tensors]
     grads = operands[4:]
     options = {"group_size": group_size, "num_multiprocessors": num_multiprocessors, "window": window}
-    described = problem(batch * num_heads, num_queries, head_dim, num_keys, is_causal, **options)
+    described = problem_on_h200(batch * num_heads, num_queries, head_dim, num_keys, is_causal, **options)
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, CPU, False)
     backward, tensors_of_pass = plan.steps[1]
     table = schedule_of(plan).tolist()
@@ -283,7 +205,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
 )
 def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_causal, programs):
     """Under a causal mask; in full attention programs stay together."""
-    plan = plan_backward(problem(32, length, head_dim, is_causal=is_causal, group_size=32 // key_heads))
+    plan = plan_backward(problem_on_h200(32, length, head_dim, is_causal=is_causal, group_size=32 // key_heads))
     assert plan.steps[1][0].num_programs == programs
     if head_dim == 64:
         assert len(schedule_of(plan)) == 132 + 64 * 4 + 64
@@ -299,7 +221,9 @@ def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, grou
         Operand(torch.empty(1, heads, 16384, 128, dtype=torch.bfloat16, device="meta"))
         for heads in (num_heads, num_heads // group_size)
     )
-    described = problem(num_heads, 16384, 128, is_causal=is_causal, group_size=group_size, num_multiprocessors=1)
+    described = problem_on_h200(
+        num_heads, 16384, 128, is_causal=is_causal, group_size=group_size, num_multiprocessors=1
+    )
     plan = HopperForwardPlan(described, [of_queries, of_keys, of_keys, of_queries], CPU)
     ((launch, _),) = plan.steps
     assert launch.arguments[:3] == (num_heads, 16384, 16384)
@@ -320,7 +244,9 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 
     def problem_on_hopper(query, key, operands, options):
         fits = all(operand.fits_tma for operand in operands)
-        return problem(query.shape[:-2].numel(), query.shape[-2], query.shape[-1], key.shape[-2], tma_allowed=fits)
+        return problem_on_h200(
+            query.shape[:-2].numel(), query.shape[-2], query.shape[-1], key.shape[-2], tma_allowed=fits
+        )
 
     monkeypatch.setattr(choice, "make_problem", problem_on_hopper)
     query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")

@@ -9,7 +9,6 @@ from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     as_table_of_pieces,
     cut_all,
-    cut_the_rest,
     key_tiles,
     longest_first_at_the_end,
     member_of_visit,
@@ -138,22 +137,6 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
             assert (item_first, item_end) == (min(firsts), max(ends))
 
 
-@pytest.mark.parametrize(
-    ("num_items", "num_tiles", "expected"),
-    [
-        (2048, 256, (1980, 3)),  # 15 rounds of 132 and 68 more: two rounds of thirds instead of one
-        (2048, 32, (2048, 1)),  # thirds of 32 tiles would gain nothing
-        (512, 64, (512, 1)),  # 116 in the last round, of which halves would take two
-        (132, 256, (132, 1)),
-        (64, 32, (0, 2)),
-        (30, 64, (0, 4)),
-        (1, 1, (1, 1)),
-    ],
-)
-def test_items_of_a_last_round_that_fills_but_half_of_the_gpu_are_cut(num_items, num_tiles, expected):
-    assert cut_the_rest(num_items, 132, num_tiles, piece_cost=5) == expected
-
-
 @pytest.mark.parametrize("num_programs", [0, 4])
 @pytest.mark.parametrize(("num_whole", "num_pieces"), [(6, 1), (4, 3), (0, 2)])
 def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces, num_programs):
@@ -179,32 +162,6 @@ def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces, nu
 def causal_visits(num_tiles, group_size):
     """Of tiles of 128 keys, to tiles of 64 queries, of as many queries as keys."""
     return [(2 * num_tiles - 2 * tile) * group_size for tile in range(num_tiles)]
-
-
-@pytest.mark.parametrize(
-    ("num_tiles", "num_sequences", "group_size", "least_pieces", "expected"),
-    [
-        (64, 1, 32, 1, (0, 4)),  # one head of 8192 keys: 64 programs of 132
-        (16, 1, 32, 1, (0, 16)),  # one head of 2048 keys
-        (16, 8, 4, 1, (0, 2)),  # eight of them, of which the longest takes twice as long as all on average
-        (64, 8, 4, 1, (512, 1)),  # eight of 8192 keys fill the GPU
-        (64, 8, 4, 3, (0, 3)),
-        (64, 8, 4, 99, (0, 32)),
-        (1, 1, 1, 1, (1, 1)),
-    ],
-)
-def test_items_of_grouped_queries_are_cut_until_they_fill_the_gpu(
-    num_tiles, num_sequences, group_size, least_pieces, expected
-):
-    items = list(ordered_items(num_tiles, num_sequences, num_sequences, last_tile_first=False))
-    assert cut_all(items, causal_visits(num_tiles, group_size), 132, (2, 5), least_pieces) == expected
-
-
-def test_only_the_last_round_of_grouped_queries_is_cut_where_that_suffices():
-    """1024 items of full attention are 7 rounds of 132 and 100 more."""
-    items = list(ordered_items(128, 8, 1, last_tile_first=False))
-    num_whole, num_pieces = cut_all(items, [1024] * 128, 132, (2, 5))
-    assert (num_whole, num_pieces) == (924, 6)
 
 
 def test_cut_items_end_sooner():

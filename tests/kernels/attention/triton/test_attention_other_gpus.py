@@ -12,13 +12,8 @@ from cs336sys.kernels.attention import choice, native_call
 from cs336sys.kernels.attention.hopper import settings as hopper_settings
 from cs336sys.kernels.attention.problem import AMD, AttentionOptions, Operand
 from cs336sys.kernels.attention.triton.settings import (
-    ForwardSettings,
-    TileSettings,
     backward_settings,
     forward_settings,
-    fused,
-    joint,
-    separate,
 )
 
 
@@ -111,56 +106,6 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
         # At 32 the H200 limits registers, by its own measurement.
         if problem.head_dim <= 128 and problem.head_dim != 32:
             assert all_settings(problem) == all_settings(on_hopper), problem
-
-
-def problem_on(name, head_dim, dtype=torch.bfloat16):
-    query = torch.empty(1, 16, 16384, head_dim, dtype=dtype, device="meta")
-    return make_problem_on(GPUS[name], query, query, [Operand(query)] * 4, AttentionOptions(True))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "forward", "backward"),
-    [
-        (
-            64,
-            torch.bfloat16,
-            TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True),
-            separate(
-                TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True),
-                TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True),
-            ),
-        ),
-        (
-            128,
-            torch.bfloat16,
-            TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128),
-            separate(
-                TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True),
-                TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True),
-            ),
-        ),
-        (
-            64,
-            torch.float32,
-            TileSettings(64, 64, num_warps=4, num_stages=2),
-            fused(TileSettings(32, 64, num_warps=4, num_stages=1)),
-        ),
-    ],
-    ids=["head dim 64", "head dim 128", "float32"],
-)
-def test_h200_gets_the_tiles_measured_on_it(head_dim, dtype, forward, backward):
-    problem = problem_on("sm_90", head_dim, dtype)
-    assert forward_settings(problem) == ForwardSettings(forward)
-    assert backward_settings(problem, False) == backward
-    assert all(tile.use_tma for tile in tiles(problem_on("sm_90", 256)))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a100_gets_tiles_by_pointers(deterministic):
-    problem = problem_on("sm_80", 64)
-    assert forward_settings(problem) == ForwardSettings(TileSettings(64, 64, num_warps=4, num_stages=3))
-    expected = joint(TileSettings(32, 64, num_warps=4, num_stages=2))
-    assert backward_settings(problem, deterministic) == expected
 
 
 @pytest.fixture

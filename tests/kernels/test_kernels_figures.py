@@ -1,0 +1,96 @@
+"""What kernels refuse and what they choose by a shape, written down in ``figures.txt`` (tests/written_figures.py).
+
+Other tests compute; here nothing is launched.
+"""
+
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from attention.attention_checks import problem_on_h200
+from torch.utils.flop_counter import FlopCounterMode
+from written_figures import read_figures, rows_of, write_figures
+
+from cs336sys.kernels import linear_cross_entropy as cross_entropy
+from cs336sys.kernels.adamw import AdamW
+from cs336sys.kernels.attention import IMPLEMENTATIONS, flash_attention, flash_attention_backward
+from cs336sys.kernels.attention.hopper import schedule
+from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number
+from cs336sys.kernels.attention.problem import check_attention_inputs
+from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention, reference_attention
+from cs336sys.kernels.attention.triton.settings import backward_settings, forward_settings
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336sys.kernels.rms_norm import rms_norm
+from cs336sys.kernels.rope import rope, rope_qkv
+from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
+from cs336sys.kernels.weighted_sum import weighted_sum
+
+PATH = Path(__file__).with_name("figures.txt")
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+ones = torch.ones
+PREDICTED = {"hidden": ones(2, 3), "weight": ones(5, 3), "targets": torch.zeros(2, dtype=torch.int64)}
+ONE = torch.nn.Parameter(ones(4))
+PLAIN_ATTENTIONS = (check_attention_inputs, plain_attention, reference_attention, FlashAttentionTorch.apply)
+
+
+def refusal(function, *arguments, **settings):
+    """Return the kind and the sentence of a refusal, or what the function returns."""
+    try:
+        return function(*arguments, **settings)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def alike(refusals):
+    """Return the one sentence of several functions, or all that differ."""
+    sentences = list(dict.fromkeys(refusals))
+    return sentences[0] if len(sentences) == 1 else sentences
+
+
+def grouped(heads, key_heads, queries=8, keys=8, dtype=F32):
+    shapes = (heads, queries), (key_heads, keys), (key_heads, keys)
+    return [ones(2, *shape, 16, dtype=dtype) for shape in shapes]
+
+
+def refused_by_every_implementation(heads=2, key_heads=2, **options):
+    inputs, options = grouped(heads, key_heads), {"is_causal": True} | options
+    return alike(refusal(flash_attention, *inputs, **options, implementation=name) for name in IMPLEMENTATIONS)
+
+
+def refused_backward(keys=8, **options):
+    """Also in a mode of PyTorch's that sees operators."""
+    query, key, value = grouped(2, 1, keys=keys)
+    statistics = {"grad_out": query, "logsumexp": query[..., 0], "delta": query[..., 0]} | options
+    refusals = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            refusals.append(refusal(flash_attention_backward, query, key, value, **statistics))
+    return alike(refusals)
+
+
+def dtype_of_sums(weight, logits, shape, chunks):
+    """Return the dtype in which the weight's gradient is summed over chunks of logits."""
+    logits_bytes = (chunks - 1) * cross_entropy.CHUNK_BYTES + 1
+    kept = cross_entropy.kept_dtype(weight, logits)
+    return cross_entropy._sums_dtype(torch.empty(shape, dtype=weight, device="meta"), logits, kept, logits_bytes)
+
+
+def hopper_is_faster(*shape, **options):
+    """Return whether ``auto`` takes the Hopper kernels forward and backward."""
+    described = problem_on_h200(*shape, **options)
+    return hopper_forward_is_faster(described), hopper_backward_is_faster(described)
+
+
+@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
+def test_figures_are_those_written_down(expression, rows):
+    assert rows_of(expression, globals()) == rows
+
+
+if __name__ == "__main__":
+    write_figures(PATH, globals())
