@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +34,18 @@ def shown(path: Path) -> str:
     result = invoke("show", path, "--format json")
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def imported_by(*lines: str) -> list[str]:
+    """Return which of the modules that take long to import these commands need, run in a process of their own."""
+    script = (
+        "import shlex, sys\nfrom typer.testing import CliRunner\nfrom cs336sys.cli import app\n"
+        "for line in sys.argv[1:]:\n"
+        "    result = CliRunner().invoke(app, shlex.split(line))\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "slow = ('torch', 'triton', 'matplotlib', 'scipy', 'numpy')\n"
+        "print(*[name for name in slow if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, *lines], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()

@@ -359,6 +359,10 @@ def raises(size):
     raise KeyError("no such size")
 
 
+def leaves(size):
+    raise SystemExit(7)
+
+
 class OfTheLastToken(Encoder):
     def forward(self, tokens):
         return super().forward(tokens)[:, -1:]

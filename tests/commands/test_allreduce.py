@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from run_commands import invoke, shown, tables
 
-from cs336sys.commands.allreduce.options import message_sizes
 from cs336sys.commands.allreduce.tables import allreduce_tables, fit_of, groups_of, plot_collectives
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.settings.operations import CollectiveWorkload
@@ -69,24 +68,6 @@ def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
     ]
     assert rows[1]["all_ranks_bytes"] == 1_200_000
     assert rows[2]["reason"].endswith("choose at least 12 bytes")
-
-
-@pytest.mark.parametrize(
-    ("values", "sizes"),
-    [
-        (["1MB,10MB"], [10**6, 10**7]),
-        (["8", "1KiB", "1.5KB"], [8, 1024, 1500]),
-        (["8B:64B"], [8, 16, 32, 64]),
-        (["8B:63B,16B"], [8, 16, 32]),
-        (["1GB:1GB"], [10**9]),
-    ],
-)
-def test_messages(values, sizes):
-    assert message_sizes(values, 2.0) == sizes
-
-
-def test_course_sizes_are_a_range_too():
-    assert message_sizes(["1MB:1GB"], 10.0) == message_sizes(["1MB,10MB,100MB,1GB"], 2.0)
 
 
 def cell(message_bytes, time_us, world_size=2, backend="nccl", collective="all_reduce", status="ok"):

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cs336sys.commands.bench import tables as bench_report
-from cs336sys.commands.memprof.page import CATEGORY_STYLES, axis_ticks, timeline_figure
+from cs336sys.commands.memprof.page import CATEGORY_STYLES, timeline_figure
 
 EVENTS = 80
 
@@ -61,21 +61,6 @@ def test_the_axis_has_the_unit_of_a_tiny_model():
     assert axes.get_ylabel() == "active memory, MiB"
     assert axes.get_ylim() == (0, pytest.approx(1.12 * 1.5))
     assert "1.500 MiB" in texts
-
-
-@pytest.mark.parametrize(
-    ("most", "labels"),
-    [
-        (0, ["0 B"]),
-        (2.5 * 2**30, ["0 GiB", "0.5 GiB", "1 GiB", "1.5 GiB", "2 GiB", "2.5 GiB"]),
-        (1001 * 2**20, [f"{hundreds * 200} MiB" for hundreds in range(6)]),
-        (2**20, ["0 MiB", *(f"{tenth / 10:.4g} MiB" for tenth in range(1, 11))]),
-    ],
-)
-def test_ticks_of_the_page_are_round(most, labels):
-    ticks = axis_ticks(most)
-    assert [tick["label"] for tick in ticks] == labels
-    assert all(tick["bytes"] <= most * (1 + 1e-9) for tick in ticks)
 
 
 # How cones that lack one pigment see linear RGB (Machado, Oliveira, Fernandes 2009, severity 1).

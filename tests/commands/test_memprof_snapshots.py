@@ -15,8 +15,6 @@ from cuda_snapshots import write
 from memory_causes import run
 from run_commands import invoke
 
-from cs336sys.command_line.options.bytes import read_memory_limit
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -95,14 +93,6 @@ def test_snapshots_of_one_name_have_files_of_their_own(folder, tmp_path):
     assert result.exit_code == 0, result.output
     pages = sorted(path.name for path in (tmp_path / "s").glob("*.html"))
     assert [page[-14:] for page in pages] == ["rank0-oom.html", "rank1-oom.html"]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80G", 80 * 2**30), ("1MiB", 2**20), ("80 GiB", 80 * 2**30), ("1.5tb", 1.5e12), (" .5GB", 5e8), ("64kib", 2**16)],
-)
-def test_memory_limits_have_any_unit(text, size):
-    assert read_memory_limit(text) == size
 
 
 def test_name_that_the_system_refuses_is_refused_before_measuring(tmp_path):

@@ -27,6 +27,10 @@ DTYPES = """\
 | logits   | loss   | loss outside autocast   | gradients   | status   |
 |:-----------|:----------------|:-------------|:-------------|:--------------------|:-----------------------\
 |:---------|:-------|:------------------------|:------------|:---------|
+| fp16       | cross-entropy   | fp32         | fp16         | fp16                | fp16                   \
+| fp16     | fp32   | fp16                    | fp32        | ok       |
+| fp16       | mse             | fp32         | fp16         | fp16                | fp16                   \
+| fp16     | fp32   | fp32                    | fp32        | ok       |
 | bf16       | cross-entropy   | fp32         | bf16         | bf16                | bf16                   \
 | bf16     | fp32   | bf16                    | fp32        | ok       |
 | bf16       | mse             | fp32         | bf16         | bf16                | bf16                   \
@@ -38,7 +42,8 @@ precision = partial(invoke, "precision")
 
 
 def test_both_tables_on_the_cpu():
-    result = precision("--device cpu --precision bf16")
+    """Autocast leaves norms in the dtype that they get."""
+    result = precision("--device cpu")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(SUMS)
     title = f"autocast on cpu ({cpu_model()}) with torch {torch.__version__}\n"
@@ -58,12 +63,6 @@ def test_a_file_that_cannot_be_appended_to_is_found_first(tmp_path):
     result = precision("--device cpu --save", tmp_path / "p.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "it holds something else" in result.stderr
-
-
-def test_both_precisions_and_losses_by_default():
-    _, dtypes = tables(precision("--device cpu --format json")).values()
-    rows = [(row["precision"], row["loss_function"], row["loss"]) for row in dtypes["rows"]]
-    assert rows == [(name, loss, "fp32") for name in ("fp16", "bf16") for loss in ("cross-entropy", "mse")]
 
 
 def test_device_that_cannot_run_a_cell_gives_a_row_with_the_reason(monkeypatch):
@@ -95,12 +94,9 @@ def test_on_the_gpu_by_default():
     assert {row["layer_norm"] for row in dtypes["rows"]} == {"fp32"}
 
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sums_are_those_of_the_handouts_code(device):
-    sums = accumulate(torch.device(device))
+@pytest.mark.gpu
+def test_sums_are_those_of_the_handouts_code():
+    sums = accumulate(torch.device("cuda"))
     assert [round(total, 4) for total in sums.values()] == [10.0001, 9.9531, 10.0021, 10.0021]
 
 
@@ -109,16 +105,6 @@ def test_toy_model_is_the_handouts():
     assert shapes == {"fc1.weight": (10, 20), "ln.weight": (10,), "ln.bias": (10,), "fc2.weight": (5, 10)}
     model, x = ToyModel(20, 5), torch.randn(3, 20)
     assert torch.equal(model(x), model.fc2(model.ln(model.fc1(x).relu())))
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize(("loss_function", "loss_outside"), [("cross-entropy", None), ("mse", "fp32")])
-def test_dtypes_on_the_cpu(precision, loss_function, loss_outside):
-    # CPU autocast leaves norms in the dtype that they get.
-    halves = dict.fromkeys(("fc1", "layer_norm", "rms_norm", "logits"), precision)
-    floats = dict.fromkeys(("parameters", "loss", "gradients"), "fp32")
-    expected = {**halves, **floats, "loss_outside": loss_outside or precision}
-    assert autocast_dtypes(precision, loss_function, CPU) == expected
 
 
 @pytest.mark.gpu
@@ -134,4 +120,4 @@ def test_dtypes_on_cuda(precision):
 def test_autocast_that_torch_switches_off_is_unsupported_not_fp32(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     with pytest.raises(CapabilityError, match=r"^torch .* does not autocast to torch\.float16 on cpu$"):
-        autocast_dtypes("fp16", "mse", CPU)
+        autocast_dtypes("fp16", "mse", torch.device("cpu"))

@@ -107,26 +107,6 @@ def test_a_command_of_one_process_keeps_its_words_and_its_file(tmp_path):
     assert steps(text, tmp_path) == [["--ntasks=1", sys.executable, "-m", "cs336sys", *arguments]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "gpus", "by_torchrun"),
-    [
-        (["ddp"], "2", True),
-        (["--gpus-per-node", "4", "shard"], "4", True),
-        (["allreduce", "--world-size", "2,4,6"], "6", False),
-        (["ddp", "--cell-timeout", "60"], "2", False),
-        (["--nodes", "2", "allreduce", "--world-size", "16"], "8", True),
-        (["flash"], "1", False),
-        (["shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"], "8", True),
-        (["--nodes", "2", "shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"], "4", True),
-        (["--gpus-per-node", "1", "ddp", "--world-size", "4", "--backend", "gloo"], "1", False),
-    ],
-)
-def test_ranks_that_the_command_can_start_itself_it_starts(arguments, gpus, by_torchrun):
-    script = slurm(*arguments).stdout
-    assert directives(script)["gpus-per-node"] == gpus
-    assert ("torch.distributed.run" in script) == by_torchrun
-
-
 @pytest.mark.parametrize("time", ["30", "30:00", "1:00:00", "2-0", "2-0:30", "2-0:30:00"])
 def test_every_form_of_a_time(time):
     assert directives(slurm("--time", time, "flash").stdout)["time"] == time
@@ -140,35 +120,6 @@ def test_a_plan_is_made_and_nothing_of_it_written(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[-1].endswith(" ".join(["bench", "--size", "tiny", *files]))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("command", "ending"), [("precision", ""), ("flash", " --resume")])
-def test_a_command_is_given_the_options_that_it_has(command, ending):
-    """``precision`` has no ``--resume``, and its job ended with that."""
-    assert slurm(command).stdout.endswith(f'{command} --save "{command}-${{SLURM_JOB_ID}}.jsonl.gz"{ending}\n')
-
-
-def test_losses_save_too(tmp_path):
-    text = tmp_path / "book.txt"
-    text.write_text("It was")
-    assert f"cs336sys losses --text {text} --save" in slurm("losses", "--text", text).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "gpus", "ending"),
-    [
-        (["verify", "--wrap", "fsdp", "--mesh", "data=2,tensor=2"], "4", ' --save "verify-$.jsonl.gz" --resume'),
-        (["tune", "--size", "tiny", "--measure", "2", "--world-size", "4"], "4", ' --save "tune-$.jsonl.gz" --resume'),
-        (["tune", "--size", "tiny", "--world-size", "4"], "1", "--world-size 4"),
-        (["report", "--year", "2026", "--run", "-o", "r.html"], "1", "--run -o r.html"),
-    ],
-)
-def test_commands_that_measure_in_their_own_ways(arguments, gpus, ending):
-    result = slurm(*arguments)
-    assert result.exit_code == 0, result.stderr
-    assert directives(result.stdout)["gpus-per-node"] == gpus
-    assert result.stdout.replace("${SLURM_JOB_ID}", "$").endswith(f"{ending}\n")
-    assert ("torch.distributed.run" in result.stdout) == (arguments[0] == "verify")
 
 
 def test_cores_memory_and_all_gpus(tmp_path):

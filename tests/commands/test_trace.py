@@ -3,8 +3,6 @@
 import gzip
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -12,7 +10,7 @@ import run_commands
 from agents_page import missing_fields
 from profile_files import ChromeTrace, NsysReport, train_step
 from rank_captures import write_ranks
-from run_commands import invoke, shown
+from run_commands import imported_by, invoke, shown
 
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.results.file import ResultsFile
@@ -167,13 +165,7 @@ def test_nsys_and_torch_profiler_are_compared_by_kernels(tmp_path):
 
 
 def test_no_torch_is_imported(runs):
-    script = (
-        "import sys; from typer.testing import CliRunner; from cs336sys.cli import app\n"
-        f"result = CliRunner().invoke(app, ['trace', {str(runs / 'before')!r}])\n"
-        "print(result.exit_code, 'torch' in sys.modules)"
-    )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "0 False"
+    assert "torch" not in imported_by(f"trace {runs / 'before'}")
 
 
 WHOLE = json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {}}] * 50})

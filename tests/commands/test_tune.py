@@ -1,15 +1,13 @@
 """``tune`` as a user runs it: predicted choices, what is refused, and measuring the best few on a CPU."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import run_commands
-from run_commands import invoke
+from run_commands import imported_by, invoke
 
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.step_time import space
@@ -115,15 +113,7 @@ def test_each_combination_is_evaluated_or_left_out_for_a_reason():
 
 
 def test_predicting_imports_no_torch():
-    script = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom cs336sys.cli import app\n"
-        "words = 'tune --size xl --bf16 --gpu h200 --world-size 2 --compile block --checkpoint none'\n"
-        "result = CliRunner().invoke(app, words.split())\n"
-        "assert result.exit_code == 0, result.output\n"
-        "print([name for name in ('torch', 'triton', 'matplotlib', 'numpy') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert answer.stdout.strip() == "[]", answer.stderr
+    assert imported_by("tune --size xl --bf16 --gpu h200 --world-size 2 --compile block --checkpoint none") == []
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ IN_PLACE_LINE = FILE.read_text().splitlines().index("        weights.add_(1)") +
     [
         ("missing", "imports", "has no missing; it has "),
         ("raises", "trains", "KeyError: 'no such size'"),
+        ("leaves", "trains", "SystemExit: 7"),
         ("no_module", "trains", "returned a list"),
         ("no_parameters", "trains", "without parameters to train"),
         ("OfTheLastToken", "trains", "logits of shape (2, 1, 10000)"),

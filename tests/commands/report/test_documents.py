@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app, module_of
 from cs336sys.commands.report import problems
-from cs336sys.commands.report.answer import compare_speed, templates
+from cs336sys.commands.report.answer import templates
 from cs336sys.commands.report.document import typed_command
 from cs336sys.commands.report.evidence import machine_name
 from cs336sys.commands.report.handouts import PROBLEMS
 from cs336sys.commands.report.writing import document_text
 from cs336sys.errors import CapabilityError
-from cs336sys.results.model import Results, Samples
+from cs336sys.results.model import Results
 from cs336sys.tables.page import find_browser, print_page
 from cs336sys.tables.table import grid_of
 
@@ -220,23 +220,3 @@ def test_pdf_without_a_browser_says_how_to_print_before_anything_is_measured(tmp
     assert isinstance(result.exception, CapabilityError | SystemExit)
     message = f"{result.exception} {result.output}"
     assert "write a page with a name in .html, open it in any browser and print it to a PDF" in message
-
-
-def test_commands_are_shown_without_where_their_results_went():
-    (run,) = saved("ddp-fp32-h200")[0].runs.values()
-    assert typed_command(run) == (
-        "cs336sys ddp --size xl --world-size 2 --optimizer fused --bucket-mb 1,10,100,1000 --precision fp32 --mode "
-        "naive,flat,overlap,bucketed,torch --warmup 2 --steps 5"
-    )
-
-
-def test_speeds_in_words():
-    def of(*measured):
-        return Samples("ms", "cpu clock", measured)
-
-    base = of(*(10.0 + number * 7 % 10 / 1000 for number in range(10)))
-    again, half, double, near = (of(*(factor * v for v in base.measured[::-1])) for factor in (1.0, 0.5, 2.0, 0.997))
-    assert [compare_speed(base, other) for other in (half, double)] == ["2x as fast", "2x slower"]
-    assert compare_speed(base, again).startswith("the same within 0.0")
-    assert compare_speed(base, near) == "as fast within 0.5 %"
-    assert compare_speed(of(1.0, 9.0), of(2.0, 8.0)).startswith("undecided; about ")
