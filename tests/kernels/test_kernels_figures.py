@@ -20,9 +20,10 @@ from cs336sys.kernels import linear_cross_entropy as cross_entropy
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import IMPLEMENTATIONS, flash_attention, flash_attention_backward
 from cs336sys.kernels.attention.hopper import schedule
+from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number
-from cs336sys.kernels.attention.problem import check_attention_inputs
+from cs336sys.kernels.attention.problem import Operand, check_attention_inputs
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention, reference_attention
 from cs336sys.kernels.attention.triton.settings import backward_settings, forward_settings
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
@@ -85,6 +86,18 @@ def hopper_is_faster(*shape, **options):
     """Return whether ``auto`` takes the Hopper kernels forward and backward."""
     described = problem_on_h200(*shape, **options)
     return hopper_forward_is_faster(described), hopper_backward_is_faster(described)
+
+
+def backward_programs(num_heads, length, head_dim, deterministic=False, **options):
+    """Return the programs of each launch of a Hopper backward of one batch, and the rows of its schedule."""
+    described = problem_on_h200(num_heads, length, head_dim, **options)
+    heads = described.num_sequences, described.num_key_sequences
+    shapes = [(1, number, length, head_dim) for number in heads]
+    of_queries, of_keys = (Operand(torch.empty(shape, dtype=BF16, device="meta")) for shape in shapes)
+    tensors, cpu = (of_queries, of_keys, of_keys), torch.device("cpu")
+    plan = HopperBackwardPlan(described, (*tensors, of_queries), of_queries, tensors, cpu, deterministic)
+    (table,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
+    return [launch.num_programs for launch, _ in plan.steps], len(table)
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

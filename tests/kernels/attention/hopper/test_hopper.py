@@ -59,42 +59,9 @@ def test_why_unavailable(changes, capability, reason, monkeypatch):
     assert settings.why_unavailable(SimpleNamespace(**query | changes)) == expected
 
 
-def plan_backward(described, deterministic=False):
-    """The plan of a batch of one, as on an H200."""
-    heads = described.num_sequences, described.num_key_sequences
-    shapes = [(1, number, described.num_keys, described.head_dim) for number in heads]
-    of_queries, of_keys = (Operand(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes)
-    tensors = of_queries, of_keys, of_keys
-    return HopperBackwardPlan(described, (*tensors, of_queries), of_queries, tensors, CPU, deterministic)
-
-
 def schedule_of(plan):
     (schedule,) = (addition for addition in plan.additions if isinstance(addition, torch.Tensor))
     return schedule
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "head_dim", "is_causal", "deterministic", "programs"),
-    [
-        (16, 128, False, False, 1980 + 3 * 68),
-        (16, 128, True, False, 2048),
-        (16, 128, False, True, 2048),
-        (16, 64, False, False, 132),
-        (17, 128, False, False, 2112 + 2 * 64),
-        (33, 128, False, False, 32 * 132),
-    ],
-)
-def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
-    num_heads, head_dim, is_causal, deterministic, programs
-):
-    """As on an H200: 16 heads of 16384 keys are 15 rounds of 132 programs and 68, 17 heads 16 rounds and 64."""
-    plan = plan_backward(problem_on_h200(num_heads, 16384, head_dim, is_causal=is_causal), deterministic)
-    launches = [launch for launch, _ in plan.steps]
-    assert launches[1].num_programs == programs
-    # What programs share, 2048 items, stands behind their shares.
-    assert len(schedule_of(plan)) == programs + 128 * num_heads + (2048 if programs == 132 else 0)
-    num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
-    assert [launch.num_programs for launch in launches[3:]] == ([2 * num_cut] if num_cut else [])
 
 
 # batch, heads of queries, heads that share keys, lengths, mask or window, head dimension, multiprocessors, cut or not
@@ -188,27 +155,6 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         assert set(parts.values()) == {head_dim}
         halves += parts
     assert sorted(halves) == sorted(itertools.product(items, range(num_tiles)))
-
-
-@pytest.mark.parametrize(
-    ("key_heads", "length", "head_dim", "is_causal", "programs"),
-    [
-        (1, 8192, 128, True, 64 * 8),  # four heads of 8 MiB a piece, although four pieces would fill the GPU
-        (1, 8192, 64, True, 132),  # which share 64 * 4
-        (1, 8192, 128, False, 64 * 2),
-        (8, 8192, 128, True, 512),
-        (1, 512, 128, True, 4 * 32),  # all queries fit in L2
-        (1, 8192, 256, True, 128 * 16),  # two heads a piece, as measured
-        (4, 8192, 256, True, 512 * 4),
-        (8, 2048, 256, True, 256 * 2),
-    ],
-)
-def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_causal, programs):
-    """Under a causal mask; in full attention programs stay together."""
-    plan = plan_backward(problem_on_h200(32, length, head_dim, is_causal=is_causal, group_size=32 // key_heads))
-    assert plan.steps[1][0].num_programs == programs
-    if head_dim == 64:
-        assert len(schedule_of(plan)) == 132 + 64 * 4 + 64
 
 
 @pytest.mark.parametrize(
