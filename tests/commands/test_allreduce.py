@@ -1,14 +1,10 @@
 """``allreduce`` as a user runs it, on the CPU."""
 
-from dataclasses import replace
-
 import pytest
 from run_commands import invoke, shown, tables
 
-from cs336sys.commands.allreduce.tables import allreduce_tables, fit_of, groups_of, plot_collectives
-from cs336sys.results.model import Cell, Samples, read_results
+from cs336sys.results.model import read_results
 from cs336sys.settings.operations import CollectiveWorkload
-from cs336sys.tables.table import with_rows
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -68,82 +64,3 @@ def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
     ]
     assert rows[1]["all_ranks_bytes"] == 1_200_000
     assert rows[2]["reason"].endswith("choose at least 12 bytes")
-
-
-def cell(message_bytes, time_us, world_size=2, backend="nccl", collective="all_reduce", status="ok"):
-    configuration = CollectiveWorkload(backend, collective, world_size, "fp32", message_bytes).configuration()
-    if status != "ok":
-        return Cell("allreduce", configuration, status, reason="none here")
-    times = Samples("us", "cuda events", (time_us,) * 3)
-    bandwidth = message_bytes / time_us / 1e3
-    derived = {"size_bytes": message_bytes, "elements": message_bytes // 4, "in_place": True, "link": "NV18"}
-    derived |= {"wrong_elements": 0}
-    for timing in ("back_to_back", "synchronized"):
-        derived |= {f"{timing}_algbw_gbps": bandwidth, f"{timing}_busbw_gbps": bandwidth if world_size > 1 else None}
-    return Cell("allreduce", configuration, "ok", {"back_to_back": times, "synchronized": times}, derived)
-
-
-def test_fit_finds_the_latency_and_bandwidth_of_each_backend_and_world_size():
-    # 20 us and 300 GB/s on two ranks of NCCL; 1 ms and 1 GB/s on Gloo.
-    cells = [cell(size, 20 + size / 300e3) for size in (10**6, 10**9, 10**7)]
-    cells += [cell(size, 1000 + size / 1e3, 4, "gloo") for size in (10**6, 10**7)]
-    cells += [cell(10**6, 50.0, 4), cell(10**6, 0, 8, status="unsupported")]
-    found = {table.name: table for table in allreduce_tables(cells, None)}
-    rows = [row for row in found["fit"].rows if row["timing"] == "back to back"]
-    assert [(row["backend"], row["world_size"]) for row in rows] == [("nccl", 2), ("gloo", 4)]
-    assert rows[0]["latency_us"] == pytest.approx(20)
-    assert rows[0]["bandwidth_gbps"] == pytest.approx(300)
-    assert rows[0]["half_bandwidth_bytes"] == pytest.approx(6e6)
-    assert rows[0]["deviation_percent"] < 1e-6
-    assert rows[1]["latency_us"] == pytest.approx(1000)
-    assert rows[1]["bus_bandwidth_gbps"] == pytest.approx(1.5)
-    assert rows[1]["deviation_percent"] is None, "a line through two points says nothing"
-    assert {row["status"] for row in found["allreduce"].rows} == {"ok", "unsupported"}
-    groups = groups_of(cells)
-    assert [len(of_group) for of_group in groups.values()] == [3, 2, 1]
-    assert fit_of(groups[next(iter(groups))], "synchronized").latency_s == pytest.approx(20e-6)
-    assert fit_of([cells[-2]], "back_to_back") is None
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    figures = []
-    writer = "cs336sys.commands.allreduce.tables.write_figure"
-    monkeypatch.setattr(writer, lambda figure, *arguments, **options: figures.append(figure))
-    return figures
-
-
-def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, drawn):
-    cells = [
-        cell(size, 10.0 * ranks + size / 1e5, ranks, backend)
-        for backend in ("gloo", "nccl")
-        for ranks in (1, 2, 4)
-        for size in (10**3, 10**6)
-    ]
-    plot_collectives(cells, tmp_path / "r.png")
-    axes = drawn[0].axes
-    assert [drawing.get_title() for drawing in axes[:2]] == ["all_reduce fp32 gloo", "all_reduce fp32 nccl"]
-    labels = [[line.get_label() for line in drawing.get_lines() if line.get_label()[0] != "_"] for drawing in axes]
-    assert labels[0] == labels[1] == ["1 ranks", "2 ranks", "4 ranks"]
-    assert labels[2] == labels[3] == ["2 ranks", "4 ranks"], "one rank has no bus"
-    assert labels[4] == labels[5] == ["1.00 MB", "1.00 KB"]
-    over_ranks = axes[5].get_lines()[0]
-    assert list(over_ranks.get_xdata()) == [1, 2, 4]
-    assert list(over_ranks.get_ydata()) == [20.0, 30.0, 50.0]
-
-
-def test_bandwidths_of_the_picture_are_those_of_median_calls(tmp_path, drawn):
-    # A stall: the mean of 100, 100 and 400 us is 200, and its bandwidth half of the median's.
-    stalled = Samples("us", "cuda events", (100.0, 100.0, 400.0))
-    cells = [replace(cell(size, 200.0), samples={"back_to_back": stalled}) for size in (10**6, 10**7)]
-    plot_collectives(cells, tmp_path / "r.png")
-    (line,) = drawn[0].axes[1].get_lines()
-    assert list(line.get_ydata()) == pytest.approx([10.0, 100.0])
-
-
-def test_nothing_measured_is_a_picture_and_a_table_too(tmp_path):
-    cells = [cell(10**6, 0, status="unsupported")]
-    plot_collectives(cells, tmp_path / "r.svg")
-    assert (tmp_path / "r.svg").exists()
-    assert [table.name for table in with_rows(*allreduce_tables(cells, None))] == ["allreduce"]
-    assert allreduce_tables([], None)[0].title == "allreduce: nothing measured"

@@ -182,7 +182,7 @@ def on_cpu(files):
     ]
 
 
-def tests_of_fsdp(correctness):
+def outcomes_of_fsdp(correctness):
     return {"test_fsdp_correctness[fp32]": correctness, "test_fsdp_gradient_sync[fp32]": "passed"}
 
 
