@@ -3,6 +3,7 @@
 # Further names are used in figures.txt.
 # ruff: noqa: F401
 
+import json
 import re
 from pathlib import Path
 
@@ -10,9 +11,15 @@ import pytest
 from run_commands import invoke
 from written_figures import read_figures, rows_of, write_figures
 
+from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.command_line.options.bytes import read_memory_limit
 from cs336sys.commands.allreduce.options import message_sizes
 from cs336sys.commands.memprof.page import axis_ticks
+from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
+from cs336sys.results.model import Cell, Samples
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
+from cs336sys.tables.titles import by_configuration
 
 PATH = Path(__file__).with_name("figures.txt")
 
@@ -24,6 +31,33 @@ def job(line):
     (gpus,) = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", result.stdout, re.MULTILINE)
     start = "torchrun" if "torch.distributed.run" in result.stdout else "the command"
     return int(gpus), start, result.stdout.rpartition(" cs336sys ")[2].strip()
+
+
+def account(line, *keys, table=0):
+    """Return the titles of the tables that ``account`` prints, and columns of one of them."""
+    printed = json.loads(invoke("account", line, "--format json").stdout)["tables"]
+    return [one["title"] for one in printed], [tuple(row.get(key) for key in keys) for row in printed[table]["rows"]]
+
+
+def quantities(line, *wanted):
+    """Return derived values that ``account`` prints."""
+    printed = json.loads(invoke("account", line, "--format json").stdout)["tables"]
+    rows = {row["quantity"]: row for table in printed for row in table["rows"] if "derivation" in row}
+    return [(name, rows[name]["value"], rows[name]["unit"]) for name in wanted]
+
+
+def compared(first, second, device="cuda"):
+    """Return the checkpoints of the faster of two configurations, and whether their rounds decide that it is."""
+    workload, cells = Workload(SIZES["tiny"], device=device), []
+    for checkpointing, medians in (("none", first), ("block", second)):
+        configuration = StepConfiguration(workload, checkpointing).configuration()
+        for number, median in enumerate(medians, 1):
+            step = Samples("ms", "cpu clock", tuple(median + 0.01 * n for n in range(5)))
+            cells.append(Cell("tune", configuration | {"round": number}, "ok", {"step": step}))
+    groups = by_configuration(cells)
+    best = fastest(groups)
+    (comparison,) = compared_to_best(groups, best).values()
+    return groups[best][0].configuration["checkpointing"], is_decided(comparison, device)
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

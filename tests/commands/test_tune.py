@@ -12,17 +12,14 @@ from run_commands import imported_by, invoke
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.step_time import space
 from cs336sys.accounting.step_time.choice import choose
-from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.commands.tune import options as tune_command
-from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
 from cs336sys.machine.environment import new_run
-from cs336sys.results.model import Cell, Samples, read_results
+from cs336sys.results.model import Samples, read_results
 from cs336sys.run.cells import Outcome
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import UserCode, Workload
-from cs336sys.tables.titles import by_configuration
 from cs336sys.training.operation_counting import count_model
 
 
@@ -181,43 +178,6 @@ def test_next_best_stand_in_for_candidates_that_do_not_run(measured, monkeypatch
     # Two in place of those that fail, and the plain configuration.
     assert len(rows) - len(failed) == 3, rows
     assert sum(row.get("verdict") == "best" for row in rows) == 1
-
-
-def rounds_of(configuration, medians):
-    steps = [Samples("ms", "cpu clock", tuple(median + 0.01 * n for n in range(5))) for median in medians]
-    return [
-        Cell("tune", configuration.configuration() | {"round": number}, "ok", {"step": step})
-        for number, step in enumerate(steps, 1)
-    ]
-
-
-def compared(first, second, device="cuda"):
-    training = Workload(SIZES["tiny"], device=device)
-    groups = by_configuration(
-        [*rounds_of(StepConfiguration(training), first), *rounds_of(StepConfiguration(training, "block"), second)]
-    )
-    best = fastest(groups)
-    (comparison,) = compared_to_best(groups, best).values()
-    return groups[best][0].configuration["checkpointing"], is_decided(comparison, device)
-
-
-def test_one_round_decides_only_what_rounds_cannot_explain():
-    """Five steps in a row resemble each other more than those of another round do."""
-    assert compared([100], [104]) == ("none", False)
-    assert compared([100], [150]) == ("none", True)
-    assert compared([150], [100]) == ("block", True)
-    assert compared([100], [140], "cpu") == ("none", False), "a shared CPU's rounds differ as much"
-    assert compared([100], [160], "cpu") == ("none", True)
-
-
-def test_four_rounds_decide_small_differences_and_three_do_not():
-    assert compared([100, 101, 100, 101], [103, 104, 103, 104]) == ("none", True)
-    assert compared([100, 101, 100], [103, 104, 103]) == ("none", False)
-    assert compared([100, 103, 100, 103], [101, 102, 101, 104])[1] is False
-
-
-def test_configuration_dropped_early_is_compared_in_shared_rounds():
-    assert compared([100, 101, 100, 101], [150]) == ("none", True)
 
 
 def test_interrupted_measuring_is_resumed_and_shown_again(measured):
