@@ -1,11 +1,11 @@
-"""Which saved cells were one invocation, and what is said of cells that cannot be shown."""
+"""Which saved cells were one invocation (``invocations.txt``), and what is said of cells that cannot be shown."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from written_figures import read_figures, rows_of, write_figures
 
 from cs336sys.cli import app
 from cs336sys.commands.registry import invocations, saved_tables, shown_cells
@@ -13,6 +13,7 @@ from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, Run
 from cs336sys.tables.saved import Presentation
 
+PATH = Path(__file__).with_name("invocations.txt")
 H200 = {"gpu": "NVIDIA H200", "cpu": "x", "torch": "2.11"}
 
 
@@ -24,54 +25,26 @@ def cell(run_id, context, status="ok", command="flash"):
     return Cell(command, {"context": context}, status, run_id=run_id)
 
 
-def found(runs, *cells):
+def invoked(runs, *cells):
+    """Return the runs of each invocation, with its cells, from a file that is given twice."""
     results = Results({run.run_id: run for run in runs}, cells)
     return [
         (
             [run.run_id for run in one.runs],
             [(cell.configuration["context"], cell.status) for cell in one.cells.values()],
+            one.run and one.run.run_id,
+            f"{one.command}, {one.name}",
         )
         for one in invocations([results, results])
     ]
 
 
-def test_runs_stand_alone_and_a_file_given_twice_is_shown_once():
-    cells = (cell("a", 1), cell("b", 1), cell("b", 2))
-    assert found([run("a"), run("b")], *cells) == [(["a"], [(1, "ok")]), (["b"], [(1, "ok"), (2, "ok")])]
+OTHER_GPU, OTHER_TORCH = H200 | {"gpu": "NVIDIA B200"}, H200 | {"torch": "2.12"}
 
 
-def test_a_resumed_run_goes_on_with_the_cells_that_it_took_and_replaces_what_it_measured_again():
-    cells = (cell("a", 1, "error"), cell("a", 2), cell("b", 1), cell("b", 3))
-    runs = [run("a"), run("b", "--resume")]
-    assert found(runs, *cells) == [(["a", "b"], [(1, "ok"), (2, "ok"), (3, "ok")])]
-    third = [*runs, run("c", "--resume")]
-    assert found(third, *cells, cell("c", 4))[0][0] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    "resumed",
-    [run("b", "--resume", machine=H200 | {"torch": "2.12"}), run("b", "--resume", source_digest="2")],
-    ids=["another machine", "other code"],
-)
-def test_a_resumed_run_measures_by_other_conditions_what_another_has_left(resumed):
-    assert found([run("a"), resumed], cell("a", 1), cell("b", 1)) == [(["a"], [(1, "ok")]), (["b"], [(1, "ok")])]
-    forced = replace(resumed, arguments=("flash", "--resume-any"))
-    assert found([run("a"), forced], cell("a", 1), cell("b", 2)) == [(["a", "b"], [(1, "ok"), (2, "ok")])]
-
-
-def test_no_machine_is_named_for_cells_of_several():
-    runs = [run("a", machine=H200 | {"gpu": "NVIDIA B200"}), run("b", "--resume-any")]
-    (one,) = invocations([Results({run.run_id: run for run in runs}, (cell("a", 1), cell("b", 2)))])
-    assert one.run is None
-    (one,) = invocations([Results({"b": runs[1]}, (cell("b", 2),))])
-    assert one.run is runs[1]
-
-
-def test_commands_and_runs_that_are_not_recorded_stay_apart():
-    one, other = invocations([Results({}, (cell("", 1), cell("", 1, command="attn")))])
-    assert (one.command, other.command) == ("flash", "attn")
-    assert one.run is None
-    assert one.name == "a run not recorded"
+@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
+def test_invocations_are_those_written_down(expression, rows):
+    assert rows_of(expression, globals()) == rows
 
 
 def test_cells_that_hold_something_else_are_one_sentence():
@@ -100,3 +73,7 @@ def test_csv_of_a_command_has_the_same_columns_whatever_was_swept(command):
         headers.add(tuple(header))
     assert len(headers) == 1
     assert {"batch_size" if command not in ("allreduce", "kernels") else "dtype", "gpu_name", "torch"} <= set(header)
+
+
+if __name__ == "__main__":
+    write_figures(PATH, globals())

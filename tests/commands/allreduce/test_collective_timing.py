@@ -1,8 +1,19 @@
-"""Collectives are checked on integer data before they are timed, and what is timed is torch's own function."""
+"""Collectives are checked on integer data before they are timed, and what is timed is torch's own function.
+
+``figures.txt`` has what follows from the times of ranks that do not run (tests/written_figures.py).
+"""
+
+# Further names are used in figures.txt.
+# ruff: noqa: F401
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import collective_ranks
 import pytest
 import torch
+from written_figures import read_figures, rows_of, write_figures
 
 from cs336sys.commands.allreduce import measure as collectives
 from cs336sys.commands.allreduce.measure import RankHardware, RankTimes, count_differences, exact_data, write
@@ -11,6 +22,8 @@ from cs336sys.parallel.ranks import launch
 from cs336sys.settings.operations import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
 
 pytestmark = pytest.mark.usefixtures("time_limit", "one_thread_a_rank")
+
+PATH = Path(__file__).with_name("figures.txt")
 
 
 def workload(collective="all_reduce", world_size=2, dtype="fp32", message_bytes=1000, **options):
@@ -117,104 +130,36 @@ class CannedRanks:
         return self.answers[function]
 
 
-def measure(monkeypatch, canned, cell):
-    monkeypatch.setattr(launch, "kept", lambda *args, **options: canned)
-    return collectives.measure_collective(cell.configuration(), lambda stage: None)
+def measured(hardware, results, *cell, **options):
+    """Return the outcome of a cell on such ranks, its series, and whether they were asked for times."""
+    canned = CannedRanks(hardware, results)
+    with (
+        mock.patch.object(launch, "kept", return_value=canned),
+        mock.patch.object(collectives, "describe_links", return_value="NV18"),
+    ):
+        configuration = workload(*cell, **options).configuration()
+        outcome = collectives.measure_collective(configuration, lambda stage: None)
+    series = {name: (one.warmup, one.measured) for name, one in outcome.samples.items()}
+    return outcome, series, collectives.time_collective in canned.functions
+
+
+def link_of(*hardware):
+    with (
+        mock.patch.object(collectives, "describe_links", lambda uuids: f"links of {', '.join(uuids)}"),
+        mock.patch.object(collectives.platform, "node", return_value="here"),
+    ):
+        return collectives._link_name(hardware)
 
 
 CPU = RankHardware("a", None, None)
-
-
-def test_time_is_the_slowest_ranks_call_by_call_and_bandwidth_follows_from_it(monkeypatch):
-    results = [
-        RankTimes(0, (9.0, 100.0, 300.0, 700.0), (9.0, 500.0, 500.0, 400.0)),
-        RankTimes(0, (5.0, 200.0, 100.0, 600.0), (99.0, 400.0, 2000.0, 500.0)),
-    ] * 2
-    cell = workload("all_gather", 4, message_bytes=1_000_003, warmup=1, iterations=3)
-    outcome = measure(monkeypatch, CannedRanks([CPU] * 4, results), cell)
-    assert outcome.status == "ok"
-    back_to_back, synchronized = outcome.samples["back_to_back"], outcome.samples["synchronized"]
-    assert (back_to_back.warmup, back_to_back.measured) == ((9.0,), (200.0, 300.0, 700.0))
-    assert (synchronized.warmup, synchronized.measured) == ((99.0,), (500.0, 2000.0, 500.0))
-    # 1,000,003 bytes hold 250,000 floats: 1 MB in 400 us on average are 2.5 GB/s, of which 3/4 cross the bus.
-    assert outcome.derived == {
-        "size_bytes": 1_000_000,
-        "elements": 250_000,
-        "in_place": False,
-        "link": "TCP within one machine",
-        "wrong_elements": 0,
-        "back_to_back_algbw_gbps": pytest.approx(2.5),
-        "back_to_back_busbw_gbps": pytest.approx(1.875),
-        "synchronized_algbw_gbps": pytest.approx(1.0),
-        "synchronized_busbw_gbps": pytest.approx(0.75),
-    }
-
-
-def test_one_rank_has_no_bus_bandwidth(monkeypatch):
-    outcome = measure(monkeypatch, CannedRanks([CPU], [RankTimes(0, (1.0,) * 25, (1.0,) * 25)]), workload(world_size=1))
-    assert outcome.derived["back_to_back_busbw_gbps"] is None
-
-
-def test_wrong_elements_anywhere_leave_no_times(monkeypatch):
-    outcome = measure(
-        monkeypatch, CannedRanks([CPU] * 3, [RankTimes(0), RankTimes(7), RankTimes(2)]), workload(world_size=3)
-    )
-    assert (outcome.status, outcome.reason) == ("wrong", "9 wrong elements on rank 1, 2")
-    assert outcome.samples == {}
-    assert outcome.derived["wrong_elements"] == 9
-
-
-@pytest.mark.parametrize(
-    ("hardware", "fits", "too_large", "reason"),
-    [
-        (
-            [RankHardware("a", "GPU-0", 10**10), RankHardware("a", "GPU-1", 6 * 10**9)],
-            4 * 10**9,
-            5 * 10**9,
-            "rank 1 needs 7.5 GB for its tensors, 6 GB are free on its GPU",
-        ),
-        (
-            [RankHardware("a", None, 10**10)] * 2,
-            3 * 10**9,
-            4 * 10**9,
-            "rank 0 needs 6 GB for its tensors, 10 GB are the limit of 2 ranks on its machine",
-        ),
-        (
-            [RankHardware("a", None, None), RankHardware("b", None, 10**9)],
-            6 * 10**8,
-            10**9,
-            "rank 1 needs 1.5 GB for its tensors, 1 GB are the limit of 1 ranks on its machine",
-        ),
-    ],
+HERE, BESIDE, THERE = (
+    RankHardware(node, f"GPU-{number}", 1) for node, number in (("here", 0), ("here", 1), ("there", 7))
 )
-def test_message_that_cannot_fit_is_refused_before_anything_is_allocated(
-    monkeypatch, hardware, fits, too_large, reason
-):
-    canned = CannedRanks(hardware, [RankTimes(1), RankTimes(0)])
-    monkeypatch.setattr(collectives, "describe_links", lambda uuids: "NV18")
-    assert measure(monkeypatch, canned, workload("all_gather", message_bytes=fits)).status == "wrong"
-    assert canned.functions.count(collectives.time_collective) == 1
-    outcome = measure(monkeypatch, canned, workload("all_gather", message_bytes=too_large))
-    assert (outcome.status, outcome.reason, outcome.refused) == ("oom", reason, True)
-    assert canned.functions.count(collectives.time_collective) == 1
 
 
-@pytest.mark.parametrize(
-    ("hardware", "link"),
-    [
-        ([RankHardware("here", "GPU-0", 1), RankHardware("here", "GPU-1", 1)], "links of GPU-0, GPU-1"),
-        ([RankHardware("here", "GPU-0", 1)], "one GPU"),
-        ([RankHardware("here", None, None), RankHardware("there", None, None)], "network between 2 machines"),
-        (
-            [RankHardware("here", "GPU-0", 1), RankHardware("here", "GPU-1", 1), RankHardware("there", "GPU-7", 1)],
-            "network between 2 machines, links of GPU-0, GPU-1 within one",
-        ),
-    ],
-)
-def test_link_is_that_of_the_gpus_in_use(monkeypatch, hardware, link):
-    monkeypatch.setattr(collectives, "describe_links", lambda uuids: f"links of {', '.join(uuids)}")
-    monkeypatch.setattr(collectives.platform, "node", lambda: "here")
-    assert collectives._link_name(hardware) == link
+@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
+def test_outcomes_are_those_written_down(expression, rows):
+    assert rows_of(expression, globals()) == rows
 
 
 class GpuClock:
@@ -313,3 +258,7 @@ def test_message_larger_than_a_gpu_is_refused_and_the_ranks_go_on():
     launch.end_kept()
     assert measured.status == "ok"
     assert measured.samples["back_to_back"].method == "cuda events, maximum over ranks"
+
+
+if __name__ == "__main__":
+    write_figures(PATH, globals())
