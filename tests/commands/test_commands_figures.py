@@ -6,8 +6,10 @@
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from run_commands import invoke
 from written_figures import read_figures, rows_of, write_figures
 
@@ -15,7 +17,10 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.command_line.options.bytes import read_memory_limit
 from cs336sys.commands.allreduce.options import message_sizes
 from cs336sys.commands.memprof.page import axis_ticks
+from cs336sys.commands.nsys import measure
 from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
+from cs336sys.errors import CapabilityError
+from cs336sys.machine.diagnosis.profilers import Profiler
 from cs336sys.results.model import Cell, Samples
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
@@ -58,6 +63,20 @@ def compared(first, second, device="cuda"):
     best = fastest(groups)
     (comparison,) = compared_to_best(groups, best).values()
     return groups[best][0].configuration["checkpointing"], is_decided(comparison, device)
+
+
+def profiler_of(name, device, is_installed, makes_reports=True):
+    """Return whether a cell on this device is profiled by nsys, and why not; or the refusal."""
+    installed = Profiler(Path("nsys"), "2025.3.1.0") if is_installed else None
+    with (
+        mock.patch.object(measure, "find_nsys", return_value=installed),
+        mock.patch.object(measure, "makes_reports", return_value=makes_reports),
+    ):
+        try:
+            chosen, why_not = measure._choose_nsys(name, torch.device(device))
+        except CapabilityError as error:
+            return str(error)
+    return chosen is not None, why_not
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])

@@ -151,37 +151,6 @@ def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("profiler", "device", "installed", "expected"),
-    [
-        ("auto", "cuda", True, "nsys"),
-        ("nsys", "cuda", True, "nsys"),
-        ("torch", "cuda", True, None),
-        ("auto", "cpu", True, None),
-        ("auto", "cuda", False, "nsys is not installed"),
-        ("nsys", "cuda", False, CapabilityError),
-        ("nsys", "cpu", True, CapabilityError),
-    ],
-)
-def test_the_choice_of_the_profiler(nsys, monkeypatch, profiler, device, installed, expected):
-    installed_nsys = nsys() if installed else None
-    monkeypatch.setattr(profiling, "find_nsys", lambda: installed_nsys)
-    monkeypatch.setattr(profiling, "makes_reports", lambda path: True)
-    if expected is CapabilityError:
-        with pytest.raises(CapabilityError, match="profiler 'nsys'"):
-            profiling._choose_nsys(profiler, torch.device(device))
-        return
-    chosen, why_not = profiling._choose_nsys(profiler, torch.device(device))
-    assert chosen == (installed_nsys if expected == "nsys" else None)
-    assert why_not == (expected if expected != "nsys" else None)
-
-
-def test_an_nsys_without_its_importer_is_not_used(nsys, monkeypatch):
-    monkeypatch.setattr(profiling, "find_nsys", nsys)
-    monkeypatch.setattr(profiling, "makes_reports", lambda path: False)
-    assert profiling._choose_nsys("auto", torch.device("cuda")) == (None, "nsys 2025.3.1.0 lacks libdw.so.1")
-
-
-@pytest.mark.parametrize(
     "variables",
     [
         {"NSYS_PROFILING_SESSION_ID": "1234"},

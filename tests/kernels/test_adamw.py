@@ -441,16 +441,6 @@ def test_updates_in_the_backward_pass_keep_nothing_alive(device):
     assert [reference() for reference in freed] == [None, None]
 
 
-def test_parameters_that_cannot_be_updated_in_the_backward_pass_are_refused(device):
-    parameters = parameters_of(make_tensors([(2,), (3,)], device=device))
-    optimizer = AdamW(parameters)
-    for groups in ([parameters, parameters[:1]], [[torch.nn.Parameter(torch.ones(2, device=device))]]):
-        with pytest.raises(ValueError, match="takes each of this optimizer's parameters once at most"):
-            optimizer.update_in_backward(groups)
-    with pytest.raises(ValueError, match="max_grad_norm needs all gradients before the first update"):
-        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters])
-
-
 def test_closure_and_steps_without_gradients(device):
     (parameter,) = parameters_of(make_tensors([(3,)], device=device))
     optimizer = AdamW([parameter])
@@ -464,24 +454,6 @@ def test_closure_and_steps_without_gradients(device):
 
     assert optimizer.step(closure) > 0
     assert optimizer.state[parameter]["step"] == 1
-
-
-def test_bad_uses_are_refused_in_one_sentence(device):
-    (parameter,) = parameters_of(make_tensors([(4,)], device=device))
-    optimizer = AdamW([parameter])
-    with pytest.raises(ValueError, match=r"shape \(2,\) is not one of this optimizer's"):
-        optimizer.attach_copy(torch.ones(2), torch.ones(2))
-    with pytest.raises(TypeError, match=r"torch.float32 and torch.float32"):
-        optimizer.attach_copy(parameter, torch.ones(4))
-    with pytest.raises(ValueError, match=r"got \(3,\)"):
-        optimizer.attach_copy(parameter, torch.ones(3, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="known after a step with max_grad_norm"):
-        optimizer.grad_norm  # noqa: B018  # read for what it raises
-    with pytest.raises(ValueError, match="the state was made with amsgrad=True"):
-        optimizer.load_state_dict(torch.optim.AdamW([parameter], amsgrad=True).state_dict())
-    parameter.grad = torch.ones(4, device=device).to_sparse()
-    with pytest.raises(RuntimeError, match="takes no sparse gradients"):
-        optimizer.step()
 
 
 @pytest.mark.gpu

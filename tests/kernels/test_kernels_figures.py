@@ -37,6 +37,7 @@ F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 ones = torch.ones
 PREDICTED = {"hidden": ones(2, 3), "weight": ones(5, 3), "targets": torch.zeros(2, dtype=torch.int64)}
 ONE = torch.nn.Parameter(ones(4))
+OPTIMIZER = AdamW([ONE])
 PLAIN_ATTENTIONS = (check_attention_inputs, plain_attention, reference_attention, FlashAttentionTorch.apply)
 
 
@@ -52,6 +53,12 @@ def alike(refusals):
     """Return the one sentence of several functions, or all that differ."""
     sentences = list(dict.fromkeys(refusals))
     return sentences[0] if len(sentences) == 1 else sentences
+
+
+def step_with(gradient):
+    parameter = torch.nn.Parameter(ones(4))
+    parameter.grad = gradient
+    AdamW([parameter]).step()
 
 
 def grouped(heads, key_heads, queries=8, keys=8, dtype=F32):
