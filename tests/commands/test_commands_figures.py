@@ -41,7 +41,9 @@ def job(line):
 def account(line, *keys, table=0):
     """Return the titles of the tables that ``account`` prints, and columns of one of them."""
     printed = json.loads(invoke("account", line, "--format json").stdout)["tables"]
-    return [one["title"] for one in printed], [tuple(row.get(key) for key in keys) for row in printed[table]["rows"]]
+    return [shown["title"] for shown in printed], [
+        tuple(row.get(key) for key in keys) for row in printed[table]["rows"]
+    ]
 
 
 def quantities(line, *wanted):

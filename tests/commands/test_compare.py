@@ -62,8 +62,8 @@ def oom(size="small", *settings):
 def save(name, cells, machine=H200, run_id="run", **environment):
     file = ResultsFile(Path(name))
     file.append(Run(run_id, "2026-01-01T00:00:00+00:00", ("bench",), machine, environment))
-    for one in cells:
-        file.append(replace(one, run_id=run_id))
+    for cell in cells:
+        file.append(replace(cell, run_id=run_id))
     file.close()
 
 

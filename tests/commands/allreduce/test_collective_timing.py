@@ -139,7 +139,7 @@ def measured(hardware, results, *cell, **options):
     ):
         configuration = workload(*cell, **options).configuration()
         outcome = collectives.measure_collective(configuration, lambda stage: None)
-    series = {name: (one.warmup, one.measured) for name, one in outcome.samples.items()}
+    series = {name: (times.warmup, times.measured) for name, times in outcome.samples.items()}
     return outcome, series, collectives.time_collective in canned.functions
 
 

@@ -147,7 +147,9 @@ def allowed_spills():
         facts, _, configurations = line.partition(": ")
         if facts.startswith(f"{version} "):
             _, kernel, size = facts.split()
-            allowed |= {(f"hopper, head dim {one}", kernel): int(size) for one in configurations.split(", ")}
+            allowed |= {
+                (f"hopper, head dim {configuration}", kernel): int(size) for configuration in configurations.split(", ")
+            }
     return allowed
 
 
