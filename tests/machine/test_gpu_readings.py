@@ -112,12 +112,6 @@ def test_energy_is_unknown_without_a_counter():
     assert readings_of([]).drawn_j(2.0) is None
 
 
-def test_the_thread_ends_where_the_measurement_fails():
-    with pytest.raises(MemoryError), GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.01):
-        raise MemoryError
-    assert not any(thread.name == "cs336sys-gpu-readings" for thread in threading.enumerate())
-
-
 def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
     monkeypatch.setattr("cs336sys.machine.gpu_readings._MOST_READINGS", 8)
     now_s = 0.0
