@@ -21,15 +21,32 @@ def umask():
     os.umask(earlier)
 
 
-def write(path, text="new\n"):
+@pytest.fixture
+def path(tmp_path):
+    """A file with longer content than what is written."""
+    path = tmp_path / "table.md"
+    path.write_text("old, and longer\n")
+    return path
+
+
+def write(path):
     with written_whole(path) as whole:
-        whole.write_text(text)
+        whole.write_text("new\n")
 
 
 def write_half(path, raised):
     with written_whole(path) as whole:
         whole.write_text("ne")
         raise raised
+
+
+def refuse(code):
+    """A function that fails as the system does with this code."""
+
+    def fail(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def in_process(script, *arguments, **more):
@@ -39,10 +56,8 @@ def in_process(script, *arguments, **more):
     return subprocess.run([sys.executable, "-c", start + script, *map(str, arguments)], timeout=60, **more)
 
 
-def test_new_content_takes_the_place_of_the_file(tmp_path):
+def test_new_content_takes_the_place_of_the_file(path):
     """Written into it, a reader would see half of it."""
-    path = tmp_path / "table.md"
-    path.write_text("old\n")
     before = path.stat().st_ino
     write(path)
     assert path.read_text() == "new\n"
@@ -50,29 +65,19 @@ def test_new_content_takes_the_place_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("raised", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_an_error_half_way_leaves_what_was_there_and_nothing_else(tmp_path, raised):
-    path = tmp_path / "table.md"
-    path.write_text("old\n")
+def test_an_error_half_way_leaves_what_was_there_and_nothing_else(path, raised):
     with pytest.raises(type(raised)):
         write_half(path, raised)
-    assert path.read_text() == "old\n"
-    assert os.listdir(tmp_path) == ["table.md"]
+    assert path.read_text() == "old, and longer\n"
+    assert os.listdir(path.parent) == ["table.md"]
 
 
-def test_an_error_half_way_makes_no_file(tmp_path):
-    with pytest.raises(RuntimeError):
-        write_half(tmp_path / "table.md", RuntimeError())
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_process_killed_half_way_leaves_what_was_there(tmp_path):
-    path = tmp_path / "table.md"
-    path.write_text("old\n")
+def test_a_process_killed_half_way_leaves_what_was_there(path):
     script = (
         "with written_whole(Path(sys.argv[1])) as whole:\n    whole.write_text('ne')\n    os.kill(os.getpid(), 9)\n"
     )
     assert in_process(script, path).returncode == -signal.SIGKILL
-    assert path.read_text() == "old\n"
+    assert path.read_text() == "old, and longer\n"
 
 
 @pytest.mark.usefixtures("umask")
@@ -152,34 +157,26 @@ def test_standard_output_that_is_a_pipe():
     assert in_process(script, capture_output=True, check=True).stdout == b"new\n"
 
 
-def test_a_file_in_a_folder_that_takes_no_new_ones_is_written_in_place(tmp_path, monkeypatch):
-    path = tmp_path / "table.md"
-    path.write_text("old, and longer\n")
-
-    def refuse(*arguments):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(atomic_write.os, "open", refuse)
+@pytest.mark.parametrize(
+    ("place", "name", "code"),
+    [(atomic_write.os, "open", errno.EACCES), (Path, "replace", errno.EBUSY)],
+    ids=["a folder that takes no new files", "a mount point"],
+)
+def test_a_file_that_no_other_can_take_the_place_of_is_written_in_place(path, monkeypatch, place, name, code):
+    monkeypatch.setattr(place, name, refuse(code))
     write(path)
     assert path.read_text() == "new\n"
+    assert os.listdir(path.parent) == ["table.md"]
 
 
-def test_a_folder_without_room_for_a_file_keeps_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "table.md"
-    path.write_text("old\n")
-
-    def refuse(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic_write.os, "open", refuse)
+def test_a_folder_without_room_for_a_file_keeps_what_was_there(path, monkeypatch):
+    monkeypatch.setattr(atomic_write.os, "open", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         write(path)
-    assert path.read_text() == "old\n"
+    assert path.read_text() == "old, and longer\n"
 
 
-def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
-    path = tmp_path / "table.md"
-    path.write_text("old\n")
+def test_a_file_that_may_not_be_written_is_not_replaced(path, monkeypatch):
     # Root may write everything, so that its tests cannot do without.
     monkeypatch.setattr(atomic_write.os, "access", lambda path, mode: False)
     with written_whole(path) as whole:
@@ -188,28 +185,13 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("owner", [(4321, -1), (-1, 4321)])
-def test_a_file_of_another_owner_or_group_stays_theirs(tmp_path, owner):
-    path = tmp_path / "table.md"
-    path.write_text("old, and longer\n")
+def test_a_file_of_another_owner_or_group_stays_theirs(path, owner):
     os.chown(path, *owner)
     before = path.stat()
     write(path)
     assert path.read_text() == "new\n"
     assert (path.stat().st_uid, path.stat().st_gid) == (before.st_uid, before.st_gid)
-    assert os.listdir(tmp_path) == ["table.md"]
-
-
-def test_a_file_that_is_a_mount_point_gets_the_content(tmp_path, monkeypatch):
-    path = tmp_path / "table.md"
-    path.write_text("old, and longer\n")
-
-    def refuse(*arguments):
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    write(path)
-    assert path.read_text() == "new\n"
-    assert os.listdir(tmp_path) == ["table.md"]
+    assert os.listdir(path.parent) == ["table.md"]
 
 
 def test_a_folder_and_a_file_in_no_folder_are_refused_as_open_would(tmp_path):

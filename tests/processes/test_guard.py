@@ -37,14 +37,6 @@ def test_processes_of_a_program_die_with_the_owner(tmp_path, owner, by):
     wait_until(lambda: not any(map(is_running, ids)), 60)
 
 
-def test_processes_of_a_program_die_when_it_is_killed(tmp_path):
-    guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
-    ids = wait_for_ids(tmp_path, ROLES)
-    guarded.kill()
-    assert not any(map(is_running, ids))
-    assert guarded.process.returncode == -signal.SIGKILL
-
-
 def test_processes_of_a_program_die_when_it_dies(tmp_path):
     guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
     ids = wait_for_ids(tmp_path, ROLES)
@@ -132,7 +124,7 @@ def test_a_program_that_is_not_there():
     assert done.stderr == "/no/such/program: No such file or directory\n"
 
 
-def test_a_program_can_be_started_in_a_thread_that_ends(tmp_path):
+def test_a_program_lives_on_when_the_thread_that_started_it_ends_and_is_killed_with_what_it_started(tmp_path):
     started = []
     thread = threading.Thread(target=lambda: started.append(Guarded([*PYTHON, STUBBORN, str(tmp_path)])))
     thread.start()
@@ -142,6 +134,7 @@ def test_a_program_can_be_started_in_a_thread_that_ends(tmp_path):
     assert all(map(is_running, ids))
     started[0].kill()
     assert not any(map(is_running, ids))
+    assert started[0].process.returncode == -signal.SIGKILL
 
 
 def test_elsewhere_than_on_linux_the_process_group_dies(tmp_path):
