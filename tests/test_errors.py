@@ -1,9 +1,9 @@
 import pytest
-import typer
+from kept_workers import every_command  # noqa: F401
 from torch import nn
 from typer.testing import CliRunner
 
-from cs336sys.cli import COMMANDS, app
+from cs336sys.cli import app
 from cs336sys.errors import SYNONYMS, a_value, nearest_name
 
 
@@ -43,14 +43,10 @@ def test_an_unknown_value_suggests_a_synonym():
     ]
 
 
-def test_synonyms_stand_for_options_or_values_and_are_none_themselves():
-    group = typer.main.get_command(app)
-    context = typer.Context(group, info_name="cs336sys")
-    commands = [group.get_command(context, name) for name in COMMANDS]
-    commands += [commands[COMMANDS.index("account")].get_command(context, name) for name in ("parallel", "scaling")]
-    of_commands = [{name.lstrip("-") for option in command.params for name in option.opts} for command in commands]
+def test_synonyms_stand_for_options_or_values_and_are_none_themselves(every_command):  # noqa: F811
+    options = {name.lstrip("-") for _, command in every_command for option in command.params for name in option.opts}
     values = {"cuda", "fp32", "bf16", "fp16", "sdpa", "flash"}
-    assert set(SYNONYMS) - values <= set().union(*of_commands)
+    assert set(SYNONYMS) - values <= options
     for name, synonyms in SYNONYMS.items():
         assert name not in synonyms.split()
         assert len(set(synonyms.split())) == len(synonyms.split())

