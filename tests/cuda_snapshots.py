@@ -232,6 +232,6 @@ def fake_cuda(capacity=80 * 1024 * MIB, *, stacks="python", **settings):
         yield allocator
 
 
-def write(path, snapshot, protocol=4):
-    path.write_bytes(pickle.dumps(snapshot, protocol))
+def write(path, snapshot):
+    path.write_bytes(pickle.dumps(snapshot, 4))
     return path

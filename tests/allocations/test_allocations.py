@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import pickletools
 from pathlib import Path
 
 import pytest
@@ -87,12 +86,6 @@ def test_an_address_used_again_is_another_allocation():
     ]
     (gradient,) = (a for a in timeline.allocations if a.category == "gradients")
     assert gradient.parameter == "layers.3.ffn.w1.weight"
-
-
-def test_optimizer_state_made_in_the_step_is_no_temporary():
-    """The first step makes it."""
-    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], live_blocks={100: HELD[100]}, optimizer_state=[5])
-    assert timeline.bytes_by_category()["optimizer state"] == [0] * 9 + [200] * 3
 
 
 def test_memory_that_was_there_before():
@@ -202,17 +195,6 @@ def test_a_full_history_says_how_much_it_lost(allocator):
     assert positions == [0, 1, 3]
     timeline = build_timeline(history.events, regions=[], lost_events=history.lost_events)
     assert timeline.lost_events == 1
-
-
-def test_cuda_recording_ends_when_the_step_fails(allocator):
-    def step():
-        with CudaHistory(DEVICE):
-            allocator.alloc(10, 1024)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        step()
-    assert allocator.max_entries is None
 
 
 class Double(nn.Module):
@@ -328,13 +310,11 @@ def test_code_line_skips_torch_and_the_recorder():
 
 
 def test_snapshot_opens_in_torchs_own_tools(tmp_path):
-    """What was there before, every event, and what is left, in the pickle protocol that the web page reads."""
+    """What was there before, every event, and what is left."""
     spans = [Span(0, 1, Origin("layers.0.attn", "bmm", "cs336_basics/model.py:178 forward"))]
     timeline = step_timeline(STEP[:9], spans=spans)
     path = tmp_path / "deep" / "s.pickle"
     write_snapshot(as_snapshot(timeline), path)
-    protocol = next(argument for opcode, argument, _ in pickletools.genops(path.read_bytes()) if opcode.name == "PROTO")
-    assert protocol == 4
     snapshot = pickle.loads(path.read_bytes())
     (segment,) = snapshot["segments"]
     left = {b["frames"][0]["filename"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"}
