@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from forked_processes import started_as_by_users
 from running import is_held, is_running, wait_for_ids, wait_until
 
@@ -82,14 +81,6 @@ def test_a_process_that_the_kernel_killed_for_lack_of_memory_ran_out_of_it(code,
         monkeypatch.setattr(module, "out_of_memory_kills", lambda: kills)
     ended = SimpleNamespace(has_ended=lambda timeout_s: True, process=SimpleNamespace(returncode=code))
     assert _Child(ended, ours, 3).receive(10).status == status
-
-
-def test_run_describes_the_machine_and_the_arguments():
-    worker = Worker("math:sqrt", ("bench", "--size", "tiny"))
-    assert worker.start() is None
-    worker.close()
-    assert worker.run.arguments == ("bench", "--size", "tiny")
-    assert worker.run.machine["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,10 @@ def first_of_four(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_world_sizes_are_those_asked_for_or_two():
+def test_world_sizes_are_those_asked_for_or_two_or_torchruns(request):
     assert choose_world_sizes([1, 4]) == [1, 4]
     assert choose_world_sizes([]) == [2]
-
-
-@pytest.mark.usefixtures("first_of_four")
-def test_world_size_under_torchrun_is_its_own():
+    request.getfixturevalue("first_of_four")
     assert choose_world_sizes([]) == [4]
     assert choose_world_sizes([2, 4]) == [2, 4]
 
@@ -63,12 +60,7 @@ def test_sweeps_of_one_process_do_not_look_for_ranks(monkeypatch):
     assert run_sweep("bench", "rank_sweep:measure", []).is_reported_here
 
 
-def test_only_the_first_rank_reports():
-    assert [JoinedWorker("math:sqrt", (), RankIdentity(rank, 2, rank)).is_first for rank in range(2)] == [True, False]
-
-
-def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell():
     actions = ("sum", "refuse", "sum", "fail on rank 1")
     configurations = [{"action": action, "world_size": 2} for action in actions]
     cells = run_sweep("bench", "rank_sweep:measure", configurations, across_ranks=True).cells

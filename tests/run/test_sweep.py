@@ -14,21 +14,22 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
+from fake_worker import FakeWorker
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line import faults
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.bench.tables import bench_tables
-from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
-from cs336sys.machine.environment import new_run
+from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
 from cs336sys.run import progress as progress_module
-from cs336sys.run.cells import Outcome, _Child
+from cs336sys.run.cells import Outcome
 from cs336sys.run.progress import showing_progress
 from cs336sys.run.sweep import Sweep, run_sweep
 from cs336sys.settings.sizes import choose_size
@@ -38,37 +39,16 @@ from cs336sys.tables.render import render
 from cs336sys.tables.table import Column, Table
 from cs336sys.tables.tidy import tidy, with_origin
 
-ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
-STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
-
-
-@pytest.fixture(autouse=True)
-def _find_fake_cells(monkeypatch):
-    from pathlib import Path
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
 
 def sweep(actions, **options):
-    how = {name: options.pop(name) for name in ("fresh_worker", "across_ranks") if name in options}
     configurations = [{"action": action} for action in actions]
-    return run_sweep("bench", "fake_cells:measure", configurations, SweepOptions(**options), **how)
+    return run_sweep("bench", "fake_cells:measure", configurations, SweepOptions(**options))
 
 
-def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path, monkeypatch):
-    send, now_s = _Child.send, 0.0
-
-    def send_and_let_time_pass(child, configuration):
-        nonlocal now_s
-        send(child, configuration)
-        if configuration["action"] == "sleep":
-            now_s += 300.0
-
-    monkeypatch.setattr(_Child, "send", send_and_let_time_pass)
-    monkeypatch.setattr("cs336sys.run.cells.time", types.SimpleNamespace(monotonic=lambda: now_s))
+def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
     path = tmp_path / "r.jsonl"
-    measured = sweep(ACTIONS, save=path, cell_timeout=300)
-    assert [cell.status for cell in measured.cells] == STATUSES
+    measured = sweep(("measure", "out of memory", "print", "kill", "measure again", "unsupported"), save=path)
+    assert [cell.status for cell in measured.cells] == ["ok", "oom", "ok", "error", "ok", "unsupported"]
     with pytest.raises(typer.Exit):
         measured.exit()
     results = read_results(path)
@@ -102,10 +82,6 @@ def test_resume_measures_again_what_was_measured_under_other_conditions(tmp_path
     assert f"OMP_NUM_THREADS (77 then, {now} now)" in capsys.readouterr().err
 
 
-def test_resume_on_a_file_that_is_not_there_yet_starts_it(tmp_path):
-    assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=True).cells[0].status == "ok"
-
-
 def test_cells_whose_worker_does_not_start_time_out(tmp_path):
     path = tmp_path / "r.jsonl"
     configurations = [{"action": "measure"}, {"action": "print"}]
@@ -121,18 +97,6 @@ def test_cells_whose_worker_does_not_start_time_out(tmp_path):
     assert sweep(("measure",), save=path, resume=True).cells[0].status == "ok"
 
 
-def test_fresh_worker_measures_every_cell_in_a_process_of_its_own():
-    cells = sweep(("measure", "print"), fresh_worker=True).cells
-    assert len({cell.derived["pid"] for cell in cells}) == 2
-
-
-def test_bad_settings_are_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(UsageError, match="cannot write results"):
-        sweep(("measure",), save=tmp_path)
-    with pytest.raises(UsageError, match="--resume needs --save"):
-        sweep(("measure",), resume=True)
-
-
 def cells(*statuses):
     return tuple(Cell("bench", {}, status, reason="because") for status in statuses)
 
@@ -143,25 +107,27 @@ def test_sweep_with_results_ends_well(statuses):
 
 
 @pytest.mark.parametrize(
-    "statuses",
-    [("ok", "wrong"), ("ok", "error"), ("error", "oom"), ("timeout", "timeout"), ("oom",), ("oom", "unsupported")],
+    ("statuses", "interruption", "code"),
+    [
+        ("ok wrong", None, 1),
+        ("ok error", None, 1),
+        ("error oom", None, 1),
+        ("oom", None, 1),
+        ("oom unsupported", None, 1),
+        # As shells expect.
+        ("ok error", INTERRUPTED, 130),
+        ("ok error", TERMINATED, 143),
+    ],
 )
-def test_sweep_with_a_broken_or_wrong_cell_or_without_any_measured_fails(statuses):
+def test_sweep_with_a_broken_or_wrong_cell_or_without_any_measured_fails(statuses, interruption, code):
     with pytest.raises(typer.Exit) as ended:
-        Sweep(cells(*statuses), None).exit()
-    assert ended.value.exit_code == 1
+        Sweep(cells(*statuses.split()), None, interruption).exit()
+    assert ended.value.exit_code == code
 
 
 def test_sweep_that_the_machine_supports_nothing_of_says_why():
     with pytest.raises(CapabilityError, match="because"):
         Sweep(cells("unsupported", "unsupported"), None).exit()
-
-
-@pytest.mark.parametrize("interruption", [INTERRUPTED, TERMINATED])
-def test_interrupted_sweep_ends_as_shells_expect(interruption):
-    with pytest.raises(typer.Exit) as ended:
-        Sweep(cells("ok", "error"), None, interruption).exit()
-    assert ended.value.exit_code == interruption
 
 
 TABLE = Table("bench", "bench: tiny", (Column("size", "size"),), [{"size": "tiny"}])
@@ -206,26 +172,6 @@ def test_tables_are_printed_before_a_file_that_cannot_be_written(capsys):
     assert drawn == ["second"]
 
 
-class FakeWorker:
-    """Measures in no time and in this process."""
-
-    run = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"torch": "2.13"}, {})
-
-    def __init__(self, measure, arguments, *, silence_s):
-        pass
-
-    def start(self, *, timeout_s):
-        return None
-
-    def measure(self, configuration, *, timeout_s, progress):
-        if configuration["action"] == "terminate":
-            raise Terminated
-        return Outcome("ok" if configuration["action"] == "measure" else "oom", reason=configuration.get("reason"))
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def fake_worker(monkeypatch):
     monkeypatch.setattr("cs336sys.run.cells.Worker", FakeWorker)
@@ -252,28 +198,15 @@ def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, 
     assert capsys.readouterr().err.endswith("bench: 1 of 1: ok: from the file\n")
 
 
-def test_sigterm_keeps_what_was_measured(fake_worker, capsys):
-    ended = sweep(("measure", "terminate", "measure"))
-    assert ([cell.status for cell in ended.cells], ended.interruption) == (["ok"], TERMINATED)
-    assert capsys.readouterr().err.endswith("\nterminated: 1 of 3 cells measured\n")
-
-
 def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
     """A command in a batch job was as silent about a cell that hung as about one that was measured."""
     timers = []
 
-    class Timer:
-        def __init__(self, wait_s, run_out):
-            self.wait_s, self.run_out, self.is_cancelled = wait_s, run_out, False
-            timers.append(self)
+    def start_timer(wait_s, run_out):
+        timers.append(Mock(wait_s=wait_s, run_out=run_out))
+        return timers[-1]
 
-        def start(self):
-            assert self.daemon
-
-        def cancel(self):
-            self.is_cancelled = True
-
-    monkeypatch.setattr(progress_module.threading, "Timer", Timer)
+    monkeypatch.setattr(progress_module.threading, "Timer", start_timer)
     with showing_progress("bench", [{}, {}], is_shown=True, measured_here=True) as progress:
         progress.at_stage("building")
         progress.at_stage("timing steps")
@@ -285,7 +218,8 @@ def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
         progress.at_stage("quick")
     timers[-1].run_out()
     assert [timer.wait_s for timer in timers] == [30.0, 30.0, 60.0, 30.0]
-    assert [timer.is_cancelled for timer in timers] == [False, False, True, True]
+    assert [timer.cancel.called for timer in timers] == [False, False, True, True]
+    assert all(timer.daemon is True and timer.start.called for timer in timers)
     assert capsys.readouterr().err.splitlines() == [
         "bench: 1 of 2: timing steps, after 30 s",
         "bench: 1 of 2: timing steps, after 1 min 00 s",
@@ -340,7 +274,8 @@ def test_an_interruption_is_told_before_processes_are_ended(fake_worker, monkeyp
     """Those of the 8B step took longer to end than their time limit had left: nothing was said at all."""
     told_before = []
     monkeypatch.setattr(FakeWorker, "close", lambda worker: told_before.append(capsys.readouterr().err))
-    sweep(("measure", "terminate", "measure"))
+    ended = sweep(("measure", "terminate", "measure"))
+    assert ([cell.status for cell in ended.cells], ended.interruption) == (["ok"], TERMINATED)
     assert told_before[-1].endswith("terminated: 1 of 3 cells measured\n")
     assert "terminated" not in capsys.readouterr().err
 
@@ -527,12 +462,6 @@ def test_a_log_on_a_full_disk_stops_nobody():
         assert subprocess.run([sys.executable, "-c", script], stderr=stderr, timeout=120).returncode == 0
 
 
-def test_the_columns_asked_for_are_printed_of_what_was_measured(capsys):
-    two = Table("bench", "bench", (Column("size", "size"), Column("step", "step")), [{"size": "tiny", "step": 7}])
-    Sweep(cells("ok"), None).report(lambda cells, run: [two], OutputOptions(format="csv", columns=["step"]))
-    assert capsys.readouterr().out == "table,step\nbench,7\n"
-
-
 def test_tables_and_pictures_have_the_pooled_cells(capsys):
     seen = []
     measured = Sweep(cells("ok", "ok"), None)
@@ -552,30 +481,11 @@ def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     assert err == "error: --columns 'siez': choose from size; did you mean size?\n"
 
 
-class InstantWorker:
-    """Measures nothing, in this process."""
-
-    run = None
-
-    def __init__(self, measure, arguments, *, silence_s):
-        InstantWorker.run = InstantWorker.run or new_run(())
-
-    def start(self, *, timeout_s):
-        return None
-
-    def measure(self, configuration, *, timeout_s, progress):
-        return Outcome("ok")
-
-    def close(self):
-        pass
-
-
-def test_cool_down_is_between_measured_cells(tmp_path, monkeypatch):
+def test_cool_down_is_between_measured_cells(fake_worker, tmp_path, monkeypatch):
     """Not before the first one, not for cells that are known, not between those that are measured in turn."""
     slept = []
     clock = types.SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
     monkeypatch.setattr("cs336sys.run.sweep.time", clock)
-    monkeypatch.setattr("cs336sys.run.cells.Worker", InstantWorker)
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path, cool_down=7.0)
     assert slept == []
@@ -610,29 +520,18 @@ def test_columns_are_refused_before_anything_is_measured(command, monkeypatch, t
 
 
 def test_programs_get_all_settings_and_the_machine_of_each_cell():
+    sizes = {"a": choose_size("tiny", context=16), "b": choose_size("tiny", context=32)}
     cells_of_runs = [
-        Cell(
-            "bench",
-            Workload(choose_size("tiny", context=context)).configuration(),
-            "oom",
-            run_id=run_id,
-            reason="too large",
-        )
-        for context, run_id in ((16, "a"), (32, "b"))
+        Cell("bench", Workload(size).configuration(), "oom", run_id=name, reason="too large")
+        for name, size in sizes.items()
     ]
-    runs = {
-        name: Run(name, f"day {name}", (), {"gpu": f"GPU {name}", "torch": "2.13"}, {"source_digest": "d"})
-        for name in "ab"
-    }
-    table = tidy("bench", bench_tables(rows := with_origin(cells_of_runs, runs), None), rows)[0]
+    runs = {name: Run(name, f"day {name}", (), {"gpu": f"GPU {name}"}, {}) for name in sizes}
+    rows = with_origin(cells_of_runs, runs)
+    table = tidy("bench", bench_tables(rows, None), rows)[0]
     first, second = csv.DictReader(io.StringIO(render([table], "csv")))
-    assert (first["context"], first["gpu_name"], first["date"], first["reason"]) == (
-        "16",
-        "GPU a",
-        "day a",
-        "too large",
-    )
-    assert (second["context"], second["gpu_name"], second["seed"]) == ("32", "GPU b", "0")
+    columns = ("context", "gpu_name", "date", "reason", "seed")
+    assert [first[name] for name in columns] == ["16", "GPU a", "day a", "too large", "0"]
+    assert [second[name] for name in columns] == ["32", "GPU b", "day b", "too large", "0"]
     # The same columns, whatever the cells are.
     (alone,) = csv.DictReader(io.StringIO(render(tidy("bench", bench_tables(rows[:1], None), rows[:1]), "csv")))
     of_none = csv.DictReader(io.StringIO(render(tidy("bench", bench_tables([], None)), "csv")))

@@ -7,16 +7,14 @@ import struct
 
 import pytest
 import typer
+from fake_worker import FakeWorker
 
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.errors import CapabilityError
-from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.results.model import Cell, Samples
 from cs336sys.run import tracking
-from cs336sys.run.cells import Outcome
 from cs336sys.run.sweep import run_sweep
 from cs336sys.run.tracking import start_tracking
-
-MACHINE = Run("abc123", "now", ("bench",), {"gpu": "NVIDIA H200", "gpus": 2, "torch": None}, {"source_digest": "1"})
 
 
 def cell(size, status="ok", **settings):
@@ -44,7 +42,7 @@ def track_two(name, folder):
     os.utime(folder / "traces" / "old.json", (1, 1))
     (folder / "traces" / "step.json").write_text("a trace")
     tracker = start_tracking("bench", ["size"], [name])
-    tracker.track(cell("tiny", trace=str(folder / "traces")), MACHINE, 60.0)
+    tracker.track(cell("tiny", trace=str(folder / "traces")), FakeWorker.run, 60.0)
     tracker.track(cell("small", "error"), None, 60.0)
     tracker.close()
     assert tracker.faults == []
@@ -96,18 +94,7 @@ def test_cells_are_runs_of_wandb(folder):
         records = records_of(next(path.glob("*.wandb")))
         run = next(record.run for record in records if record.HasField("run"))
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        summary = {
-            item.key or item.nested_key[0]: json.loads(item.value_json)
-            for record in records
-            if record.HasField("summary")
-            for item in record.summary.update
-        }
-        history = {
-            item.key or item.nested_key[0]: json.loads(item.value_json)
-            for record in records
-            if record.HasField("history")
-            for item in record.history.item
-        }
+        summary, history = values_of(records, "summary", "update"), values_of(records, "history", "item")
         exits = [record.exit.exit_code for record in records if record.HasField("exit")]
         files = sorted(file.name for file in (path / "files").iterdir())
         found[run.display_name] = (run, config, summary, history, exits, files)
@@ -123,6 +110,15 @@ def test_cells_are_runs_of_wandb(folder):
     assert {"cell.json", "step.json"} <= set(files)
     assert "old.json" not in files
     assert found["bench small"][4] == [1]
+
+
+def values_of(records, kind, items):
+    return {
+        item.key or item.nested_key[0]: json.loads(item.value_json)
+        for record in records
+        if record.HasField(kind)
+        for item in getattr(getattr(record, kind), items)
+    }
 
 
 def records_of(path):
@@ -172,28 +168,10 @@ def recorders(monkeypatch):
     return started
 
 
-class Worker:
-    """Measures in no time and in this process."""
-
-    run = MACHINE
-
-    def __init__(self, measure, arguments, *, silence_s):
-        pass
-
-    def start(self, *, timeout_s):
-        return None
-
-    def measure(self, configuration, *, timeout_s, progress):
-        return Outcome("error" if configuration["action"] == "raise" else "ok")
-
-    def close(self):
-        pass
-
-
 def test_a_sweep_tracks_what_it_measures_and_goes_on_without_a_tracker_that_fails(
     recorders, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr("cs336sys.run.cells.Worker", Worker)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", FakeWorker)
     path = tmp_path / "r.jsonl"
     configurations = [{"action": "measure"}, {"action": "raise"}, {"action": "measure again"}]
     run_sweep("bench", "fake:cells", configurations[:1], SweepOptions(save=path))
