@@ -12,11 +12,6 @@ from cs336_basics.data import get_batch
 PROJECT = Path(__file__).parents[2] / "cs336-basics" / "pyproject.toml"
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def test_targets_are_the_inputs_one_token_later():
     inputs, targets = get_batch(np.arange(100), batch_size=6, context_length=9, device="cpu")
     assert inputs.shape == targets.shape == (6, 9)

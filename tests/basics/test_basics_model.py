@@ -17,7 +17,6 @@ from cs336_basics.model import (
     scaled_dot_product_attention,
 )
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import AdamW
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 
@@ -30,11 +29,6 @@ CONFIG = {
     "d_ff": 40,
     "rope_theta": 10_000.0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -110,13 +104,10 @@ def test_rms_norm_is_made_on_the_given_device():
     assert RMSNorm(8, device="meta").weight.is_meta
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500.0])
-def test_rotary_embedding_multiplies_by_complex_exponentials(theta):
-    rope = RotaryEmbedding(20, 8, theta)
+def test_rotary_embedding_multiplies_by_complex_exponentials():
+    rope = RotaryEmbedding(20, 8, 500.0)
     x = torch.randn(2, 3, 15, 8)
-    expected = rotate_with_complex_numbers(x, torch.arange(15), theta).float()
-    torch.testing.assert_close(rope(x), expected)
-    torch.testing.assert_close(rope(x, None), expected)
+    torch.testing.assert_close(rope(x), rotate_with_complex_numbers(x, torch.arange(15), 500.0).float())
 
 
 def test_rotary_embedding_takes_positions_of_each_sequence():
@@ -125,7 +116,7 @@ def test_rotary_embedding_takes_positions_of_each_sequence():
     positions = torch.tensor([[0, 7, 7, 19], [3, 1, 2, 0]])
     expected = rotate_with_complex_numbers(x, positions[:, None]).float()
     torch.testing.assert_close(rope(x, positions[:, None]), expected)
-    torch.testing.assert_close(rope(x, positions[0]), rotate_with_complex_numbers(x, positions[0]).float())
+    torch.testing.assert_close(rope(x, positions[0])[0], expected[0])
 
 
 def test_rotations_of_far_positions_are_accurate():
@@ -209,10 +200,6 @@ def test_attention_without_positional_encoder_rotates_nothing():
 def test_heads_that_do_not_divide_d_model_are_refused():
     with pytest.raises(ValueError, match="5 heads do not divide d_model 24"):
         CausalMultiHeadSelfAttention(24, 5)
-    with pytest.raises(ValueError, match="5 heads do not divide d_model 24"):
-        BasicsTransformerLM(**{**CONFIG, "num_heads": 5})
-    with pytest.raises(ValueError, match="must be even, not 3"):
-        BasicsTransformerLM(**{**CONFIG, "num_heads": 8})
 
 
 def test_replacing_the_module_level_attention_replaces_it_in_existing_models(model, tokens, monkeypatch):
@@ -232,9 +219,15 @@ def test_replacing_the_module_level_attention_replaces_it_in_existing_models(mod
         assert torch.equal(arguments["mask"], torch.ones(12, 12, dtype=torch.bool).tril())
 
 
-def test_logits_match_a_functional_model_in_fp64(model, tokens):
-    expected = functional_logits(model.state_dict(), tokens, CONFIG["num_heads"], CONFIG["num_layers"])
-    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-5)
+def test_logits_and_gradients_match_a_functional_model_in_fp64(model, tokens):
+    weights = {name: weight.double().requires_grad_() for name, weight in model.state_dict().items()}
+    expected = functional_logits(weights, tokens, CONFIG["num_heads"], CONFIG["num_layers"])
+    logits = model(tokens)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-5)
+    for result in (logits, expected):
+        result.square().sum().backward()
+    for name, weight in weights.items():
+        torch.testing.assert_close(model.get_parameter(name).grad.double(), weight.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_state_dict_has_exactly_the_names_of_the_course(model):
@@ -274,14 +267,6 @@ def test_bf16_autocast_computes_attention_in_bf16(model, tokens, monkeypatch):
     torch.testing.assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_models_stay_in_their_dtype(model, tokens, dtype):
-    expected = model(tokens)
-    logits = model.to(dtype)(tokens)
-    assert logits.dtype == dtype
-    torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.1)
-
-
 def test_meta_model_materialises_to_the_same_model(model, tokens):
     with torch.device("meta"):
         meta = BasicsTransformerLM(**CONFIG)
@@ -304,15 +289,14 @@ def test_model_is_made_on_the_ambient_gpu_and_matches_the_cpu(model, tokens):
     torch.testing.assert_close(model.cuda().positional_encoder.cos_sin, on_gpu.positional_encoder.cos_sin)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_training_step_compiles_as_one_graph(model, tokens, backend):
+def test_training_step_compiles_as_one_graph(model, tokens):
     def loss_of(tokens):
         return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
     expected = loss_of(tokens)
     expected_grads = torch.autograd.grad(expected, list(model.parameters()))
     torch._dynamo.reset()
-    loss = torch.compile(loss_of, fullgraph=True, backend=backend)(tokens)
+    loss = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(tokens)
     torch.testing.assert_close(loss, expected)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
@@ -325,20 +309,6 @@ def test_autocast_block_with_positions_compiles_as_one_graph():
     with torch.autocast("cpu", torch.bfloat16):
         out = torch.compile(attention, fullgraph=True, backend="aot_eager")(x, positions)
         torch.testing.assert_close(out, attention(x, positions), rtol=0.02, atol=0.02)
-
-
-def test_training_on_one_batch_drives_the_loss_to_zero(model):
-    tokens = torch.randint(CONFIG["vocab_size"], (4, 13))
-    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for _ in range(60):
-        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 3.0
-    assert losses[-1] < 0.2
 
 
 @pytest.fixture

@@ -9,11 +9,6 @@ from cs336_basics.optimizer import AdamW, get_cosine_lr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def make_parameters():
     return [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (7,), ())]
 
