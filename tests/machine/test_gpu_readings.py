@@ -116,18 +116,14 @@ def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
     monkeypatch.setattr("cs336sys.machine.gpu_readings._MOST_READINGS", 8)
     now_s = 0.0
 
-    class End:
-        def wait(self, interval_s):
-            nonlocal now_s
-            now_s += interval_s
-            return now_s >= 0.2
-
-        def set(self):
-            pass
+    def wait(interval_s):
+        nonlocal now_s
+        now_s += interval_s
+        return now_s >= 0.2
 
     monkeypatch.setattr("cs336sys.machine.gpu_readings.time", SimpleNamespace(perf_counter=lambda: now_s))
     readings = GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.001)
-    readings._has_ended = End()
+    readings._has_ended = SimpleNamespace(wait=wait, set=lambda: None)
     with readings:
         pass
     times = readings.columns()["time_s"]

@@ -53,11 +53,6 @@ def test_reading_that_a_gpu_does_not_give_is_none(tmp_path, monkeypatch):
     assert told == {"index": 0, "uuid": "GPU-1", "name": "NVIDIA Thor", "clock_limits": ()}
 
 
-def test_no_gpus_without_nvidia_smi(tmp_path, monkeypatch):
-    only_on_path(monkeypatch, tmp_path)
-    assert system.read_gpus() == []
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="lscpu is a Linux tool")
 def test_cpu_model_comes_from_lscpu(tmp_path, monkeypatch):
     put_tool(tmp_path, "lscpu", {"": "Architecture:    aarch64\nModel name:      Neoverse-V2\n  Model:   0"})

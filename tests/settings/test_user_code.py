@@ -48,6 +48,7 @@ def test_modules_are_named_as_they_are_imported():
     [
         ("mine.py:", "'mine.py:' names no function"),
         ("a b:c", "'a b:c' names no function"),
+        ("json.gone:build", "there is no module json.gone"),
         ("gone:build", "there is no module gone; a file is named with its ending, gone.py"),
     ],
 )
