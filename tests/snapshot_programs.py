@@ -211,7 +211,7 @@ WAYS = ("two lines", "one line", "moment after moment", "load_state_dict", "cons
 KINDS = {}
 
 
-def kind(cause=None, *names):
+def kind(cause=None):
     """Register a kind of program with the cause that may be named, None for a healthy one."""
 
     def register(function):

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +18,8 @@ from forked_processes import run_scripts
 from typer.testing import CliRunner
 
 import cs336sys.api
-from cs336sys import Interrupted, account, bench, compare, ddp, flash, read, tune
+from cs336sys import Interrupted, account, bench, compare, ddp, flash, read
 from cs336sys.cli import app
-from cs336sys.command_line.request import Request, RequestParser
 from cs336sys.errors import INTERRUPTED, UsageError
 from cs336sys.results.recording import record
 from cs336sys.settings.sizes import choose_size
@@ -142,16 +139,7 @@ def test_numbers_of_numpy_and_ranges_are_lists(measured):
     assert bench("tiny", device="cpu", dry_run=True, num_layers=np.int64(1))["num_layers"] == [1]
 
 
-def test_functions_have_the_signatures_of_their_commands():
-    for name in cs336sys.api.FUNCTIONS:
-        parameters = inspect.signature(getattr(cs336sys.api, name)).parameters
-        assert parameters["columns"].kind is inspect.Parameter.KEYWORD_ONLY
-    parameters = inspect.signature(bench).parameters
-    assert next(iter(parameters)) == "model_or_size"
-    assert (parameters["steps"].annotation, parameters["steps"].default) == (int, 10)
-    assert parameters["precision"].annotation == str | Iterable[str]
-    assert "resume" not in parameters
-    assert "from_" in inspect.signature(cs336sys.memprof).parameters
+def test_one_argument_without_a_name_is_taken():
     with pytest.raises(TypeError, match=r"bench\(\) got size twice: without a name, and as size="):
         bench("tiny", size="small")
     with pytest.raises(TypeError, match="takes one argument"):
@@ -221,7 +209,6 @@ def test_account_and_plans_are_the_commands_tables():
     [
         (lambda: bench("tinny"), "did you mean tiny"),
         (lambda: bench("tiny", precison="bf16"), "no such option: precison; did you mean precision?"),
-        (lambda: bench("tiny", interleave="attention"), "give --attention two values or more"),
         (lambda: bench("tiny", device=["cpu", "cuda"]), "takes one value"),
         (lambda: bench("tiny", dry_run="yes"), "must be True or False"),
         (lambda: bench("tiny", cuda_graph=True), "cuda_graph=True: takes a value"),
@@ -230,7 +217,6 @@ def test_account_and_plans_are_the_commands_tables():
         (lambda: ddp(torch.nn.Linear(1, 1)), "a Linear that worker processes cannot find by name"),
         (lambda: bench(torch.nn.Linear(1, 1), cell_timeout=5.0), "--cell-timeout 5: needs processes of its own"),
         (lambda: account("memry"), "did you mean memory"),
-        (lambda: tune("tiny", save="a.jsonl"), "add --measure"),
     ],
 )
 def test_refusal_is_one_sentence(call, sentence):
@@ -243,19 +229,8 @@ def test_refusal_is_one_sentence(call, sentence):
 
 
 def test_function_of_a_file_is_named():
-    values = Request(("bench",), {"model": model_of_this_file, "dry_run": False, "context": 8})
-    (model, context, dry_run) = (
-        SimpleNamespace(
-            name=name, param_type_name="option", opts=[option], is_flag=is_flag, multiple=False, secondary_opts=[]
-        )
-        for name, option, is_flag in (
-            ("model", "--model", False),
-            ("context", "--context", False),
-            ("dry_run", "--dry-run", True),
-        )
-    )
-    options, _, _ = RequestParser(values, (model, context, dry_run)).parse_args([])
-    assert options == {"model": f"{__file__}:model_of_this_file", "dry_run": False, "context": "8"}
+    plan = bench(model_of_this_file, dry_run=True, wide=False, device="cpu", context=8)
+    assert (plan["model"], plan["context"]) == ([f"{__file__}:model_of_this_file"], [8])
 
 
 def test_script_without_a_main_guard_is_refused_in_its_worker(monkeypatch):
