@@ -1,4 +1,4 @@
-"""Timelines from events written by hand, and from each source: CUDA's history (a fake one), the CPU, fake tensors."""
+"""Timelines from each source: CUDA's history (a fake one), the CPU, fake tensors."""
 
 import io
 import pickle
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda_allocator import DEVICE, FakeCudaAllocator
+from test_allocations_figures import STEP, step
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.cuda import _memory_viz
@@ -15,136 +16,16 @@ from cs336sys.allocations.dump import as_snapshot, write_snapshot
 from cs336sys.allocations.history import CpuHistory, CudaHistory, FakeHistory
 from cs336sys.allocations.recorder import StepRecorder
 from cs336sys.allocations.timeline import (
-    MEMORY_CATEGORIES,
     RECOMPUTATION,
-    Event,
-    Gradient,
     Origin,
     Region,
     Span,
     build_timeline,
-    largest_allocations,
-    peak_position,
-    thinned,
 )
 from cs336sys.allocations.without_values import WithoutValues, code_line
 from cs336sys.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_attention")
-
-# A train step of one layer: weight 100, moments 200, activation 40 and a temporary 7 in the forward pass, a gradient of
-# 100 and a temporary 30 in the backward pass, a temporary 90 in the update.
-STEP = [
-    Event(1, 40),
-    Event(2, 7),
-    Event(2, -7),
-    Event(3, 30),
-    Event(4, 100),
-    Event(3, -30),
-    Event(1, -40),
-    Event(2, 90),
-    Event(2, -90),
-    Event(4, -100),
-]
-REGIONS = [Region("forward", 0, 3), Region("backward", 3, 7), Region("optimizer", 7, 10)]
-HELD = {100: (100, "parameters"), 101: (200, "optimizer state")}
-GRADIENT = Gradient(5, 4, "layers.3.ffn.w1.weight")
-
-
-def step_timeline(events=STEP, **more):
-    arguments = {"regions": REGIONS, "live_blocks": HELD, "gradients": [GRADIENT], "optimizer_state": [101]}
-    return build_timeline(events, **arguments | more)
-
-
-def test_bytes_at_every_position():
-    timeline = step_timeline()
-    by_category = timeline.bytes_by_category()
-    assert by_category == {
-        "parameters": [100] * 11,
-        "gradients": [0, 0, 0, 0, 0, 100, 100, 100, 100, 100, 0],
-        "optimizer state": [200] * 11,
-        "activations": [0, 40, 40, 40, 40, 40, 40, 0, 0, 0, 0],
-        "temporary": [0, 0, 7, 0, 30, 30, 0, 0, 90, 0, 0],
-        "other": [0] * 11,
-    }
-    totals = timeline.totals()
-    assert totals == [300, 340, 347, 340, 370, 470, 440, 400, 490, 400, 300]
-    assert [(region.name, totals[peak_position(totals, region)]) for region in timeline.phases()] == [
-        ("forward", 347),
-        ("backward", 470),
-        ("optimizer", 490),
-    ]
-
-
-def test_an_address_used_again_is_another_allocation():
-    """Address 2 is a temporary twice, and 4 would be another's gradient had it come before."""
-    timeline = step_timeline(gradients=[Gradient(2, 4, "early"), GRADIENT])
-    assert [(a.address, a.size, a.phase) for a in timeline.allocations if a.category == "temporary"] == [
-        (2, 7, "forward"),
-        (3, 30, "backward"),
-        (2, 90, "optimizer"),
-    ]
-    (gradient,) = (a for a in timeline.allocations if a.category == "gradients")
-    assert gradient.parameter == "layers.3.ffn.w1.weight"
-
-
-def test_memory_that_was_there_before():
-    """A free of what nobody allocated, and bytes that the allocator counts but nobody claims."""
-    timeline = step_timeline([Event(7, -16), *STEP], regions=[], held_size=350)
-    assert timeline.bytes_by_category()["other"] == [50] + [34] * 11
-    assert sum(timeline.bytes_by_category()[category][0] for category in MEMORY_CATEGORIES) == 350
-
-
-def test_activations_without_a_backward_pass_are_temporary():
-    timeline = step_timeline(STEP[:3], regions=[Region("forward", 0, 3)], gradients=[])
-    assert timeline.bytes_by_category()["activations"] == [0] * 4
-
-
-def test_recomputation_leaves_activations():
-    events = [
-        Event(1, 8),
-        Event(2, 5),
-        Event(3, 6),
-        Event(3, -6),
-        Event(4, 7),
-        Event(4, -7),
-        Event(2, -5),
-        Event(1, -8),
-    ]
-    regions = [Region("forward", 0, 1), Region("backward", 1, 8), Region(RECOMPUTATION, 1, 4)]
-    by_category = build_timeline(events, regions=regions).bytes_by_category()
-    assert by_category["activations"] == [0, 8, 13, 13, 13, 13, 13, 8, 0]
-    assert by_category["temporary"] == [0, 0, 0, 6, 0, 7, 0, 0, 0]
-
-
-def test_largest_allocations_put_blocks_together():
-    scores = Origin("layers.0.attn", "bmm", "model.py:1 f"), Origin("layers.1.attn", "bmm", "model.py:1 f")
-    events = [Event(1, 50), Event(2, 50), Event(2, -50), Event(3, 60), Event(3, -60), Event(1, -50)]
-    spans = [Span(0, 1, scores[0]), Span(1, 2, scores[1]), Span(3, 4, Origin("head", "mm", "model.py:2 g"))]
-    timeline = build_timeline(events, regions=[Region("forward", 0, 6)], spans=spans)
-    head, both = largest_allocations(timeline, 5)
-    assert (head["size"], head["count"], head["peak_count"], head["module"]) == (60, 1, 1, "head")
-    assert (both["size"], both["count"], both["peak_count"], both["module"]) == (50, 2, 1, "layers.*.attn")
-    assert (both["phase"], both["operation"], both["code"]) == ("forward", "bmm", "model.py:1 f")
-    assert [group["size"] for group in largest_allocations(timeline, 1)] == [60]
-
-
-def test_allocation_of_one_block_keeps_its_number():
-    timeline = step_timeline(spans=[Span(0, 1, Origin("layers.3.ffn.w1", "mm", ""))])
-    modules = {group["category"]: group["module"] for group in largest_allocations(timeline, 10)}
-    assert modules["activations"] == "layers.3.ffn.w1"
-    assert modules["gradients"] == "layers.3.ffn.w1"
-
-
-def test_thinned_timeline_keeps_the_peaks():
-    events = [Event(index, 1) for index in range(999)] + [Event(999, 5000), Event(999, -5000)]
-    timeline = build_timeline(events, regions=[Region("forward", 0, len(events))])
-    points = thinned(timeline.bytes_by_category(), 50)
-    assert len(points["position"]) <= 50
-    assert points["position"] == sorted(points["position"])
-    assert (points["position"][0], points["position"][-1]) == (0, 1001)
-    assert max(points["temporary"]) == 5999
-    assert points["temporary"][points["position"].index(1000)] == 5999
 
 
 @pytest.fixture
@@ -312,7 +193,7 @@ def test_code_line_skips_torch_and_the_recorder():
 def test_snapshot_opens_in_torchs_own_tools(tmp_path):
     """What was there before, every event, and what is left."""
     spans = [Span(0, 1, Origin("layers.0.attn", "bmm", "cs336_basics/model.py:178 forward"))]
-    timeline = step_timeline(STEP[:9], spans=spans)
+    timeline = step(STEP[:9], spans=spans)
     path = tmp_path / "deep" / "s.pickle"
     write_snapshot(as_snapshot(timeline), path)
     snapshot = pickle.loads(path.read_bytes())

@@ -3,16 +3,10 @@
 import gc
 import weakref
 
-import cs336_basics.model
-import pytest
 import torch
 from torch import nn
 
-from cs336sys.accounting.activations import block_activations
 from cs336sys.allocations.recorder import saved_tensors
-from cs336sys.settings.sizes import ModelSize
-
-pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 class HandoutNorm(nn.Module):
@@ -30,13 +24,14 @@ class HandoutNorm(nn.Module):
 
 def test_handouts_norm():
     """The handout's hooks see six: x twice, rms twice, x * rms, and the weight, which is there anyway."""
-    norm = HandoutNorm(10)
+    model = nn.Sequential(HandoutNorm(10))
     x = torch.randn(4, 5, 10, requires_grad=True)
-    found = saved_tensors(lambda: norm(x), norm.parameters(), {norm: "norm"})
+    names = {module: name for name, module in model.named_modules()}
+    found = saved_tensors(lambda: model(x), model.parameters(), names)
     assert [(t.shape, t.size, t.operation, t.module) for t in found] == [
-        ((4, 5, 10), 800, "input", "norm"),
-        ((4, 5, 10), 800, "Mul", "norm"),
-        ((4, 5, 1), 80, "Rsqrt", "norm"),
+        ((4, 5, 10), 800, "input", "0"),
+        ((4, 5, 10), 800, "Mul", "0"),
+        ((4, 5, 1), 80, "Rsqrt", "0"),
     ]
     assert all(t.dtype == "float32" and " forward" in t.code for t in found)
     assert "allocations/test_saved_tensors.py:" in found[0].code
@@ -69,24 +64,3 @@ def test_operation_is_found_behind_views():
     x = torch.randn(8, 3, requires_grad=True)
     (found,) = saved_tensors(lambda: (x * 2).view(4, 6).T.sin(), [])
     assert (found.shape, found.operation) == ((6, 4), "Mul")
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_block_saves_what_the_accounting_says(compiled):
-    """Compiled it saves less: products are recomputed or fused away."""
-    size = ModelSize("block", 32, 64, num_layers=1, num_heads=2, vocab_size=9, context=16, batch_size=2)
-    rotary = cs336_basics.model.RotaryEmbedding(size.context, size.head_dim)
-    block = cs336_basics.model.TransformerBlock(size.d_model, size.num_heads, size.d_ff, rotary)
-    if compiled:
-        block.compile(backend="aot_eager_decomp_partition")
-    x = torch.randn(size.batch_size, size.context, size.d_model, requires_grad=True)
-    names = None if compiled else {module: name for name, module in block.named_modules()}
-    found = saved_tensors(lambda: block(x), [*block.parameters(), *block.buffers()], names)
-    total = sum(tensor.size for tensor in found)
-    predicted = block_activations(size, "fp32", "reference").total
-    if compiled:
-        assert 0 < total < predicted
-        assert {tensor.module for tensor in found} == {""}
-    else:
-        assert total == predicted
-        assert {"attn", "ffn", "ffn.w2", "ln1", "attn.q_proj"} < {tensor.module for tensor in found}

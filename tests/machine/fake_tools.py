@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import torch
+
 GPU_0 = "0, GPU-11111111-2222-3333-4444-555555555550, NVIDIA H200, 580.95.05, 143771, 143156"
 GPU_1 = "1, GPU-11111111-2222-3333-4444-555555555551, NVIDIA H200, 580.95.05, 143771, 143156"
 IDLE = "345, 1980, 31, 76.45, 700.00, 0x0000000000000001"
@@ -65,3 +67,17 @@ def only_on_path(monkeypatch, folder: Path) -> None:
         if not (folder / name).exists():
             (folder / name).symlink_to(f"/bin/{name}")
     monkeypatch.setenv("PATH", os.fspath(folder))
+
+
+def pretend_gpus(monkeypatch, count, capability=(9, 0), peer_access=True, built=("sm_90",)) -> None:
+    """Let torch see H200, for which it has code."""
+    fakes = {
+        "is_available": lambda: count > 0,
+        "device_count": lambda: count,
+        "get_device_name": lambda index: "NVIDIA H200",
+        "get_device_capability": lambda index: capability,
+        "get_arch_list": lambda: list(built),
+        "can_device_access_peer": lambda a, b: peer_access,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)

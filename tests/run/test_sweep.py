@@ -25,7 +25,7 @@ from cs336sys.cli import app
 from cs336sys.command_line import faults
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.bench.tables import bench_tables
-from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError
+from cs336sys.errors import INTERRUPTED, TERMINATED, OutputError
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
 from cs336sys.run import progress as progress_module
@@ -99,35 +99,6 @@ def test_cells_whose_worker_does_not_start_time_out(tmp_path):
 
 def cells(*statuses):
     return tuple(Cell("bench", {}, status, reason="because") for status in statuses)
-
-
-@pytest.mark.parametrize("statuses", [(), ("ok",), ("ok", "oom", "timeout"), ("ok", "unsupported")])
-def test_sweep_with_results_ends_well(statuses):
-    Sweep(cells(*statuses), None).exit()
-
-
-@pytest.mark.parametrize(
-    ("statuses", "interruption", "code"),
-    [
-        ("ok wrong", None, 1),
-        ("ok error", None, 1),
-        ("error oom", None, 1),
-        ("oom", None, 1),
-        ("oom unsupported", None, 1),
-        # As shells expect.
-        ("ok error", INTERRUPTED, 130),
-        ("ok error", TERMINATED, 143),
-    ],
-)
-def test_sweep_with_a_broken_or_wrong_cell_or_without_any_measured_fails(statuses, interruption, code):
-    with pytest.raises(typer.Exit) as ended:
-        Sweep(cells(*statuses.split()), None, interruption).exit()
-    assert ended.value.exit_code == code
-
-
-def test_sweep_that_the_machine_supports_nothing_of_says_why():
-    with pytest.raises(CapabilityError, match="because"):
-        Sweep(cells("unsupported", "unsupported"), None).exit()
 
 
 TABLE = Table("bench", "bench: tiny", (Column("size", "size"),), [{"size": "tiny"}])

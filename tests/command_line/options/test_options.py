@@ -6,45 +6,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line.options.effects import Effect, effect_of
-from cs336sys.command_line.options.reading import at_least, read_function, split_list
-from cs336sys.errors import UsageError
-
-
-def test_lists_take_commas_and_repetition_and_drop_repeated_values():
-    assert split_list(["a,b", "c", "a"], "--x", str) == ["a", "b", "c"]
-    assert split_list(["128, 256"], "--x", at_least(1)) == [128, 256]
-
-
-@pytest.mark.parametrize(
-    ("values", "convert", "sentence"),
-    [
-        (["128,"], at_least(1), "--x '': not a number"),
-        ([], str, "--x needs at least one value"),
-    ],
-)
-def test_a_value_that_cannot_be_is_named_with_its_rule(values, convert, sentence):
-    with pytest.raises(UsageError) as refused:
-        split_list(values, "--x", convert)
-    assert str(refused.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        ("inf", "must be a finite number"),
-        ("9" * 5000, "must be a finite number"),
-        ("1.5", "must be a whole number"),
-    ],
-)
-def test_a_number_that_no_machine_holds_is_refused(value, rule):
-    with pytest.raises(UsageError, match=f"^--x '{value}': ") as refused:
-        split_list([value], "--x", at_least(1))
-    assert str(refused.value).endswith(f": {rule}")
-
-
-def test_numbers_may_be_written_with_an_exponent():
-    assert split_list(["1e3", "20"], "--x", at_least(1)) == [1000, 20]
-
+from cs336sys.errors import SYNONYMS, UsageError
 
 NUMBERS = ("<int>", "<number>", "<s>")
 
@@ -235,32 +197,10 @@ def test_inputs_and_results_are_not_overwritten(arguments, name, tmp_path, monke
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
-        (
-            "def missed(size): ...\ndef other(): ...",
-            "mine.py has no missing; it has missed, other; did you mean missed?",
-        ),
-        ("import torch\nclass Model: ...", "mine.py has no missing; it has Model"),
-        ("model = 1", "mine.py has no missing; it has no function"),
-        # Nothing of a file is run, so a name that may be there is looked for later.
-        ("from elsewhere import missing", None),
-        ("missing = lambda size: None", None),
-        ("if True:\n    def missing(size): ...", None),
-        ("from elsewhere import *", None),
-        ("globals().update(more)", None),
-        ("def __getattr__(name): ...", None),
-        ("def broken(:", "mine.py has no missing; it has broken"),
-    ],
-)
-def test_function_that_a_file_cannot_have_is_refused(tmp_path, monkeypatch, source, rule):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(source)
-    for reference in ("mine.py:missing", f"{tmp_path}/mine.py:missing"):
-        if rule is None:
-            assert read_function(reference) == reference
-            continue
-        with pytest.raises(UsageError) as refused:
-            read_function(reference)
-        assert str(refused.value) == f"'{reference}': {rule}"
+def test_synonyms_stand_for_options_or_values_and_are_none_themselves(every_command):
+    options = {name.lstrip("-") for _, command in every_command for option in command.params for name in option.opts}
+    values = {"cuda", "fp32", "bf16", "fp16", "sdpa", "flash"}
+    assert set(SYNONYMS) - values <= options
+    for name, synonyms in SYNONYMS.items():
+        assert name not in synonyms.split()
+        assert len(set(synonyms.split())) == len(synonyms.split())

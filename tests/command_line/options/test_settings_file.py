@@ -88,35 +88,6 @@ def test_a_precision_that_is_asked_for_goes_before_another_way_to_say_it_in_the_
     assert {row[-1] for row in planned(CS336SYS_BENCH_PRECISION="fp32")} == {"fp32"}
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[bench]\nsizee = 'tiny'", "s.toml: bench.sizee: bench has no such option; did you mean size?"),
-        (
-            "[bench]\nzzz = 1",
-            "s.toml: bench.zzz: bench has no such option; cs336sys bench --help-all shows its options",
-        ),
-        ("[bench]\nhelp = true", "s.toml: bench.help: bench has no such option; "),
-        ("[bnech]", "s.toml: bnech: choose from bench, "),
-        ("size = 'tiny'", "s.toml: size: choose from bench, "),
-        ("bench = 3", "s.toml: bench: must be a table of the options of bench"),
-        ("[bench]\ntf32 = 'yes'", "s.toml: bench.tf32 = 'yes': must be true or false"),
-        ("[bench]\nsteps = [1, 2]", "s.toml: bench.steps = [1, 2]: must be a text or a number, or a list of them"),
-        ("[bench]\nsteps = 'x'", "--steps 'x': not a number"),
-        ("[bench]\nsize = 'huge'", "--size 'huge': choose from tiny, "),
-        ("[bench", "cannot read s.toml: it is not TOML: "),
-    ],
-)
-def test_wrong_setting_in_a_file_is_one_sentence_with_the_nearest_name(text, sentence, folder):
-    (folder / "s.toml").write_text(text)
-    result = CliRunner().invoke(app, ["bench", "--dry-run", "--config", "s.toml"], prog_name="cs336sys")
-    assert (result.exit_code, result.stdout) == (2, "")
-    *told, error = result.stderr.splitlines()
-    assert error.startswith(f"error: {sentence}")
-    # An error that names an option alone comes after a line that names the file.
-    assert told == ([f"settings from s.toml: {sentence.split()[0]}"] if sentence.startswith("--") else [])
-
-
 def test_mistakes_of_the_nearest_pyproject_and_of_groups_name_their_place(folder):
     path = folder / "pyproject.toml"
     path.write_text("[tool.cs336sys.account.memory]\nsizes = 'tiny'")
