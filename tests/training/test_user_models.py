@@ -90,32 +90,18 @@ def test_a_model_without_tokens_is_measured():
     assert outcome.derived["flops"] == SIZE.batch_size * (3 * forward - stem)
 
 
-def test_fused_kernels_match_pytorch_in_a_users_model():
-    """Gradients and FLOPs equal those of the plain model, and a note counts the replaced modules."""
+def test_fused_kernels_leave_the_flops_of_a_users_model_and_say_what_they_replace():
     plain, fused = (
         TrainStep(workload("Gated", kernels=kernels, device=DEVICE.type), DEVICE) for kernels in ("reference", "fused")
     )
-    for step_ in (plain, fused):
-        step_.forward()
-        step_.backward()
-    for (name, parameter), other in zip(fused.model.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
     counted, expected = (counted_columns(step_, lambda stage: None) for step_ in (fused, plain))
     assert counted["flops"] == expected["flops"]
     note = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
     assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {note}"}
 
 
-def test_gradient_that_is_zero_but_for_rounding_is_not_wrong():
-    cell = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
-    checked, wrong = step.check_training(cell, DEVICE, lambda stage: None)
-    assert wrong is None, wrong.reason
-    (note,) = checked.columns()["notes"]
-    assert note.startswith("1 of 8 parameters (key.bias) are off by more than 0.1 %")
-
-
 def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
-    """The last update of one weight is left out, so that no other parameter is off but for rounding."""
+    """The last update of one weight is left out; the gradient of another is zero but for rounding."""
     write, moved, planted = AdamW.step, [], {}
 
     def step_without_last_query(self, closure=None):
@@ -398,13 +384,10 @@ def line_with(text):
 @pytest.mark.parametrize(
     ("model", "settings", "sentence"),
     [
-        ("missing", {}, f"{FILE} has no missing; it has "),
         ("NOT_CALLABLE", {}, "NOT_CALLABLE is an int, and should be a function"),
         ("other_arguments", {}, f"{FILE}:other_arguments failed: TypeError: other_arguments() missing 1 required"),
         ("other_arguments", {}, "it should take a size and return a torch.nn.Module; a size has name, d_model, d_ff,"),
         ("no_such_field", {}, "'ModelSize' object has no attribute 'n_embd'; it should take a size and return"),
-        ("no_module", {}, "returned a list: it should take a size and return a torch.nn.Module"),
-        ("no_parameters", {}, "returned an Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
         ("OfTheLastToken", {}, "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in"),
