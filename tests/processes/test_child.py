@@ -14,7 +14,7 @@ from running import is_running
 
 from cs336sys.processes import parent
 from cs336sys.processes.child import run_spawned
-from cs336sys.processes.parent import call_guarded, cause_of_death, python_module, start_for_good
+from cs336sys.processes.parent import call_guarded, python_module, start_for_good
 
 
 def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd, monkeypatch):
@@ -113,27 +113,6 @@ class _Nothing:
 def test_failing_start_fails_for_its_caller():
     with pytest.raises(AttributeError, match="no attribute 'start'"):
         start_for_good(None)
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "before", "now", "words"),
-    [
-        (7, 3, 4, "ended with exit code 7"),
-        (-signal.SIGSEGV, 3, 4, "was killed by SIGSEGV"),
-        (-40, 3, 3, "was killed by signal 40"),
-        (-signal.SIGKILL, 3, 3, "was killed by SIGKILL"),
-        (-signal.SIGKILL, None, None, "was killed by SIGKILL"),
-        (
-            -signal.SIGKILL,
-            3,
-            4,
-            "was killed by SIGKILL, and the kernel has killed for lack of memory since this process was started",
-        ),
-    ],
-)
-def test_memory_is_blamed_with_evidence_alone(monkeypatch, exit_code, before, now, words):
-    monkeypatch.setattr(parent, "out_of_memory_kills", lambda: now)
-    assert cause_of_death(exit_code, before) == words
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -1,15 +1,19 @@
-"""What a resumed sweep takes from its file, and how sweeps end, written down in ``figures.txt``, from made-up runs."""
+"""What a resumed sweep takes from its file, and how sweeps and processes end, written down in ``figures.txt``."""
 
 # Further names are used in figures.txt.
 # ruff: noqa: F401
 
+import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import typer
 from written_figures import read_figures, rows_of, write_figures
 
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError
+from cs336sys.processes import parent
+from cs336sys.processes.parent import cause_of_death
 from cs336sys.results.model import Cell, Results, Run, configuration_key, read_results
 from cs336sys.run.sweep import Sweep, known_cells, run_of_one_machine
 
@@ -77,6 +81,12 @@ def end(statuses, interruption=None):
     except CapabilityError as error:
         return str(error)
     return 0
+
+
+def died(exit_code, before, now):
+    """Return what is said of a process that ended so, where the kernel has killed so many before and since."""
+    with patch.object(parent, "out_of_memory_kills", lambda: now):
+        return cause_of_death(exit_code, before)
 
 
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
