@@ -47,8 +47,7 @@ def choose_world_sizes(values: Sequence[int]) -> Sequence[int]:
 
 
 @options.setting_options(
-    ParallelWorkload,
-    *("world_size", "backend", "timeout_s", "check_layers", "plot_scaling", "trace"),
+    ParallelWorkload, *("world_size", "backend", "timeout_s", "check_layers", "plot_scaling", "trace")
 )
 class ParallelTraining(options.OptionGroup):
     """Options that ``ddp`` and ``shard`` have in common: the ranks, and what is checked, drawn and kept of them."""

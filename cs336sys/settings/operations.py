@@ -74,6 +74,11 @@ def _varied(default: Any = MISSING, help: str = "", **description: Any) -> Any:
     return setting(default, help, **{"several": True, "in_titles": True, "minimum": 1} | description)
 
 
+def _optional(help: str, **description: Any) -> Any:
+    """Declare a setting that an operation may lack, of which a sweep has several values."""
+    return setting(None, help, **{"several": True, "minimum": 1} | description)
+
+
 @dataclass(frozen=True)
 class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
@@ -100,19 +105,11 @@ class AttentionWorkload(Configured):
     seed: int = same_setting(Workload, "seed")
     warmup_ms: float = setting(25.0, "Warm-up of each measurement.", minimum=0, header=None)
     repetition_ms: float = setting(100.0, "Duration of each measurement.", minimum=1, header=None)
-    kv_heads: int | None = setting(
-        None,
-        "Heads of keys and values, divisors of --num-heads.",
-        minimum=1,
-        several=True,
-        shown_default="all",
-        header="KV heads",
+    kv_heads: int | None = _optional(
+        "Heads of keys and values, divisors of --num-heads.", shown_default="all", header="KV heads"
     )
-    window: int | None = setting(
-        None,
+    window: int | None = _optional(
         "Sliding window: the last keys that a query sees.",
-        minimum=1,
-        several=True,
         shown_default="all",
         needs=(Needs("causal", (True,), "counts keys back from the query's own, so it needs --causal"),),
     )
@@ -187,11 +184,9 @@ class KernelWorkload(Configured):
         needs=(Needs("op", _WITH_HEADS, "only affects rope; add it to --op, or leave it out"),),
         is_required=True,
     )
-    vocab_size: int | None = setting(
-        None,
+    vocab_size: int | None = _optional(
         "Vocabularies of linear-cross-entropy.",
         minimum=2,
-        several=True,
         shown_default="151936, on a CPU 97",
         header="vocabulary",
         needs=(Needs("op", _WITH_VOCABULARY, "only affects linear-cross-entropy; add it to --op, or leave it out"),),

@@ -136,12 +136,7 @@ class ParallelWorkload(Configured, HasStrategy):
         is_required=True,
     )
     checkpointing: str = setting(
-        "none",
-        parse=parse_block_checkpointing,
-        several=True,
-        option="checkpoint",
-        in_titles=True,
-        needs=BLOCK_NEEDS,
+        "none", parse=parse_block_checkpointing, several=True, option="checkpoint", in_titles=True, needs=BLOCK_NEEDS
     )
     mesh: str | None = setting(None, "Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.", needs=(_MESH_NEEDS,))
     keep_gathered: int = setting(

@@ -36,7 +36,6 @@ class Unit:
 
 # By the unit's name as column names and samples spell it; any other unit is written like ms under its own name.
 UNITS = {
-    "ms": Unit("ms"),
     "gib": Unit("GiB"),
     # For people, of numbers that are GiB: see shown_units.
     "gib as mib": Unit("MiB", factor=2**10),

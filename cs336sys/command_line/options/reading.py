@@ -199,13 +199,12 @@ def types_in(kind: Any) -> set[Any]:
 
 def _number_reader(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
     """Return the function that reads an option's numbers within their bounds; None where its values are no numbers."""
-    if float in types:
-        highest = LARGEST_NUMBER if option.max is None else option.max
-        return between(-highest if option.min is None else option.min, highest)
-    if int in types:
-        highest = LARGEST_WHOLE_NUMBER if option.max is None else int(option.max)
-        return at_least(-highest if option.min is None else int(option.min), highest)
-    return None
+    if not {float, int} & types:
+        return None
+    is_whole = float not in types
+    largest = LARGEST_WHOLE_NUMBER if is_whole else LARGEST_NUMBER
+    highest = largest if option.max is None else option.max
+    return between(-highest if option.min is None else option.min, highest, is_whole=is_whole)
 
 
 def _callback(convert: Callable[[str], Any], *, is_list: bool, may_be_empty: bool) -> Callable[..., Any]:
@@ -251,16 +250,11 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     return convert
 
 
-def at_least(minimum: int, highest: float = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:
-    """Return a converter for :func:`split_list` that takes whole numbers from ``minimum`` on, ``1e3`` and ``1000``."""
-    return between(minimum, highest, _read_whole)
-
-
-def between(lowest: float, highest: float, read: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
-    """Return a converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``, as ``read`` does."""
+def between(lowest: float, highest: float, *, is_whole: bool = False) -> Callable[[str], Any]:
+    """Return a converter for :func:`split_list` that takes numbers, or only whole ones, ``1e3`` and ``1000``."""
 
     def convert(text: str) -> Any:
-        value = (read or _read_finite)(text)
+        value = _read_whole(text) if is_whole else _read_finite(text)
         if value < lowest and highest >= _OUT_OF_REACH:  # Nobody reaches that maximum, so the error need not name it.
             raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:

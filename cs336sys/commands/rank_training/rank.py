@@ -83,7 +83,8 @@ def build_recorded(
         is_in_first_step = position <= positions["after the first optimizer step"]
         present_gradients = first_gradients if is_in_first_step else gradients
         in_weights, in_gradients, in_state = (
-            _bytes_at(position, blocks) for blocks in (weights, present_gradients, state)
+            sum(block.size for block in blocks if block.start <= position < block.end)
+            for blocks in (weights, present_gradients, state)
         )
         other = totals[position] - in_weights - in_gradients - in_state
         memory.append(RankMemory(moment, in_weights, in_gradients, in_state, rest=other))
@@ -144,10 +145,6 @@ def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int)
     """Return the allocations that hold these addresses at a position of the history."""
     blocks = (block for block in timeline.allocations if block.address in addresses)
     return [block for block in blocks if block.start <= position < block.end]
-
-
-def _bytes_at(position: int, blocks: Iterable[Allocation]) -> int:
-    return sum(block.size for block in blocks if block.start <= position < block.end)
 
 
 # What latency and bandwidth of all-reduces are fitted to: bytes, calls in a row, and repetitions of those.

@@ -92,9 +92,9 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
             UsageError: settings do not go together.
         """
         limit_bytes = None if self.memory_limit is None else read_memory_limit(self.memory_limit)
-        if self.board:
-            for training in trainings:
-                _require_for_board(training)
+        for training in trainings if self.board else ():  # Some steps --board cannot measure or check.
+            if refusals := sentences(__name__, "board", workload=training):
+                raise UsageError(refusals[0])
         if self.memory_limit is not None and "auto" not in self.checkpoint:
             raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
         ranks_of_mesh = [] if self.mesh is None else [math.prod(read_mesh(self.mesh).values())]
@@ -121,12 +121,6 @@ def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -
     for option, reason in reasons.items():
         if reason:
             raise UsageError(f"{option}: {reason}; leave one of them out")
-
-
-def _require_for_board(workload: Workload) -> None:
-    """Refuse a step that ``--board`` cannot measure or check."""
-    if refusals := sentences(__name__, "board", workload=workload):
-        raise UsageError(refusals[0])
 
 
 def usable_bytes(device: str) -> float:

@@ -6,18 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336sys.capture.range_names import STEP
 from cs336sys.capture.summary import KernelTime, Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.results.model import Cell, Samples
 from cs336sys.tables.numbers import format_number
-from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.table import Column, Table, fill_row, named_columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     write_figure(figure, path)
 
 
-def _draw_bar(axes: "Axes", y: int, row: Mapping[str, Any]) -> None:
+def _draw_bar(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
     """Draw a row of the share table as a bar of coloured parts, and its kernels' time after it."""
     left = 0.0
     for category in Category:

@@ -141,8 +141,7 @@ def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: l
     if path is None:
         return
     with contextlib.closing(ResultsFile(path)) as results:
-        results.append(run)
-        for cell in cells:
-            results.append(cell)
+        for run_or_cell in (run, *cells):
+            results.append(run_or_cell)
         if results.fault is not None:
             raise OutputError(f"cannot write --save {path}: {results.fault}")

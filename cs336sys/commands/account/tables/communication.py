@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336sys.accounting import parallelism
 from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s
@@ -13,12 +13,9 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value
-from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.sentences import sentences
 from cs336sys.tables.table import Column, Table, named_columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def bucket_tables(
@@ -130,7 +127,7 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     write_figure(figure, path)
 
 
-def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
+def _draw_pass(drawing: Axes, layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
     """Draw one strategy's pass: computing, each of ``curves``, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:

@@ -5,7 +5,6 @@ from typing import Any
 from cs336sys.commands.report.answer import Answer, compared, facts_of, measured, where
 from cs336sys.commands.report.evidence import PLAIN, PLAIN_OF_ANY_MODE, cells_of
 from cs336sys.commands.report.problem import Commands, measurement, training_sweep
-from cs336sys.results.model import Cell
 
 _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms")
 
@@ -58,13 +57,14 @@ _PHASES = ("forward", "backward", "step")
 
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
     """Return a function that answers with the cells of ``precision`` that have a setting, preferably on a GPU."""
-
-    def has_setting(cell: Cell) -> bool:
-        return cell.configuration.get(setting) is not None
-
-    on_gpu = {"device": ("cuda",)}
-    # required={}: these cells are single operations, without the settings of a training step.
-    return measured("precision", block, tables, wanted=lambda handout: on_gpu, required={}, only=has_setting)
+    return measured(
+        "precision",
+        block,
+        tables,
+        wanted=lambda handout: {"device": ("cuda",)},
+        required={},  # These cells are single operations, without the settings of a training step.
+        only=lambda cell: cell.configuration.get(setting) is not None,
+    )
 
 
 accumulation = _precision(block="", setting="accumulation", accumulation=())
