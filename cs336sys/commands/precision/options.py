@@ -39,7 +39,8 @@ def precision(
     cells = precision_cells(precision, torch_device, run.run_id)
     record(run, *cells)  # For a caller in Python.
     if file is not None:
-        for run_or_cell in (run, *cells):
-            file.append(run_or_cell)
+        file.append(run)
+        for cell in cells:
+            file.append(cell)
         file.close()
     Sweep(tuple(cells), run, runs={run.run_id: run}, faults=tuple(unsaved(file))).report(precision_tables, output)

@@ -141,7 +141,8 @@ def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: l
     if path is None:
         return
     with contextlib.closing(ResultsFile(path)) as results:
-        for run_or_cell in (run, *cells):
-            results.append(run_or_cell)
+        results.append(run)
+        for cell in cells:
+            results.append(cell)
         if results.fault is not None:
             raise OutputError(f"cannot write --save {path}: {results.fault}")
