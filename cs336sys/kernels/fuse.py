@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import CapabilityError, UsageError, choose_from
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.kernels import recognition
 from cs336sys.kernels.linear import WeightCopies, linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
@@ -309,11 +309,8 @@ class Fused:
             gradient_dtype: float32, or ``dtype`` for an optimizer that takes gradients of another dtype than weights'.
 
         Raises:
-            CapabilityError: this version of torch (before 2.10) has no gradients of another dtype than their weights'.
             UsageError: the model was fused with some of the kernels only.
         """
-        if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
-            raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
         copies = self._stack(dtype, are_separate=True)  # The weights stay where they are.
         for module, replacement in self._replacements.items():
             if replacement.stacks or module is self._head:  # Those that multiply by copies: forward reads it.
