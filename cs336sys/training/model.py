@@ -66,7 +66,7 @@ def use_attention(workload: Workload) -> None:
     cs336_basics.model.scaled_dot_product_attention = attention_function(workload.attention)
     if workload.is_ours:
         # An earlier workload of this process may have replaced it for a user's model.
-        user_models.restore_torch_attention()
+        F.scaled_dot_product_attention = user_models.torch_attention
     else:
         user_models.replace_attention(workload.attention)
 
@@ -238,7 +238,8 @@ def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
     """Return the initializer of one layer; None if a user's model has none."""
     if workload.user.model is None:
         return initialize_layer
-    return user_models.layer_initializer(workload.user.model, workload.size)
+    initialize, _ = user_models.layer_initializer(workload.user.model, workload.size)
+    return initialize
 
 
 def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:

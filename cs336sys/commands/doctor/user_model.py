@@ -198,7 +198,7 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
     model = TrainStep(workload, _CPU).model
     checks = [Check("initial values", "layer by layer, from the meta device")]
     if initializer_of(workload) is None:
-        reason = user_models.why_built_whole(str(workload.user.model), workload.size)
+        _, reason = user_models.layer_initializer(str(workload.user.model), workload.size)
         checks = [_faulty("initial values", f"of the whole model at once: {reason}", fix="built whole")]
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
         checks.append(Check("batch norm", "over a rank's share of the batch: checks compare with that"))

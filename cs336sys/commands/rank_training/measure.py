@@ -32,7 +32,7 @@ from cs336sys.training.flop_counting import count_step
 from cs336sys.training.model import initializer_of
 from cs336sys.training.ranks.step import ParallelStep, rank_device
 from cs336sys.training.step import time_steps, with_notes
-from cs336sys.training.user_models import hidden_warnings, why_built_whole
+from cs336sys.training.user_models import hidden_warnings, layer_initializer
 
 # Steps without communication, by configuration: measured once a round for all strategies compared with them.
 _unsynchronized: dict[str, list[on_rank.RankMeasurement]] = {}
@@ -157,7 +157,8 @@ def _describe_model(workload: ParallelWorkload) -> dict[str, Any]:
         notes.append(f"{model}: trained without dropout, so that weights can be checked")
     # Strategies that shard weights, which do without autocast, build a model layer by layer where they know how.
     if not workload.uses_autocast and initializer_of(training) is None:
-        notes.append(sentence(__package__, "whole model", model=model, why=why_built_whole(model, training.size)))
+        _, reason = layer_initializer(model, training.size)
+        notes.append(sentence(__package__, "whole model", model=model, why=reason))
     return {"parameters": count.parameters, "notes": notes}
 
 

@@ -13,14 +13,13 @@ from cs336sys.training.user_models.attention import (
     left_to_torch,
     nothing_dropped,
     replace_attention,
-    restore_torch_attention,
     shape_of_attention,
     torch_attention,
     watched_attention,
     without_dropout,
 )
 from cs336sys.training.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
-from cs336sys.training.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
+from cs336sys.training.user_models.initialization import fill, layer_initializer, tiny_sizes
 from cs336sys.training.user_models.loading import (
     build,
     call_model,

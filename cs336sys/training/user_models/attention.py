@@ -19,11 +19,6 @@ _LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def restore_torch_attention() -> None:
-    """Let ``torch.nn.functional`` have its own attention."""
-    F.scaled_dot_product_attention = torch_attention
-
-
 def replace_attention(name: str) -> None:
     """Let all models of the process that call torch's attention compute it this way, by a name of ``ATTENTION``.
 

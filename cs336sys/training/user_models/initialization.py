@@ -31,26 +31,14 @@ _LARGEST_DISTANCE = 2.7
 _MOST_DEVIATIONS = 5.0
 
 
-def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
-    """Return what fills one layer's parameters and buffers, its children aside; None if nothing does.
+@functools.lru_cache(maxsize=16)
+def layer_initializer(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
+    """Return what fills one layer's parameters and buffers, its children aside; or None, and why nothing does.
 
     Layers fill themselves by ``reset_parameters``, those of Hugging Face by the model's ``_init_weights``. What a
     constructor does besides would be lost, so a copy at a tiny size is built both ways: all buffers, all that is the
     same from seed to seed, and the distributions of all else must be the same.
     """
-    initialize, _ = _by_layers(reference, size)
-    return initialize
-
-
-def why_built_whole(reference: str, size: ModelSize) -> str:
-    """Return why nothing fills a model layer by layer; empty where something does."""
-    _, reason = _by_layers(reference, size)
-    return reason
-
-
-@functools.lru_cache(maxsize=16)
-def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
-    """Return what fills the model layer by layer, and an empty reason; or None, and why nothing can fill it."""
     try:
         with torch.device("meta"), copied_code():
             model = build(reference, size)
@@ -155,7 +143,7 @@ def _first_difference(reference: str, size: ModelSize) -> str:
     whole, filled = [], []
     with torch.device("meta"):
         if sum(parameter.numel() for parameter in build(reference, size).parameters()) > _MOST_ELEMENTS:
-            raise MemoryError("a model that is large at every size")  # _by_layers() names the type.
+            raise MemoryError("a model that is large at every size")  # layer_initializer() names the type.
     for seed, poison in zip((0, 1), _POISON, strict=True):
         torch.manual_seed(seed)
         with torch.device("cpu"):
@@ -180,6 +168,9 @@ def _first_difference(reference: str, size: ModelSize) -> str:
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in named.items()}
+
+
+_equal = functools.partial(torch.isclose, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _start_alike(*tensors: Tensor) -> bool:
@@ -208,11 +199,6 @@ def _start_alike(*tensors: Tensor) -> bool:
         if not _same_distribution(torch.cat(norms[:2]), torch.cat(norms[2:])):
             return False
     return True
-
-
-def _equal(first: Tensor, second: Tensor) -> Tensor:
-    """Return whether elements are equal, NaN to NaN, too."""
-    return (first == second) | ((first != first) & (second != second))
 
 
 def _same_distribution(first: Tensor, second: Tensor) -> bool:
