@@ -98,11 +98,6 @@ def container_memory_limit_bytes() -> int | None:
     return int(limit) if limit.isdigit() else None
 
 
-def is_wsl() -> bool:
-    """Return whether this is the Windows Subsystem for Linux."""
-    return "microsoft" in platform.uname().release.lower()
-
-
 def _read_text(path: str) -> str:
     try:
         return Path(path).read_text().strip()

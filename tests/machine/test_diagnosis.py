@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import sys
 from types import SimpleNamespace
@@ -208,7 +209,7 @@ def test_too_little_memory_and_disk(tmp_path, monkeypatch):
 
 
 def test_wsl_is_named(monkeypatch):
-    monkeypatch.setattr(software, "is_wsl", lambda: False)
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-45-generic")
     assert "WSL2" not in [check.name for check in software.check_host()]
-    monkeypatch.setattr(software, "is_wsl", lambda: True)
+    monkeypatch.setattr(platform, "release", lambda: "5.15.153.1-microsoft-standard-WSL2")
     assert software.check_host()[-1].name == "WSL2"

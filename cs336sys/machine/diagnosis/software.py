@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from cs336sys.findings import sentence
-from cs336sys.machine.system import installed_version, is_wsl, memory_gib, run_tool
+from cs336sys.machine.system import installed_version, memory_gib, run_tool
 from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.processes.parent import python_module
 
@@ -192,7 +192,7 @@ def check_host() -> list[Check]:
         checks.append(check_shared_memory())
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}  # The last one stays.
     checks += [check_disk(folder) for folder in reversed(folders.values())]  # This folder first.
-    if is_wsl():
+    if "microsoft" in platform.release().lower():  # The Windows Subsystem for Linux.
         checks.append(faulty("WSL2", "this is WSL2", fix="wsl"))
     return checks
 
