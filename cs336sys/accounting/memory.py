@@ -41,24 +41,29 @@ def training_state(size: ModelSize, precision: str, *, autocast: bool = True) ->
 
 
 @dataclass(frozen=True)
-class PeakMemory(Components):
-    """Bytes alive at a moment of a step when much is; the parts add up to the total.
-
-    Attributes:
-        moment: which moment that is.
-        gradients: those that exist already at that moment: none before the backward pass, all at its end.
-        activations: saved for the backward pass and not yet freed, temporaries, the batch and the rotary table.
-    """
+class MomentMemory(Components):
+    """Bytes alive at a moment, by its name; the parts add up to the total."""
 
     moment: str
     parameters: int
     gradients: int
     optimizer_state: int
-    activations: int
 
     @property
     def total_gib(self) -> float:
         return self.total / GIB
+
+
+@dataclass(frozen=True)
+class PeakMemory(MomentMemory):
+    """Bytes alive at a moment of a step when much is.
+
+    Attributes:
+        gradients: those that exist already at that moment: none before the backward pass, all at its end.
+        activations: saved for the backward pass and not yet freed, temporaries, the batch and the rotary table.
+    """
+
+    activations: int
 
 
 def always_held_bytes(size: ModelSize) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from cs336sys.accounting import memory
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
-from cs336sys.accounting.flops import Components, count_parameters, parameter_shapes
-from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState
+from cs336sys.accounting.flops import count_parameters, parameter_shapes
+from cs336sys.accounting.memory import MomentMemory, PeakMemory, SavedBlocks, TrainingState
 from cs336sys.accounting.sharding import context, partition
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
@@ -161,8 +161,8 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
 
 
 @dataclass(frozen=True)
-class RankMemory(Components):
-    """Bytes that one rank holds at a moment; the parts add up to the total.
+class RankMemory(MomentMemory):
+    """Bytes that one rank holds at a moment.
 
     Attributes:
         moment: one of :data:`MOMENTS`: the model is built; directly before and after the first optimizer step, when
@@ -171,15 +171,7 @@ class RankMemory(Components):
         rest: activations and buffers: also gathered weights, gradients under way, temporaries, batch and rotary table.
     """
 
-    moment: str
-    parameters: int
-    gradients: int
-    optimizer_state: int
     rest: int
-
-    @property
-    def total_gib(self) -> float:
-        return self.total / GIB
 
 
 def predicted_memory(step: ShardedStep) -> list[RankMemory]:
