@@ -163,9 +163,8 @@ class TrainStep:
 
         Args:
             with_loss: make the loss a graph of its own.
-            around: entered around the capture of each phase.
-            around_warmup: entered around each step of the warm-up, with its number from 0.
-            recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`, which says what it refuses.
+            around, around_warmup, recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`, which says what
+                it refuses.
         """
         if self.workload.cuda_graph == "off":
             return

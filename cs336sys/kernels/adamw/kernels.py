@@ -205,10 +205,10 @@ def _sum_of_squares(
     sums = tl.zeros((TILE,), tl.float32)
     for tile in range(0, CHUNK, TILE):
         offset = start + tile + tl.arange(0, TILE)
+        pointers = _pointers(gradient_address, offset, DTYPE, VECTORS)
         if VECTORS:
-            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, VECTORS))
+            gradient = tl.load(pointers)
         else:
-            pointers = _pointers(gradient_address, offset, DTYPE, VECTORS)
             gradient = tl.load(pointers, mask=offset < num_elements, other=0.0)
         gradient = gradient.to(tl.float32)
         sums += gradient * gradient

@@ -186,8 +186,7 @@ def build_plain_model(
     calls of a block.
 
     Args:
-        attention: in place of the workload's.
-        compile_options: what torch.compile is told about blocks.
+        attention, compile_options: as of :func:`~cs336sys.training.model.build_model`.
     """
     model = build_model(workload.training, device, attention, compile_options)
     if workload.checkpointing == "block":
