@@ -94,14 +94,12 @@ class StepWork:
 
     Attributes:
         launches: kernels that the CPU launches, by phase; of a compiled block, also its entry.
-        recomputed: the part of the backward pass that computes activations again.
     """
 
     forward: Amounts = field(default_factory=Amounts)
     backward: Amounts = field(default_factory=Amounts)
     optimizer: Amounts = field(default_factory=Amounts)
     launches: dict[str, float] = field(default_factory=dict)
-    recomputed: Amounts = field(default_factory=Amounts)
 
     @property
     def phases(self) -> dict[str, Amounts]:
@@ -172,8 +170,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     if not workload.has_backward:
         work.backward.clear()
     elif checkpointing != "none":
-        work.recomputed = _recomputed(workload, checkpointing, block_forward)
-        work.backward.add(work.recomputed)
+        work.backward.add(_recomputed(workload, checkpointing, block_forward))
     if workload.updates_parameters:
         work.optimizer = optimizer_work(workload, optimizer_share)
     _add_launches(work, workload, block_launches)
@@ -371,8 +368,7 @@ class CountedModel:
             work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})  # Two products, and five backward.
             work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})  # Row sums, gradients, dQ's cast.
         if checkpointing != "none":
-            work.recomputed = Amounts(work.forward)  # As if checkpoints covered the whole model.
-            work.backward.add(work.recomputed)
+            work.backward.add(work.forward)  # As if checkpoints covered the whole model.
         if workload.optimizer_record.is_plain:
             kernels = _COURSE_KERNELS * self.tensors
             work.optimizer.add({"course_parameters": self.parameters, "kernels": kernels})
