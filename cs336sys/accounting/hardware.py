@@ -183,7 +183,7 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build them from what :meth:`write` has written; a ValueError or TypeError for anything else."""
+        """Build them from what :meth:`to_json` returned; a ValueError or TypeError for anything else."""
         ceilings = cls(**values)
         # A missing link has no rate to check. Predictions scale by the rates in fp32 and bf16.
         rates = (*ceilings.tflops.values(), ceilings.copy_gbps, ceilings.launch_us, ceilings.link_gbps or 1)
@@ -191,10 +191,13 @@ class Ceilings:
             raise ValueError(values)
         return ceilings
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
     def write(self, path: Path) -> None:
         """Write them to a file, for ``trace --ceilings``."""
         with written_whole(path) as new:
-            new.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
+            new.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def read_ceilings(path: Path) -> Ceilings:
