@@ -6,54 +6,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line.options.effects import Effect, effect_of
-from cs336sys.command_line.options.reading import LARGEST_WHOLE_NUMBER, between, one_of, read_function, split_list
-from cs336sys.errors import UsageError
-
-from_one = between(1, LARGEST_WHOLE_NUMBER, is_whole=True)
-
-
-def test_lists_take_commas_and_repetition_and_drop_repeated_values():
-    assert split_list(["a,b", "c", "a"], "--x", str) == ["a", "b", "c"]
-    assert split_list(["128, 256"], "--x", from_one) == [128, 256]
-
-
-@pytest.mark.parametrize(
-    ("values", "convert", "sentence"),
-    [
-        (["a,z"], one_of(("a", "b")), "--x 'z': choose from a, b"),
-        (["128,"], from_one, "--x '': not a number"),
-        (["12k"], from_one, "--x '12k': not a number"),
-        (["0"], from_one, "--x '0': must be at least 1"),
-        (["101"], between(0, 100), "--x '101': must be between 0 and 100"),
-        ([], str, "--x needs at least one value"),
-    ],
-)
-def test_a_value_that_cannot_be_is_named_with_its_rule(values, convert, sentence):
-    with pytest.raises(UsageError) as refused:
-        split_list(values, "--x", convert)
-    assert str(refused.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        ("inf", "must be a finite number"),
-        ("nan", "must be a finite number"),
-        ("1e23", "must be between 1 and 1e+12"),
-        ("9" * 5000, "must be a finite number"),
-        ("1.5", "must be a whole number"),
-        ("-1e3", "must be at least 1"),
-    ],
-)
-def test_a_number_that_no_machine_holds_is_refused(value, rule):
-    with pytest.raises(UsageError, match=f"^--x '{value}': ") as refused:
-        split_list([value], "--x", from_one)
-    assert str(refused.value).endswith(f": {rule}")
-
-
-def test_numbers_may_be_written_with_an_exponent():
-    assert split_list(["1e3", "20"], "--x", from_one) == [1000, 20]
-
+from cs336sys.errors import SYNONYMS, UsageError
 
 NUMBERS = ("<int>", "<number>", "<s>")
 

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from written_figures import outcome, read_figures, rows_of, write_figures
 
 from cs336sys.cli import app
-from cs336sys.command_line.options.reading import at_least, between, one_of, read_function, split_list
+from cs336sys.command_line.options.reading import LARGEST_WHOLE_NUMBER, between, one_of, read_function, split_list
 from cs336sys.errors import a_value, nearest_name
 from cs336sys.settings.sizes import SIZES
 
+from_one = between(1, LARGEST_WHOLE_NUMBER, is_whole=True)
 PATH = Path(__file__).with_name("figures.txt")
 PLAN = ("bench", "--size", "tiny", "--dry-run", "--format", "csv", "--columns", "size,batch_size")
 
