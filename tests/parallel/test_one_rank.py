@@ -16,6 +16,7 @@ from cs336sys.parallel import collectives, gradient_slices, rank_consistency
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
+from cs336sys.parallel.fsdp.runner import tensors_in
 from cs336sys.parallel.gradient_slices import mark_partial
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, slices
 from cs336sys.parallel.tensor_parallel import TensorParallel, layers
@@ -420,4 +421,26 @@ def test_a_parameter_that_is_put_into_a_group_twice_is_refused_when_it_is_taken_
     optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5)
     optimizer.param_groups[0]["params"].append(weight)
     with pytest.raises(UsageError, match=r"^parameter 0 is given twice: give a tied weight once$"):
+        optimizer.refresh()
+
+
+def test_list_that_stands_twice_is_searched_once():
+    tensors = [torch.ones(1)]
+    assert tensors_in([tensors, {"again": tensors}]) == tensors
+
+
+def test_part_whose_gradients_another_wrapper_averages_cannot_be_added():
+    wrapped, part = FSDP(nn.ModuleList([nn.Linear(3, 3)])), nn.Linear(3, 3)
+    other = BucketedDDP(part, None)
+    wrapped.module.append(part)
+    with pytest.raises(UsageError, match=r"^1\.weight has its gradient averaged already"):
+        wrapped.refresh()
+    del other
+
+
+def test_parameter_replaced_by_one_in_no_group_that_has_another_name_already_is_refused():
+    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+    optimizer = ShardedOptimizer([module[1].weight], torch.optim.SGD, lr=0.5, module=module)
+    module[1].weight = module[0].weight
+    with pytest.raises(UsageError, match=r"^1\.weight was replaced in the module by a parameter that is in no group"):
         optimizer.refresh()
