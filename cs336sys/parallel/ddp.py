@@ -193,8 +193,7 @@ class _Replicated(StateDictOfWrapped):
 
     def _copied_state(self) -> dict[str, Any]:
         # These refer to the parameters of this object and their hooks: __setstate__ makes new ones for the copy's.
-        left_out = ("_synchronizer", "_held")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_synchronizer", "_held")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

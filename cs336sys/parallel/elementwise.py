@@ -47,8 +47,8 @@ def require_elementwise(
         the keys of the state that have one value for the whole matrix, as "step" has.
     """
     refusal = f"{refusal} {optimizer_cls.__name__}"
-    # The matrix, and its gradient in each step: the same always, as every new generator begins with the same seed.
-    tensors = torch.randn(1 + _STEPS, *_MATRIX, generator=torch.Generator()).to(device)
+    # The matrix, and its gradient in each step.
+    tensors = torch.randn(1 + _STEPS, *_MATRIX, generator=torch.Generator().manual_seed(0)).to(device)
     shape, dim, first_size = _CUTS[cut]
     # Dimension 0 counts the tensors.
     slices = [part.contiguous() for part in tensors.view(-1, *shape).tensor_split([first_size], 1 + dim)]

@@ -331,8 +331,9 @@ def _check_whole(path: Path) -> None:
         saved = PlainReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"checkpoint {path} is not whole: its .metadata cannot be read ({error}){instead}") from error
-    # For each file, the byte up to which entries are in it: of its ends, the last remains.
-    ends = dict(sorted((entry.relative_path, entry.offset + entry.length) for entry in saved.storage_data.values()))
+    ends: dict[str, int] = {}  # For each file, the byte up to which entries are in it.
+    for entry in saved.storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
     for name, end in ends.items():
         size = (path / name).stat().st_size if (path / name).exists() else 0
         if size < end:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 
 from cs336sys.kernels.attention.plan import Descriptors, Launch
 
@@ -22,12 +21,6 @@ class RecordedKernel:
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
         return launch
-
-
-@pytest.fixture
-def active_driver(monkeypatch):
-    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
 
 
 @pytest.mark.usefixtures("active_driver")

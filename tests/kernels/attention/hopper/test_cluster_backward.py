@@ -8,7 +8,6 @@ import compile_cluster_backward
 import pytest
 import time_cluster_backward
 import torch
-import triton
 from attention_checks import on_hopper
 from cluster_backward import PEER_READY_AT, ClusterBackwardPlan, ClusterLaunch, cluster_backward_plan
 from compile_for_hopper import MAX_SHARED_BYTES
@@ -72,12 +71,6 @@ def launch_of(*addresses, launched):
         asm={"ptx": PTX.format(*addresses)},
     )
     return ClusterLaunch(SimpleNamespace(warmup=lambda *arguments, grid: compiled), 5, (3,), (64,))
-
-
-@pytest.fixture
-def active_driver(monkeypatch):
-    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
 
 
 @pytest.mark.usefixtures("active_driver")
