@@ -114,14 +114,12 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
         raise CapabilityError(
             f"strategy '{workload.strategy}' keeps DTensors: choose --optimizer fused or course, and bf16 or fp32"
         )
-    model: Any = build_plain_model(replace(workload, training=replace(training, compile="off")), device)
+    model: Any = build_plain_model(workload, device)  # Blocks are compiled at their first call, with the layers below.
     with torch.no_grad():
         _as_torch_layers(model)
     _parallelize(model, _data_tensor_mesh(workload, device)["tp"], workload.strategy_record.is_sequence_parallel)
     for block in model.layers:
         block.attn.num_heads //= ranks  # Projections return this rank's heads; the workload refuses uneven ones.
-        if training.compiles_blocks:  # Not when they were built: their layers have been replaced since.
-            block.compile(dynamic=False)
     parameters = list(model.parameters())
     # torch's optimizers update the tensors of a group together, which must all be DTensors, or none.
     groups = [

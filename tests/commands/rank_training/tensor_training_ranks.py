@@ -25,6 +25,17 @@ def _sent(workload):
     return sum(communication.sent_bytes for communication in communications if not communication.is_flags)
 
 
+def count_block_runs(workload):
+    """How often a step runs its blocks, forward or again; the compiler leaves them as they are."""
+    runs = []
+    with _replaced(torch, "compile", lambda function, **_: function):
+        step = ParallelStep(workload, torch.device("cpu"))
+    for block in step.replica.model.layers:
+        block.attn.register_forward_hook(lambda *_: runs.append(1))
+    step()
+    return len(runs)
+
+
 def verify_faulty(fault, workload):
     """How far weights are off, and of which parameter most, where something is forgotten.
 
