@@ -103,14 +103,6 @@ def attention_kept() -> Iterator[None]:
         yield
 
 
-def torch_linear(weight: nn.Parameter) -> nn.Linear:
-    """Put a weight, (out, in), into a layer of torch's, which torch's tensor-parallel styles know."""
-    with torch.device("meta"):  # Without memory for the weight that is replaced.
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = weight
-    return layer
-
-
 def causal_attention(name: str) -> CausalAttention | None:
     """Return causal attention of query, key, value by its name; None for the model's own, which looks at the mask."""
     return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))

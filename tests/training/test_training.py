@@ -8,6 +8,7 @@ from cs336sys.commands.bench.measure import measure_training
 from cs336sys.settings.choices import MODES
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
+from cs336sys.training.ranks.tensor_strategies import torch_linear
 from cs336sys.training.step import TrainStep
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
@@ -35,6 +36,13 @@ def test_step_has_the_phases_of_its_mode(mode):
 def test_training_lowers_the_loss_of_the_batch(optimizer):
     _, losses = train(steps=8, optimizer=optimizer)
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("bias", [None, torch.nn.Parameter(torch.randn(5))])
+def test_a_layer_of_torch_takes_over_weight_and_bias(bias):
+    layer, inputs = torch.nn.Module(), torch.randn(2, 3)
+    layer.weight, layer.bias = torch.nn.Parameter(torch.randn(5, 3)), bias
+    assert torch.equal(torch_linear(layer)(inputs), torch.nn.functional.linear(inputs, layer.weight, bias))
 
 
 def test_without_an_optimizer_the_weights_stay():
@@ -135,6 +143,7 @@ import sys
 import torch
 import cs336sys.commands.rank_training.measure
 from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.training.ranks.tensor_strategies import torch_linear
 from cs336sys.training.step import TrainStep
 from cs336sys.timing.phases import TorchProfiler
 from cs336sys.settings.sizes import choose_size

@@ -116,6 +116,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     ``counts_of_ranks`` has the ranks on which it is off. Below, *senders* are data ranks with any micro-batch in it.
     """
     data_ranks, micro_batches = case.workload.data_ranks, case.program.micro_batches
+    noun = "rank" if data_ranks == case.workload.world_size else "data rank"
     rank, first_counts = next(iter(counts_of_ranks.items()))
     # The first rank's show what is wrong; others tell only whether each rank has the gradient of another one.
     values = [count for part, count in first_counts.items() if part != _STEP_BEFORE]
@@ -137,12 +138,11 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         if len(main_senders) > 1 or (is_one_rank_off and sender == case.workload.data_place(rank)):
             return _diagnose_own_gradient(case, name)  # Each has its own, or the one that is off has.
         if is_one_rank_off:
-            return case.conclude("one rank's", rank=rank, sender=f"rank {sender}", is_alone=True)
-        described = {data_ranks - 1: "the last rank", 0: "the first rank"}.get(sender, f"rank {sender}")
+            return case.conclude("one rank's", rank=rank, sender=f"{noun} {sender}", is_alone=True)
+        described = {data_ranks - 1: f"the last {noun}", 0: f"the first {noun}"}.get(sender, f"{noun} {sender}")
         return case.conclude("one rank's", sender=described, is_alone=False)
     if len(senders) < data_ranks:
-        missing = [data_rank for data_rank in range(data_ranks) if data_rank not in senders]
-        return case.conclude("rank left out", missing=missing)
+        return case.conclude("rank left out", missing=sorted({*range(data_ranks)} - {*senders}), noun=noun)
     if case.program.uneven:  # All are in it, but count alike, as if their shares were equally large.
         return case.conclude("uneven")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())

@@ -25,7 +25,8 @@ from cs336sys.parity.subject import loss_of
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
-from cs336sys.training.model import blocks_of, torch_linear
+from cs336sys.training.model import blocks_of
+from cs336sys.training.ranks.tensor_strategies import torch_linear
 
 _MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")  # Of parameters that take a mesh; GROUP_NAMES take a group.
 
@@ -204,7 +205,7 @@ def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
             for name, layer in layers.items():
                 # torch's styles know its own linear layers alone, which can take over a weight that is a parameter.
                 if not isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter):
-                    setattr(module, name, torch_linear(layer.weight))
+                    setattr(module, name, torch_linear(layer))
                 plan[f"{path}.{name}".lstrip(".")] = RowwiseParallel() if name == cut_by_rows else ColwiseParallel()
     if not plan:
         listed = "; ".join(", ".join(pair) for pair in _PAIRS)

@@ -135,6 +135,15 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
     )
 
 
+def torch_linear(layer: Any) -> nn.Linear:
+    """Put a layer's weight, (out, in), and its bias into one of torch's, which torch's tensor-parallel styles know."""
+    with torch.device("meta"):  # Without memory for the weight that is replaced.
+        linear = nn.Linear(layer.weight.shape[1], layer.weight.shape[0], bias=False)
+    linear.weight = layer.weight
+    linear.register_parameter("bias", dict(layer.named_parameters()).get("bias"))
+    return linear
+
+
 def _as_torch_layers(model: nn.Module) -> None:
     """Replace our layers by torch's, which ``ColwiseParallel`` and ``RowwiseParallel`` know."""
     for module in list(model.modules()):
@@ -143,7 +152,7 @@ def _as_torch_layers(model: nn.Module) -> None:
             # Norms, whose weights are vectors, stay.
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            layer: nn.Module = models.torch_linear(weight)
+            layer: nn.Module = torch_linear(child)
             if name == "token_embeddings":
                 layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
                 layer.weight = weight  # The constructor has made another parameter of it.
