@@ -32,11 +32,11 @@ FULL = "error: cannot write standard output: No space left on device\n"
     [
         ("> /dev/full", PAPER, 1, FULL),
         ("> /dev/full", ["--help"], 1, FULL),
-        ("> /dev/full", ["--version"], 1, FULL),
         (">&-", PAPER, 1, "error: cannot write the result: standard output is closed; give a file with --output\n"),
         (">&- 2>&-", PAPER, 1, ""),
         # A reader that has left.
         ("| true; exit ${PIPESTATUS[0]}", PAPER, 141, ""),
+        ("| true; exit ${PIPESTATUS[0]}", ["--help"], 141, ""),
     ],
 )
 def test_standard_output_that_cannot_be_written_is_one_sentence(redirected, arguments, code, sentence):
@@ -78,14 +78,20 @@ def test_the_table_is_printed_where_a_file_finds_no_room(monkeypatch, tmp_path, 
     assert result.stderr == f"error: cannot write {option} {path}: No space left on device\n"
 
 
-def test_sigterm_prints_what_was_measured():
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_prints_what_was_measured(number, code, word):
     # A second cell that outlasts the way of the signal on a loaded machine.
     arguments = [*TINY, "--context", "16,2048", "--steps", "50", "--format", "csv"]
+    # Else Ctrl-C would not reach it where tests run in the background of a shell, which ignores it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, handler)
     # Every half minute a cell says what it has come to.
     line = next(line for line in process.stderr if ", after " not in line)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert line.startswith("bench: 1 of 2: ok: context 16: ")
-    assert (process.returncode, err) == (143, "terminated: 1 of 2 cells measured\n")
+    assert (process.returncode, err) == (code, f"{word}: 1 of 2 cells measured\n")
     assert len(out.splitlines()) == 2

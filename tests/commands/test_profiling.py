@@ -1,9 +1,7 @@
 """A cell of ``nsys``: which profiler is used, what becomes of failures, and what is kept."""
 
 import contextlib
-import errno
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from fake_nsys import put_nsys
 from profile_files import NsysReport, train_step
 
-from cs336sys.capture import nsys as nsight_systems
 from cs336sys.capture.range_names import run_name
 from cs336sys.capture.summary import Profile
 from cs336sys.commands.nsys import measure as profiling
@@ -150,23 +147,6 @@ def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
         profiling._profile_under_torch(ProfileWorkload(TINY), torch.device("cuda"), tmp_path, silent)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"NSYS_PROFILING_SESSION_ID": "1234"},
-        {"CUDA_INJECTION64_PATH": "/opt/nvidia/nsys/target/libToolsInjection64.so"},
-        {"LD_PRELOAD": "/opt/nvidia/nsys/target/libToolsInjectionProxy64.so"},
-    ],
-)
-def test_a_process_knows_that_it_is_profiled(monkeypatch, variables):
-    for name in ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD"):
-        monkeypatch.delenv(name, raising=False)
-    assert not nsight_systems.is_profiled()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert nsight_systems.is_profiled()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_the_profiled_process_writes_its_outcome(tmp_path):
     configuration = json.dumps(TINY.configuration())
@@ -181,9 +161,7 @@ def test_steps_on_a_gpu_by_torch_profiler():
     workload = ProfileWorkload(replace(TINY, device="cuda"), "torch")
     outcome = profiling.measure_profile(workload.configuration(), silent)
     profile = Profile.from_json(outcome.derived["profile"])
-    kernels = {row.name: row.kernels for row in profile.phases}
     assert profile.is_gpu
-    assert kernels["backward"] > kernels["forward"] > 0
     assert profile.attributed_percent > 99
     assert sum(row.kernel_ns for row in profile.phases) == pytest.approx(profile.step.kernel_ns, rel=0.01)
     assert {part.name for part in profile.parts if part.kernels}
@@ -203,19 +181,3 @@ def test_nsys_and_torch_profiler_agree_on_a_gpu():
     for a, b in zip(of_nsys.phases, of_torch.phases, strict=True):
         assert (a.name, a.kernels) == (b.name, b.kernels)
         assert a.kernel_ns == pytest.approx(b.kernel_ns, rel=0.03)
-
-
-def test_a_report_that_cannot_be_kept_leaves_that_of_before(tmp_path, monkeypatch):
-    workload = ProfileWorkload(TINY, "nsys", keep=str(tmp_path))
-    kept = tmp_path / f"{TINY.name}.sqlite"
-    kept.write_text("of before")
-
-    def copy_half(source, destination):
-        destination.write_text("of n")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", copy_half)
-    with pytest.raises(OSError, match="No space left"):
-        profiling._copy_kept_file(tmp_path / "report.sqlite", workload, "sqlite")
-    assert kept.read_text() == "of before"
-    assert list(tmp_path.iterdir()) == [kept]

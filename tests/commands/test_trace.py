@@ -1,6 +1,5 @@
 """``trace`` as a user runs it: one rank and several, against another capture, as a page, saved, and bad files."""
 
-import gzip
 import json
 import re
 from functools import partial
@@ -168,34 +167,12 @@ def test_no_torch_is_imported(runs):
     assert "torch" not in imported_by(f"trace {runs / 'before'}")
 
 
-WHOLE = json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {}}] * 50})
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (gzip.compress(WHOLE.encode(), mtime=0)[:-40], "cannot be read as a trace of torch.profiler"),
-        (b'{"traceEvents": []}', "holds neither GPU kernels nor operations of the CPU"),
-        (b"\x00\x01\x02", "is no report"),
-    ],
-)
-def test_a_bad_file_is_one_sentence(tmp_path, content, sentence):
+def test_a_bad_file_is_one_sentence(tmp_path):
     path = tmp_path / "bad.json"
-    path.write_bytes(content)
+    path.write_text('{"traceEvents": []}')
     result = trace(path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert sentence in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("value", ["x", -1, 1e300, None, []])
-def test_numbers_that_are_none_are_not_recorded(tmp_path, value):
-    trace = ChromeTrace(tmp_path / "trace.json")
-    trace.range("step", 0, 1000)
-    trace.kernel("gemm", 10, 20, 500)
-    trace.events[-1]["args"] |= {"correlation": value, "bytes": value, "External id": value}
-    found = tables(trace.write())
-    assert found["kinds"]["rows"][0]["count"] == 1
+    assert result.stderr == f"error: {path} holds neither GPU kernels nor operations of the CPU\n"
 
 
 def test_measured_ceilings_are_those_of_the_capture_s_gpu(tmp_path):

@@ -1,10 +1,14 @@
+"""Options of every command: what they refuse, offer and may do, their variables, and files that they may write."""
+
 import gzip
+import importlib
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
-from cs336sys.cli import app
+from cs336sys.cli import COMMANDS, app, module_of
 from cs336sys.command_line.options.effects import Effect, effect_of
 from cs336sys.errors import SYNONYMS, UsageError
 
@@ -31,6 +35,10 @@ NAMED_VALUES = {
     *("--implementation", "--op", "--dtype", "--grid", "--backend", "--collective", "--transport", "--gradient-dtype"),
     *("--strategy", "--status"),
 }
+
+
+def run(*arguments, **variables):
+    return CliRunner().invoke(app, arguments, env=variables, auto_envvar_prefix="CS336SYS")
 
 
 def rule_of(context, option, value):
@@ -67,6 +75,36 @@ def test_every_option_refuses_what_it_cannot_be(every_command):
     assert named >= NAMED_VALUES
 
 
+# Which tables and columns there are is known when there are tables.
+OF_TABLES = {"--table", "--columns", "--sort"}
+
+
+def test_every_option_that_takes_one_of_some_names_offers_them(every_command, monkeypatch):
+    """An option that offers nothing must not refuse a word because it is none of some names."""
+
+    def stop(*arguments, **settings):
+        raise UsageError("this would be measured")
+
+    for name in COMMANDS:
+        module = importlib.import_module(module_of(name))
+        if hasattr(module, "run_sweep"):
+            monkeypatch.setattr(module, "run_sweep", stop)
+    offering, refused = 0, []
+    for context, command in every_command:
+        for option in command.params:
+            if getattr(option, "metavar", None) not in ("<name>", "<a,b>") or option.opts[0] in OF_TABLES:
+                continue
+            if option.shell_complete(context, ""):
+                offering += 1
+            elif command.name not in ("doctor", "report"):
+                try:
+                    command.invoke(command.make_context(command.name, [option.opts[0], "zzz"], parent=context.parent))
+                except Exception as error:
+                    refused += re.findall(rf"^{option.opts[0]} 'zzz': choose from .*", str(error))
+    assert refused == [], "give the option autocompletion=among(its names)"
+    assert offering > 60
+
+
 def test_every_option_is_set_by_the_variable_of_its_name(every_command):
     found = {}
     for context, command in every_command:
@@ -81,16 +119,26 @@ def test_every_option_is_set_by_the_variable_of_its_name(every_command):
 
 @pytest.mark.parametrize("variable", ["VERSION", "HELP", "SHOW_COMPLETION", "ACCOUNT_HELP", "ACCOUNT_XXL_HELP"])
 def test_no_variable_turns_a_command_into_help(variable):
-    result = CliRunner().invoke(
-        app, ["account", "xxl"], env={f"CS336SYS_{variable}": "1"}, auto_envvar_prefix="CS336SYS"
-    )
+    result = run("account", "xxl", **{f"CS336SYS_{variable}": "1"})
     assert result.exit_code == 0
     assert "126 blocks" in result.stdout
 
 
-def test_a_variable_is_read_as_the_option():
-    result = CliRunner().invoke(app, ["nsys"], env={"CS336SYS_NSYS_FROM": "no.sqlite"}, auto_envvar_prefix="CS336SYS")
-    assert (result.exit_code, result.stderr) == (2, "error: cannot read no.sqlite: No such file or directory\n")
+def test_variables_of_options_and_other_commands_are_no_mistakes():
+    variables = {
+        "CS336SYS_BENCH_BATCH_SIZE": "3",
+        "CS336SYS_FLASH_NUM_HEADS": "4",
+        "CS336SYS_NSYS": "/usr/bin/nsys",
+        "CS336SYS_DEBUG": "1",
+        "CS336SYS_CONFIG": "/dev/null",
+        "CS336SYS_TRITON_ENGINE": "hopper",
+        "CS336SYS_BENCH_HELP": "1",
+    }
+    result = run(
+        "bench", *["--size", "tiny", "--dry-run", "--format", "csv", "--columns", "size,batch_size"], **variables
+    )
+    assert (result.exit_code, result.stdout.splitlines()[1:]) == (0, ["plan,tiny,3"]), result.stderr
+    assert run("bench", "--help", CS336SYS_BENCH_STEP="1").exit_code == 0, "a mistake hides no help"
 
 
 def test_every_command_with_a_table_takes_the_selection_of_tables_and_columns(every_command):
@@ -100,28 +148,16 @@ def test_every_command_with_a_table_takes_the_selection_of_tables_and_columns(ev
     assert others == {"report", "slurm"}, "which write documents and scripts"
 
 
-def test_tables_and_columns_are_chosen_before_they_are_written():
-    arguments = ["account", "xxl", "--format", "json"]
-    names = [table["name"] for table in json.loads(CliRunner().invoke(app, arguments).stdout)["tables"]]
-    assert len(names) > 1
-    chosen = ["--table", names[0], "--columns", "value,QUANTITY", "--sort", "-quantity"]
-    (table,) = json.loads(CliRunner().invoke(app, [*arguments, *chosen]).stdout)["tables"]
-    assert {tuple(row) for row in table["rows"]} == {("value", "quantity")}
-    quantities = [row["quantity"] for row in table["rows"]]
-    assert len(set(quantities)) > 2
-    assert quantities == sorted(quantities, reverse=True)
-
-
 @pytest.mark.parametrize(("tools", "size"), [({"nvidia-smi"}, "small"), (set(), "tiny")])
 @pytest.mark.parametrize("command", ["bench", "nsys", "ddp"])
 def test_without_a_gpu_the_smallest_model_is_trained_unless_one_is_named(command, tools, size, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
-    result = CliRunner().invoke(app, [command, "--dry-run", "--format", "json"])
+    result = run(command, "--dry-run", "--format", "json")
     assert {row["size"] for table in json.loads(result.stdout)["tables"] for row in table["rows"]} == {size}
 
 
 def test_wide_text_is_not_cut_or_turned():
-    drawn = CliRunner().invoke(app, ["bench", "--size", "tiny", "--dry-run", "--wide"]).stdout.splitlines()
+    drawn = run("bench", "--size", "tiny", "--dry-run", "--wide").stdout.splitlines()
     assert drawn[1].startswith("╭─")
     assert len(drawn[1]) > 200
 
@@ -136,7 +172,7 @@ def test_wide_text_is_not_cut_or_turned():
 def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
     """The table was written over the results, when they had been measured."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["attn", *files])
+    result = run("attn", *files)
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -190,7 +226,7 @@ def test_inputs_and_results_are_not_overwritten(arguments, name, tmp_path, monke
     files = {"r.jsonl": record, "r.jsonl.gz": gzip.compress(record), "book.txt": b"It was"}
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
-    result = CliRunner().invoke(app, arguments)
+    result = run(*arguments)
     assert result.exit_code == 2
     assert name in result.stderr
     assert "give another" in result.stderr
