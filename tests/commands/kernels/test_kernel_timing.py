@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+from run_commands import invoke, tables
 
 from cs336sys.commands.kernels import measure as measurement
 from cs336sys.commands.kernels.measure import TOLERANCES, kernel_errors, measure_kernel
@@ -130,6 +131,25 @@ def test_a_package_that_is_not_installed_is_named(implementation, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=rf"'{implementation}\w*' needs the package {implementation}-kernel"):
         measure_kernel(workload("rms-norm", implementation).configuration(), lambda stage: None)
+
+
+def test_command_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    picture = tmp_path / "kernels.png"
+    options = "--op swiglu,rope --head-dim 8 --implementation ours,eager,liger --format json --plot"
+    result = invoke("kernels --device cpu --dtype fp32 --tokens 4 --width 16 --repetition-ms 1", options, picture)
+    (table,) = tables(result).values()
+    rows = [(row["op"], row["implementation"], row["head_dim"], row["status"]) for row in table["rows"]]
+    assert rows == [
+        ("swiglu", "ours", None, "ok"),
+        ("swiglu", "eager", None, "ok"),
+        ("swiglu", "liger", None, "unsupported"),
+        ("rope", "ours", 8, "ok"),
+        ("rope", "eager", 8, "ok"),
+    ]
+    assert table["title"].startswith("kernels: tokens 4, width 16, dtype fp32, ")
+    assert any(note.startswith("liger unsupported: ") for note in table["notes"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu

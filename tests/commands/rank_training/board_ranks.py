@@ -8,10 +8,6 @@ from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.training.ranks.step import ParallelStep
 
 
-def check(workload):
-    return check_gradients(workload)
-
-
 def check_with_faults(workload):
     """What the check finds, by the fault that was planted."""
     differences = {}

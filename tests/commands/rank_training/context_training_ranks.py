@@ -5,79 +5,45 @@ import torch
 
 from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.context_parallel import ring
+from cs336sys.training import model as models
+
+_SEEN, _PASS_ON, _MERGE = ring._Ring.seen, ring._Ring.pass_on, ring.merge_block
 
 
-def _skip_a_block(patched):
-    seen = ring._Ring.seen
-    patched.setattr(
-        ring._Ring, "seen", lambda *at: (slice(0, 0), slice(None)) if at[1] == 1 and at[0]._rank == 1 else seen(*at)
-    )
+def _skip_a_block(*at):
+    return (slice(0, 0), slice(None)) if at[1] == 1 and at[0]._rank == 1 else _SEEN(*at)
 
 
-def _see_too_much(patched):
+def _see_too_much(*at):
     """Ranks before the owner of a block let the queries of their first chunk see it, too."""
-    seen = ring._Ring.seen
-    patched.setattr(ring._Ring, "seen", lambda *at: (slice(None), seen(*at)[1]))
+    return slice(None), _SEEN(*at)[1]
 
 
-def _merge_by_halves(patched):
-    def merge(out, logsumexp, block_out, block_logsumexp):
-        out.lerp_(block_out.to(out.dtype), 0.5)
-        logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
-
-    patched.setattr(ring, "merge_block", merge)
+def _merge_by_halves(out, logsumexp, block_out, block_logsumexp):
+    out.lerp_(block_out.to(out.dtype), 0.5)
+    logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
 
 
-def _add_without_rescaling(patched):
-    right = ring.merge_block
-
-    def merge(out, logsumexp, block_out, block_logsumexp):
-        before = logsumexp.clone()
-        right(out, logsumexp, block_out, block_logsumexp)
-        # The old output keeps its weight of 1.
-        out += out * (1 - torch.exp(before - logsumexp)).unsqueeze(-1)
-
-    patched.setattr(ring, "merge_block", merge)
-
-
-def _keep_the_first_logsumexp(patched):
+def _keep_the_first_logsumexp(out, logsumexp, block_out, block_logsumexp):
     """The forward pass is right, the backward pass computes with the logsumexp over the own block."""
-
-    right = ring.merge_block
-
-    def merge(out, logsumexp, block_out, block_logsumexp):
-        right(out, logsumexp.clone(), block_out, block_logsumexp)
-
-    patched.setattr(ring, "merge_block", merge)
+    _MERGE(out, logsumexp.clone(), block_out, block_logsumexp)
 
 
-def _lose_gradients_on_their_way(patched):
-    pass_on = ring._Ring.pass_on
-
-    def losing(rank, block, step, contents):
-        return pass_on(rank, block * 0 if contents == ring._GRADIENTS else block, step, contents)
-
-    patched.setattr(ring._Ring, "pass_on", losing)
-
-
-def _keep_positions_local(patched):
-    from cs336sys.training import model as models
-
-    patched.setattr(models, "give_positions", lambda *_: None)
+def _lose_gradients_on_their_way(rank, block, step, contents):
+    return _PASS_ON(rank, block * 0 if contents == ring._GRADIENTS else block, step, contents)
 
 
 FAULTS = {
-    "a block is skipped": _skip_a_block,
-    "a mask is wrong on one block": _see_too_much,
-    "blocks are merged by halves": _merge_by_halves,
-    "the output is not rescaled": _add_without_rescaling,
-    "the logsumexp is that of the own block": _keep_the_first_logsumexp,
-    "gradients are lost on their way": _lose_gradients_on_their_way,
-    "positions are those in the slice": _keep_positions_local,
+    "a block is skipped": (ring._Ring, "seen", _skip_a_block),
+    "a mask is wrong on one block": (ring._Ring, "seen", _see_too_much),
+    "blocks are merged by halves": (ring, "merge_block", _merge_by_halves),
+    "the logsumexp is that of the own block": (ring, "merge_block", _keep_the_first_logsumexp),
+    "gradients are lost on their way": (ring._Ring, "pass_on", _lose_gradients_on_their_way),
+    "positions are those in the slice": (models, "give_positions", lambda *_: None),
 }
 
 
 def verify_with(fault, workload):
     with pytest.MonkeyPatch.context() as patched:
-        FAULTS[fault](patched)
+        patched.setattr(*FAULTS[fault])
         return verify_on_rank(workload)

@@ -1,7 +1,6 @@
 """What the tests of training with shared layers run on ranks."""
 
-import contextlib
-
+import pytest
 import torch
 
 from cs336sys.commands.rank_training.communication import recorded_communication
@@ -41,19 +40,11 @@ def verify_faulty(fault, workload):
 
     The trial of layers, which would refuse most of these models, is left out.
     """
-    with _replaced(wrapper, "require_same_results", lambda *arguments: None), FAULTS[fault]():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wrapper, "require_same_results", lambda *arguments: None)
+        patched.setattr(*FAULTS[fault])
         difference = verify_on_rank(workload)
     return difference.relative, difference.parameter
-
-
-@contextlib.contextmanager
-def _replaced(owner, name, value):
-    right = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, right)
 
 
 def _first_row_off(model, group, shapes):
@@ -62,12 +53,8 @@ def _first_row_off(model, group, shapes):
 
 
 FAULTS = {
-    "input gradients not summed": lambda: _replaced(
-        tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
-    ),
-    "outputs not summed": lambda: _replaced(tensor_group.TensorGroup, "leave", lambda self, x: x),
-    "norms' gradients not summed": lambda: _replaced(
-        wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None
-    ),
-    "wrong first token": lambda: _replaced(wrapper, "share_layers", _first_row_off),
+    "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (tensor_group.TensorGroup, "leave", lambda self, x: x),
+    "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
+    "wrong first token": (wrapper, "share_layers", _first_row_off),
 }

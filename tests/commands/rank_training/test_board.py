@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, computed_flops, flops_again, kept_step
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
 from cs336sys.commands.rank_training import measure as measurement
-from cs336sys.commands.rank_training.gradient_check import with_few_blocks
+from cs336sys.commands.rank_training.gradient_check import check_gradients, with_few_blocks
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.sizes import ModelSize, choose_size
+from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.training import Workload
 from cs336sys.training.model import build_model
 from cs336sys.training.ranks.strategies import keep_by_parts
@@ -31,7 +31,7 @@ def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
     assert (checked.checkpointing, checked.training.size.num_layers, checked.keep_gathered) == ("keep=1", 2, 1)
     # What was found once holds for them.
     assert with_few_blocks(workload("keep=2", warmup=3, steps=9)) == with_few_blocks(workload("keep=1"))
-    for difference in ranks().run(board_ranks.check, checked):
+    for difference in ranks().run(check_gradients, checked):
         assert difference.is_rounding("fp32")
         assert 0 < difference.relative < 1e-5
         assert difference.num_layers == 2
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
 def test_gradients_of_torchs_strategy_are_checked_too(ranks):
     plain = workload("keep=0", attention="sdpa", kernels="reference")
     plain = with_few_blocks(replace(plain, strategy="torch-fsdp", prefetch=None))
-    for difference in ranks().run(board_ranks.check, plain):
+    for difference in ranks().run(check_gradients, plain):
         assert 0 < difference.relative < 1e-5
     for difference in ranks().run(board_ranks.check_with_wrong_gradient, plain):
         assert not difference.is_rounding("bf16")
@@ -59,20 +59,6 @@ def test_the_loss_of_every_step_is_kept(ranks, tmp_path):
         assert rank.losses == sorted(set(rank.losses), reverse=True)
         assert {len(samples.measured) for samples in rank.samples.values()} == {3}
     assert trace.stat().st_size > 1000
-
-
-def test_recomputed_flops_count_beside_the_model_s():
-    size = choose_size("8b")
-    cells = [
-        workload(f"keep={blocks}", size=size, precision="bf16", optimizer="adamw", state_dtype="bf16")
-        for blocks in (34, 24)
-    ]
-    everything, some = cells
-    assert kept_step(everything).blocks == 34
-    assert kept_step(everything).state_dtype == "bf16"
-    # Attention's backward pass computes the scores again.
-    assert computed_flops(everything) / everything.training.flops == pytest.approx(5.044 / 4.745, rel=1e-3)
-    assert computed_flops(some) - computed_flops(everything) == flops_again(kept_step(some))
 
 
 EVEN = replace(SIZE, vocab_size=40, context=8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_ranks
-from training_ranks import outcome_of
+from training_ranks import outcome_of, worst
 
 from cs336sys.commands.rank_training.rank import explaining_errors_of_rank
 from cs336sys.errors import CapabilityError, UserCodeError
@@ -61,32 +61,19 @@ def test_weights_in_bf16_are_judged_by_their_rounding(ranks):
 def test_faults_are_found_in_user_code_with_such_gradients(ranks, model, how, parameter):
     """A gradient of 1e-11 moves no weight; it is found before the optimizer."""
     differences = ranks().run(training_ranks.verify_broken, cell(model, "overlap"), how)
-    worst = max(differences, key=lambda difference: difference.relative)
-    assert worst.relative > 0.3 > worst.allowed
-    assert parameter in (None, worst.parameter)
-    assert worst.of_gradients == (how == "tiny left out")
+    difference = worst(differences)
+    assert difference.relative > 0.3 > difference.allowed
+    assert parameter in (None, difference.parameter)
+    assert difference.of_gradients == (how == "tiny left out")
 
 
-def test_gradients_that_move_no_weight_are_compared_where_steps_are_replayed(ranks):
+@pytest.mark.parametrize("setting", [{"cuda_graph": "on"}, {"precision": "fp16"}])
+def test_gradients_that_move_no_weight_are_compared_where_steps_are_replayed_or_scaled(ranks, setting):
     overlapped = cell("Attentive", "overlap")
-    in_graphs = replace(overlapped, training=replace(overlapped.training, cuda_graph="on", optimizer="fused"))
-    for how, parameter in (("tiny left out", "tiny"), (None, None)):
-        worst = max(
-            ranks().run(training_ranks.verify_in_graphs, in_graphs, False, how),
-            key=lambda difference: difference.relative,
-        )
-        assert (worst.relative > 0.3 > worst.allowed) == (how is not None)
-        assert parameter in (None, worst.parameter)
-
-
-def test_gradients_that_move_no_weight_are_compared_in_fp16(ranks):
-    in_fp16 = replace(cell("Attentive", "overlap").training, precision="fp16", optimizer="fused")
-    broken = replace(cell("Attentive", "overlap"), training=in_fp16)
-    worst = max(
-        ranks().run(training_ranks.verify_broken, broken, "tiny left out"), key=lambda difference: difference.relative
-    )
-    assert worst.relative > 0.3 > worst.allowed
-    assert (worst.parameter, worst.of_gradients) == ("tiny", True)
+    changed = replace(overlapped, training=replace(overlapped.training, optimizer="fused", **setting))
+    difference = worst(ranks().run(training_ranks.verify_in_graphs, changed, "tiny left out"))
+    assert difference.relative > 0.3 > difference.allowed
+    assert (difference.parameter, difference.of_gradients) == ("tiny", True)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "torch-fsdp", "fsdp"])

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training_ranks
-from training_ranks import largest, measured, outcome_of
+from training_ranks import largest, measured, outcome_of, worst
 
 from cs336sys.commands.rank_training import communication
 from cs336sys.commands.rank_training import measure as measurement
@@ -25,7 +25,7 @@ from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
-from cs336sys.run.cells import Worker, guarded
+from cs336sys.run.cells import Worker
 from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
@@ -99,10 +99,8 @@ def test_gradients_of_fused_blocks_are_averaged_in_the_bf16_that_products_give(r
 def test_wrong_strategies_are_found(ranks, how, parameter):
     """In the precision with the widest tolerance, and although Adam's steps hardly depend on a gradient's size."""
     differences = ranks().run(training_ranks.verify_broken, workload("overlap", precision="bf16"), how)
-    worst = max(differences, key=lambda difference: difference.relative)
-    assert worst.relative > 2 * TOLERANCES["bf16"]
-    if parameter is not None:
-        assert worst.parameter == parameter
+    assert largest(differences) > 2 * TOLERANCES["bf16"]
+    assert parameter in (None, worst(differences).parameter)
 
 
 def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
@@ -149,7 +147,10 @@ def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its
     assert second.samples["unsynchronized"] != first.samples["unsynchronized"]
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"])
+@pytest.mark.parametrize(
+    "strategy",
+    [*DATA_PARALLEL_STRATEGIES[:4], "none", "optimizer", "optimizer-flat", "context-ring", "context-all-to-all"],
+)
 def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
     shared = workload(strategy, cuda_graph="on", optimizer="fused", size=SMALL)
     assert largest(ranks().run(training_ranks.verify_in_graphs, shared)) < TOLERANCES["fp32"] / 50
@@ -161,19 +162,6 @@ def test_torchs_fully_shard_is_captured_as_one_phase(ranks):
     phases, differences = zip(*ranks().run(training_ranks.captured_phases, shared), strict=True)
     assert phases == (["step"], ["step"])
     assert largest(differences) < TOLERANCES["fp32"] / 50
-
-
-def test_a_bucket_launched_before_its_last_gradient_is_found(ranks):
-    shared = workload("bucketed", cuda_graph="on", optimizer="fused", size=SMALL)
-    assert largest(ranks().run(training_ranks.verify_in_graphs, shared, True)) > 0.2
-
-
-def test_gloo_in_a_graph_is_unsupported():
-    outcome = guarded(measure_parallel_training, workload("naive", cuda_graph="on").configuration(), lambda stage: None)
-    assert (outcome.status, outcome.reason) == (
-        "unsupported",
-        "CUDA graphs need a GPU, and device 'cpu' is not one: launch the step",
-    )
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", pytest.param("torch", marks=pytest.mark.nightly)])
@@ -240,14 +228,6 @@ def test_torch_sends_no_bf16_on_a_cpu(ranks):
         ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
 
 
-def test_timeline_shows_phases_computation_and_communication(ranks):
-    """In this order; whether communication begins in the backward pass, the ranges of the next test say."""
-    shown, _ = ranks().run(training_ranks.timeline, workload("naive"))
-    assert list(shown.phases) == ["forward", "backward", "synchronize", "optimizer"]
-    assert list(shown.phases.values()) == sorted(shown.phases.values())
-    assert shown.compute[0][0] < shown.communicate[0][0] < shown.compute[-1][1]
-
-
 def test_ranges_show_phases_and_launches(ranks):
     """In the backward pass where buckets overlap with it, and after it where they do not."""
     phases = ["forward", "/forward", "backward", "/backward", "synchronize", "/synchronize", "optimizer", "/optimizer"]
@@ -292,8 +272,6 @@ def test_a_cell_has_what_its_columns_need(ranks, tmp_path, monkeypatch):
     assert set(samples) == phases | {"step", "wall", "unsynchronized", "communication"}
     assert {len(samples[name].measured) for name in samples} == {3}
     assert derived["exposed_ms"] == samples["step"].median - samples["unsynchronized"].median
-    assert derived["exposed_percent"] == pytest.approx(100 * derived["exposed_ms"] / samples["step"].median)
-    assert 0 <= derived["hidden_percent"] <= 100
     assert derived["communicated_bytes"] == 4 * PARAMETERS + TENSORS
     assert derived["calls"] == derived["gradient_calls"] + 1
     assert derived["gradient_calls"] >= 4 * PARAMETERS / 500_000

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import sharding_ranks
 import torch
-from training_ranks import largest, outcome_of
+import training_ranks
+from training_ranks import largest
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes, sharded_step
@@ -31,8 +31,8 @@ OWN = ("none", "optimizer", "optimizer-flat", "fsdp")
 
 def workload(strategy, checkpointing="none", **settings):
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
-    prefetch = 1 if strategy == "fsdp" else None
-    return ParallelWorkload(training, strategy, prefetch=prefetch, checkpointing=checkpointing)
+    bucket, prefetch = ("block" if strategy == "bucketed" else None), (1 if strategy == "fsdp" else None)
+    return ParallelWorkload(training, strategy, bucket_mb=bucket, prefetch=prefetch, checkpointing=checkpointing)
 
 
 def test_checkpoints_change_no_weights(ranks):
@@ -40,7 +40,7 @@ def test_checkpoints_change_no_weights(ranks):
     cells = [workload(strategy) for strategy in ("optimizer", "torch-zero", "torch-fsdp")]
     cells += [workload(strategy, "block") for strategy in ("optimizer-flat", "fsdp")]
     cells += [workload(strategy, "keep=1", attention="sdpa") for strategy in ("none", "fsdp", "torch-fsdp")]
-    for cell, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
+    for cell, differences in zip(cells, zip(*ranks().run(training_ranks.verify_all, cells), strict=True), strict=True):
         assert largest(differences) < TOLERANCES["fp32"] / 50, cell.strategy
 
 
@@ -48,7 +48,7 @@ def test_checkpoints_change_no_weights(ranks):
 def test_updated_parameters_are_sent_in_a_phase_that_is_timed(ranks, strategy):
     """Sent behind the optimizer phase they arrived while the step was waited for: 27 of 257 ms were in no phase."""
     weights = 4 * count_parameters(SIZE)
-    bytes_by_rank = ranks().run(sharding_ranks.bytes_by_phase, workload(strategy))
+    bytes_by_rank = ranks().run(training_ranks.bytes_by_phase, workload(strategy))
     assert {sent["optimizer"] for sent, _ in bytes_by_rank} == {0}
     # Of two ranks; a parameter may be padded to be cut in halves.
     assert sum(sent["forward"] for sent, _ in bytes_by_rank) == pytest.approx(weights, rel=0.01)
@@ -58,7 +58,7 @@ def test_updated_parameters_are_sent_in_a_phase_that_is_timed(ranks, strategy):
 
 def test_half_precision_without_autocast_is_compared_with_the_same_on_one_process(ranks):
     cells = [workload(strategy, precision="bf16", optimizer="fused") for strategy in ("fsdp", "torch-fsdp")]
-    for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):
+    for differences in zip(*ranks().run(training_ranks.verify_all, cells), strict=True):
         # By the CPU 0.76 to 0.91 %; beside autocast, which keeps the residual stream in fp32, 1.1 to 1.44 %.
         assert TOLERANCES["fp32"] < largest(differences) < 0.01
 
@@ -67,15 +67,15 @@ def test_fp16_scales_the_loss_and_ranks_with_slices_of_gradients_agree_on_overfl
     cells = [
         workload(strategy, precision="fp16", optimizer="fused") for strategy in ("optimizer-flat", "fsdp", "torch-fsdp")
     ]
-    assert ranks().run(sharding_ranks.scalers, cells) == [["ShardedGradScaler", "ShardedGradScaler", "GradScaler"]] * 2
-    for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):
+    assert ranks().run(training_ranks.scalers, cells) == [["ShardedGradScaler", "ShardedGradScaler", "GradScaler"]] * 2
+    for differences in zip(*ranks().run(training_ranks.verify_all, cells), strict=True):
         # 7e-4 at most.
         assert largest(differences) < TOLERANCES["fp16"] / 10
 
 
 def test_ranks_hold_and_send_as_predicted(ranks):
     cells = [workload(strategy, size=WIDE) for strategy in STATE_SHARDING_STRATEGIES]
-    of_cells = zip(*ranks().run(sharding_ranks.observe_all, cells), strict=True)
+    of_cells = zip(*ranks().run(training_ranks.observe_all, cells), strict=True)
     # On the rank with the most optimizer state.
     fullest_ranks = [
         max(of_ranks, key=lambda rank: rank[0][MOMENTS.index("before the optimizer")].optimizer_state)
@@ -112,22 +112,10 @@ def test_ranks_hold_and_send_as_predicted(ranks):
 def test_checkpoints_free_activations(ranks):
     cells = [workload(strategy, "block", size=WIDE) for strategy in ("none", "fsdp")]
     plain = predicted_memory(sharded_step(workload("none", size=WIDE)))[-1]
-    for cell, (memory, _) in zip(cells, ranks().run(sharding_ranks.observe_all, cells)[0], strict=True):
+    for cell, (memory, _) in zip(cells, ranks().run(training_ranks.observe_all, cells)[0], strict=True):
         expected = predicted_memory(sharded_step(cell))[-1]
         assert 1.0 <= memory[-1].total / expected.total < 1.01
         assert memory[-1].total < 0.8 * plain.total
-
-
-def test_a_broken_strategy_is_wrong_and_not_timed(ranks):
-    shared = ranks()
-    shared.run(sharding_ranks.break_fsdp)
-    try:
-        outcome = outcome_of(workload("fsdp"))
-    finally:
-        shared.run(sharding_ranks.repair)
-    assert outcome.status == "wrong"
-    assert outcome.samples == {}
-    assert outcome.reason.startswith("fsdp: after 5 steps lm_head.weight is off by 100 % of how far")
 
 
 def test_without_a_baseline_nothing_is_exposed():
@@ -168,19 +156,9 @@ FILE = Path(__file__).parents[2] / "user_models.py"
 IMAGES = {"batch": f"{FILE}:images", "loss": f"{FILE}:classes"}
 
 
-def users_cell(
-    model, strategy, checkpointing="none", *, precision="fp32", optimizer="course", attention="reference", **user
-):
-    training = Workload(
-        NARROW,
-        device="cpu",
-        precision=precision,
-        optimizer=optimizer,
-        attention=attention,
-        user=UserCode(f"{FILE}:{model}", **user),
-    )
-    bucket, prefetch = ("block" if strategy == "bucketed" else None), (1 if strategy == "fsdp" else None)
-    return ParallelWorkload(training, strategy, bucket_mb=bucket, prefetch=prefetch, checkpointing=checkpointing)
+def users_cell(model, strategy, checkpointing="none", loss=None, batch=None, **settings):
+    user = UserCode(f"{FILE}:{model}", loss=loss, batch=batch)
+    return workload(strategy, checkpointing, size=NARROW, user=user, **settings)
 
 
 def test_ranks_train_what_one_process_trains(ranks):
@@ -194,17 +172,14 @@ def test_ranks_train_what_one_process_trains(ranks):
     if importlib.util.find_spec("transformers") is not None:
         cells += [users_cell("gpt2", strategy) for strategy in ("torch", "optimizer", "fsdp")]
         cells += [users_cell("llama", "bucketed"), users_cell("llama", "fsdp", "block")]
-    by_cell = zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True)
+    by_cell = zip(*ranks().run(training_ranks.verify_all, cells), strict=True)
     for cell, differences in zip(cells, by_cell, strict=True):
-        largest = max(difference.relative for difference in differences)
-        assert largest < TOLERANCES["fp32"] / 10, (cell.training.user.model, cell.strategy)
+        assert largest(differences) < TOLERANCES["fp32"] / 10, (cell.training.user.model, cell.strategy)
 
 
 def test_in_half_precision_norms_of_the_users_return_what_matrices_expect(ranks):
     models = ["Encoder"] + (["llama"] if importlib.util.find_spec("transformers") is not None else [])
     cells = [users_cell(model, "fsdp", precision="bf16") for model in models]
-    for cell, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
-        largest = max(difference.relative for difference in differences)
-        assert largest < TOLERANCES["bf16"], cell.training.user.model
+    for cell, differences in zip(cells, zip(*ranks().run(training_ranks.verify_all, cells), strict=True), strict=True):
         # Checked against one that computes in half precision as well: in fp32 it is farther off.
-        assert largest < 0.05, replace(cell, strategy="unsynchronized")
+        assert largest(differences) < min(TOLERANCES["bf16"], 0.05), cell.training.user.model

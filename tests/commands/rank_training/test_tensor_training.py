@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import sharding_ranks
 import tensor_training_ranks
+import training_ranks
 from training_ranks import measured
 
 from cs336sys.accounting.sharding.cells import predicted_rank_memory, sharding_sent_bytes
@@ -56,7 +56,7 @@ def test_peaks_are_those_predicted(ranks):
     observed = []
     # Gloo's threads may hold on to what they have sent: then on a busy machine on both ranks.
     for _ in range(3):
-        observed.append(ranks().run(sharding_ranks.observe_all, cells))
+        observed.append(ranks().run(training_ranks.observe_all, cells))
         of_cells = zip(*(rank for observation in observed for rank in observation), strict=True)
         lowest = [min((memory[-1] for memory, _ in cell), key=lambda moment: moment.total) for cell in of_cells]
         if [moment.total for moment in lowest] == pytest.approx([moment.total for moment in expected], rel=0.015):
@@ -102,16 +102,16 @@ def test_gpus_send_what_the_formula_says_beside_products(strategy, compile_mode)
     settings = {"precision": "bf16", "optimizer": "fused", "attention": "sdpa", "device": "cuda", "steps": 5}
     cell = workload(strategy, size=size, compile=compile_mode, **settings)
 
-    def measured_overlap():
+    def overlap_percent():
         outcome = measured(cell)
         assert strategy.startswith("torch") or outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
         return outcome.derived["overlap_percent"]
 
-    overlap_percent = measured_overlap()
+    first_percent = overlap_percent()
     if compile_mode == "block" and not strategy.startswith("torch"):
         # Gradients of layers' inputs, while those of their weights are computed; in one of three, since the tests of
         # other processes may have the GPUs in turn (4 % was seen).
-        assert overlap_percent > 10 or any(measured_overlap() > 10 for _ in range(2))
+        assert first_percent > 10 or any(overlap_percent() > 10 for _ in range(2))
 
 
 @pytest.mark.multigpu

@@ -1,6 +1,7 @@
 """What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -18,14 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.commands.rank_training.communication import (
     communication_at_once,
-    profile_step,
     recorded_communication,
     run_alone,
 )
 from cs336sys.commands.rank_training.measure import measure_parallel_training
-from cs336sys.commands.rank_training.rank import verify_on_rank
-from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
-from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
+from cs336sys.commands.rank_training.rank import build_recorded, verify_on_rank
+from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.run.cells import Outcome
@@ -38,8 +37,12 @@ CPU = torch.device("cpu")
 _RIGHT = strategies.replicated
 
 
+def worst(differences) -> WeightDifference:
+    return max(differences, key=lambda difference: difference.relative)
+
+
 def largest(differences) -> float:
-    return max(difference.relative for difference in differences)
+    return worst(differences).relative
 
 
 def outcome_of(cell) -> Outcome:
@@ -79,13 +82,10 @@ def verify_broken(workload, how: str) -> WeightDifference:
         repair()
 
 
-def verify_in_graphs(workload, launches_early: bool = False, how: str | None = None) -> WeightDifference:
+def verify_in_graphs(workload, how: str | None = None) -> WeightDifference:
     """The check of a step whose operators are recorded and replayed, as a CUDA graph's are."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "recorder_of", lambda *_: OperatorRecorder())
-        if launches_early:
-            patched.setattr(GradientSynchronizer, "gradient_ready", _launch_at_the_first_gradient)
-            patched.setattr(AnyRank, "wait", lambda flags: [True] * len(flags._facts))
         return verify_on_rank(workload) if how is None else verify_broken(workload, how)
 
 
@@ -151,15 +151,6 @@ def killed_between_replays(workload):
     for _ in range(100):
         step()
     torch.cuda.synchronize()
-
-
-def _launch_at_the_first_gradient(synchronizer, bucket, name, parameter):
-    bucket.waiting.discard(id(parameter))
-    while synchronizer._launched < len(synchronizer.buckets):
-        following = synchronizer.buckets[synchronizer._launched]
-        if len(following.waiting) == len(following.parameters):
-            break
-        synchronizer._launch(synchronizer._launched + 1)
 
 
 def _broken(breaks: Callable) -> strategies.Prepare:
@@ -341,12 +332,6 @@ def marks(workload):
     return listed.names
 
 
-def timeline(workload):
-    step = ParallelStep(workload, CPU)
-    step()
-    return profile_step(step.phases, CPU)
-
-
 def verify_compiled(workload) -> tuple[WeightDifference, int]:
     """With AOT autograd, which hooks meet, but without the minutes that code generation takes; counts the graphs."""
     from torch._dynamo.utils import counters
@@ -366,3 +351,38 @@ def measure_with_a_kept_rank(configuration, progress):
     """A cell, measured in a worker, whose ranks stay for the next one."""
     assert launch.kept(1, backend="gloo").run(dist.get_world_size) == [1]
     return Outcome("ok")
+
+
+def verify_all(workloads):
+    return [verify_on_rank(workload) for workload in workloads]
+
+
+def scalers(workloads):
+    """For each, the class of what scales the loss, if it does."""
+    steps = [ParallelStep(workload, CPU) for workload in workloads]
+    return [type(step.scaler).__name__ for step in steps if step.scaler.is_enabled()]
+
+
+def observe_all(workloads):
+    """For each, the memory at six moments and the bytes that a step sends."""
+    observed = []
+    for workload in workloads:
+        step, memory, _ = build_recorded(functools.partial(ParallelStep, workload, CPU), CPU)
+        with recorded_communication() as communications:
+            step()
+        sent = [communication.sent_bytes for communication in communications if not communication.is_flags]
+        observed.append((memory, sum(sent)))
+    return observed
+
+
+def bytes_by_phase(workload):
+    """What the second step sends in each of its phases, and what it has left under way."""
+    step, sent = ParallelStep(workload, CPU), {}
+    step()
+    for name, run in step.phases.items():
+        with recorded_communication() as communications:
+            run()
+        sent[name] = sum(communication.sent_bytes for communication in communications if not communication.is_flags)
+    with recorded_communication() as after:
+        step.replica.whole_parameters()
+    return sent, sum(phase_bytes.sent_bytes for phase_bytes in after)
