@@ -1,7 +1,7 @@
 """The engine of ``shard``, on Gloo ranks that all tests share."""
 
 import importlib.util
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES, ParallelWorklo
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import UserCode, Workload
-from cs336sys.training.model import build_model, initialize_layer
 
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
 # Activations are most of this one's memory.
@@ -135,19 +134,6 @@ def test_without_a_baseline_nothing_is_exposed():
 def test_model_compiled_as_a_whole_cannot_be_fully_sharded(strategy):
     with pytest.raises(CapabilityError, match="the model leaves no place to gather its parts; choose --compile block"):
         STRATEGIES[strategy].load("wraps")(workload(strategy, compile="model"), torch.device("cpu"), None)
-
-
-def test_layers_made_on_the_meta_device_start_as_those_of_the_model():
-    training = workload("fsdp", size=replace(SIZE, num_layers=1)).training
-    expected = build_model(training, torch.device("cpu"))
-    model = build_model(training, torch.device("meta"))
-    torch.manual_seed(training.seed)
-    for layer in model.modules():
-        layer.to_empty(device="cpu", recurse=False)
-        initialize_layer(layer)
-    for (name, weight), parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(weight, parameter), name
-    assert torch.equal(model.positional_encoder.cos_sin, expected.positional_encoder.cos_sin)
 
 
 # Models that are not ours.

@@ -363,26 +363,37 @@ def scalers(workloads):
     return [type(step.scaler).__name__ for step in steps if step.scaler.is_enabled()]
 
 
+def sent_by(run):
+    """The bytes that this rank sends."""
+    with recorded_communication() as communications:
+        run()
+    return sum(communication.sent_bytes for communication in communications if not communication.is_flags)
+
+
 def observe_all(workloads):
     """For each, the memory at six moments and the bytes that a step sends."""
     observed = []
     for workload in workloads:
         step, memory, _ = build_recorded(functools.partial(ParallelStep, workload, CPU), CPU)
-        with recorded_communication() as communications:
-            step()
-        sent = [communication.sent_bytes for communication in communications if not communication.is_flags]
-        observed.append((memory, sum(sent)))
+        observed.append((memory, sent_by(step)))
     return observed
 
 
 def bytes_by_phase(workload):
     """What the second step sends in each of its phases, and what it has left under way."""
-    step, sent = ParallelStep(workload, CPU), {}
+    step = ParallelStep(workload, CPU)
     step()
-    for name, run in step.phases.items():
-        with recorded_communication() as communications:
-            run()
-        sent[name] = sum(communication.sent_bytes for communication in communications if not communication.is_flags)
-    with recorded_communication() as after:
-        step.replica.whole_parameters()
-    return sent, sum(phase_bytes.sent_bytes for phase_bytes in after)
+    sent = {name: sent_by(run) for name, run in step.phases.items()}
+    return sent, sent_by(step.replica.whole_parameters)
+
+
+def verify_and_count(workloads):
+    """For each, how far weights are from those of one process, and the bytes that a step sends."""
+    checked = []
+    for workload in workloads:
+        relative = verify_on_rank(workload).relative
+        step = ParallelStep(workload, CPU)
+        # FSDP learns in the first step what is used after what.
+        step()
+        checked.append((relative, sent_by(step)))
+    return checked

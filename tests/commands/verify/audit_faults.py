@@ -1,5 +1,7 @@
 """Wraps that once were judged wrongly: optimizers that communicate, schedules, half precision, orders and groups."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -8,6 +10,9 @@ from torch import nn
 
 from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_faults import Trainer
 
 
 def average(model, group):
@@ -148,27 +153,10 @@ def infinities_zeroed(model, group):
     return average(model, group)
 
 
-def whole_steps(model, group):
-    """Train by whole steps of their own, on this rank's mean loss, with the mean of gradients over ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    module = average(model, group)
-
-    def step(batch):
-        inputs, targets = batch
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return SimpleNamespace(module=module, optimizer=optimizer, step=step)
-
-
 def own_steps(model, group):
     """Nobody sees their optimizer."""
-    steps = whole_steps(model, group)
-    del steps.optimizer
-    return steps
+    trainer = Trainer(model, group)
+    return SimpleNamespace(module=trainer.module, step=trainer.step)
 
 
 def half_parameters(model, mesh):
@@ -246,23 +234,6 @@ matrices_in_no_group = FlatSlices
 
 def right_flat_groups(model, group):
     return FlatSlices(model, group, by_name=True)
-
-
-def order_of_unused(model, group):
-    """A rank that lacks a gradient sends it last, in the place of another of its shape."""
-
-    def finish():
-        parameters = list(model.parameters())
-        for number, parameter in enumerate(parameters):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                parameters[number], parameters[-1] = parameters[-1], parameters[number]
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-    model.finish_gradient_synchronization = finish
-    return model
 
 
 def other_flags_of_overflow(model, group):

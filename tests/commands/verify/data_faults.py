@@ -4,7 +4,6 @@ Each is called as ``--wrap data_faults.py:NAME`` calls it, with the model and th
 """
 
 import contextlib
-import copy
 import os
 import time
 from collections import Counter
@@ -81,13 +80,6 @@ class NotWaited(Averaged):
         parameter.grad /= self.ranks
 
 
-class NotCopiedBack(Averaged):
-    def finish_gradient_synchronization(self):
-        flat = torch.cat([parameter.grad.flatten() for parameter in self.trained() if parameter.grad is not None])
-        dist.all_reduce(flat, group=self.group)
-        flat /= self.ranks
-
-
 class OneStepLate(Averaged):
     """The mean of the step before is used."""
 
@@ -106,24 +98,6 @@ class Unfinished(Averaged):
 
     def finish_gradient_synchronization(self):
         pass
-
-
-class BucketOneShort(Unfinished):
-    """A bucket is sent when all its gradients but one are ready."""
-
-    def __init__(self, model, group):
-        super().__init__(model, group)
-        self.ready = []
-        for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(self.done)
-
-    def done(self, parameter):
-        self.ready.append(parameter)
-        if len(self.ready) == len(self.trained()) - 1:
-            for weight in self.ready:
-                self.send(weight)
-        if len(self.ready) == len(self.trained()):
-            self.ready.clear()
 
 
 class SentBeforeComplete(Unfinished):
@@ -153,18 +127,6 @@ class SwappedInBucket(Averaged):
         query[:], key[:] = key.clone(), query.clone()
 
 
-class TiedSentTwice(Averaged):
-    """Each module's weight is added up, and each parameter divided."""
-
-    def finish_gradient_synchronization(self):
-        for module in self.module.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
-                    dist.all_reduce(parameter.grad, group=self.group)
-        for parameter in self.trained():
-            parameter.grad /= self.ranks
-
-
 class AddedAtEachMicroBatch(Averaged):
     """Sums in hooks, and divides at the end: what was summed before is summed again."""
 
@@ -175,13 +137,6 @@ class AddedAtEachMicroBatch(Averaged):
 
     def send(self, parameter):
         parameter.grad /= self.ranks
-
-
-class NoSyncForgets(Averaged):
-    @contextlib.contextmanager
-    def no_sync(self):
-        yield
-        self.module.zero_grad()
 
 
 class Hooked(Unfinished):
@@ -198,21 +153,6 @@ class Hooked(Unfinished):
         self.sends = False
         yield
         self.sends = True
-
-
-class NoSyncForEver(Hooked):
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.sends = False
-        yield
-
-
-class NoSyncSends(Hooked):
-    """Each micro-batch's mean is divided by their number, in hooks that see what was accumulated."""
-
-    def send(self, parameter):
-        super().send(parameter)
-        parameter.grad /= 2 if self.ranks == 2 else 1
 
 
 class NeverInEvaluation(Hooked):
@@ -280,56 +220,11 @@ class GradientsKept(Trainer):
         return optimizer
 
 
-class ParameterSent(Averaged):
-    """Sends what the hook is given, which is the parameter and not its gradient."""
-
-    def send(self, parameter):
-        with torch.no_grad():
-            dist.all_reduce(parameter, group=self.group)
-            parameter /= self.ranks
-
-
-class WeightsAveraged(Trainer):
-    """Weights are averaged after steps with gradients of each rank."""
-
-    def average(self):
-        pass
-
-    def step(self, batch):
-        loss = super().step(batch)
-        for parameter in self.module.parameters():
-            dist.all_reduce(parameter.data, group=self.group)
-            parameter.data /= self.ranks
-        return loss
-
-
 WithoutOptimizerState = _wrong(
     Trainer,
     state_dict=lambda self: {"model": self.module.state_dict()},
     load_state_dict=lambda self, state: self.module.load_state_dict(state["model"]),
 )
-
-
-class LoadedByFirstRank(Trainer):
-    def load_state_dict(self, state):
-        if dist.get_rank(self.group) == 0:
-            super().load_state_dict(state)
-
-
-class StepCountLost(Trainer):
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        for moments in self.optimizer.state.values():
-            moments["step"] = torch.zeros_like(moments["step"])
-
-
-class SavedBeforeTheStep(Trainer):
-    def step(self, batch):
-        self.saved = copy.deepcopy(super().state_dict())
-        return super().step(batch)
-
-    def state_dict(self):
-        return self.saved
 
 
 class UnusedCounted(Averaged):
@@ -367,40 +262,6 @@ class BuffersNotBroadcast(Averaged):
     def start(self):
         for parameter in self.module.parameters():
             dist.broadcast(parameter.data, 0, group=self.group)
-
-
-class ClippedBeforeTheMean(Averaged):
-    """Each rank clips by the norm of half of the gradients."""
-
-    def clip_grad_norm_(self, max_norm):
-        share = self.trained()[dist.get_rank(self.group) :: self.ranks]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in share])
-        torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, norm)
-        return norm
-
-
-class ClippedBySquares(Averaged):
-    """Replicas are added up as if they were slices."""
-
-    def clip_grad_norm_(self, max_norm):
-        square = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained()]) ** 2
-        dist.all_reduce(square, group=self.group)
-        torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, square.sqrt())
-        return square.sqrt()
-
-
-def overflow_seen_by_one(model, group):
-    class Blind(torch.amp.GradScaler):
-        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-            infinities = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            if dist.get_rank(group) > 0:
-                for is_infinite in infinities.values():
-                    is_infinite.zero_()
-            return infinities
-
-    wrapped = Averaged(model, group)
-    wrapped.scaler_class = Blind
-    return wrapped
 
 
 def same_masks(model, group):

@@ -124,7 +124,7 @@ def tensor_norms_not_added(model, group):
 
         def norm(x, forward=forward):
             # Each token's output is used by all ranks, whose gradients for it are the same.
-            return SplitGather.apply(forward(Split.apply(x, group, rank, ranks)), group, rank, ranks)
+            return Gather.apply(forward(Split.apply(x, group, rank, ranks)), group, False, 1)
 
         block.ln1.forward = norm
     return model
@@ -141,19 +141,6 @@ class Split(torch.autograd.Function):
         parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size(ctx.group))]
         dist.all_gather(parts, gradient.contiguous(), group=ctx.group)
         return torch.cat(parts, 1), None, None, None
-
-
-class SplitGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, rank, ranks):
-        ctx.rank, ctx.ranks = rank, ranks
-        parts = [torch.empty_like(x) for _ in range(ranks)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.chunk(ctx.ranks, 1)[ctx.rank].contiguous(), None, None, None
 
 
 class Sequence(nn.Module):
@@ -288,19 +275,3 @@ pipeline_tied_apart = Stage
 pipeline_without_gradient = _wrong_stage(returns=False)
 pipeline_gradient_halved = _wrong_stage(factor=0.5)
 pipeline_block_left_out = _wrong_stage(second_from=2)
-
-
-def _sent_before(self, x):
-    before, self.before = getattr(self, "before", x.detach()), x.detach()
-    return before
-
-
-pipeline_activations_of_before = _wrong_stage(sent=_sent_before)
-
-
-def pipeline_gradient_never_sent(model, group):
-    """The first stage waits for a gradient that the second does not send."""
-    stage = Stage(model, group)
-    if not stage.first:
-        stage.returns = False
-    return stage

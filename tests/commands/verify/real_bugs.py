@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,49 +10,35 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from audit_faults import average, whole_steps
-
-FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class RealBug:
-    """A mistake, the case that shows it, and the cause that is named."""
-
-    link: str
-    wrap: str
-    case: str
-    cause: str
-    mesh: str = "data"
-    is_quick: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.wrap.rpartition(":")[2]
+from audit_faults import average
+from data_faults import Trainer
+from faults import Fault
 
 
 def _bug(link, name, case, cause, file="real_bugs", **settings):
-    return RealBug(f"https://github.com/{link}", f"{FOLDER}/{file}.py:{name}", case, cause, **settings)
+    """A mistake, the case that shows it, and the cause that is named."""
+    cases = () if case == "step" else (case,)
+    wrap = f"{Path(__file__).with_name(file)}.py:{name}"
+    return Fault(wrap, cases, (cause,), f"https://github.com/{link}", **settings)
 
 
 BUGS = (
     _bug("huggingface/picotron/issues/39", "last_micro_batch_alone", "no-sync", "accumulation", is_quick=True),
     _bug("karpathy/build-nanogpt/pull/30", "switched_after_forward", "no-sync", "accumulation"),
-    _bug("huggingface/transformers/pull/34191", "mean_of_means", "uneven", "uneven"),
+    _bug(
+        "huggingface/transformers/pull/34191", "UnevenAveragedEvenly", "uneven", "uneven", "data_faults", is_quick=True
+    ),
     _bug("huggingface/transformers/pull/24088", "schedule_of_all_ranks", "step", "schedule", file="audit_faults"),
     _bug("NVIDIA-NeMo/RL/pull/3788", "replicas_in_the_norm", "clipping", "clipping", is_quick=True),
     _bug("facebookresearch/fairscale/pull/167", "largest_of_the_norms", "clipping", "clipping"),
     _bug(
-        "NVIDIA/Megatron-LM/issues/1446",
-        "tensor_norms_not_added",
-        "step",
-        "partial sum",
-        file="layer_faults",
-        mesh="tensor",
+        "NVIDIA/Megatron-LM/issues/1446", "tensor_norms_not_added", "step", "partial sum", "layer_faults", mesh="tensor"
     ),
     _bug("lightly-ai/lightly/issues/1977", "gathered_without_gradient", "step", "averaged twice", is_quick=True),
     _bug("huggingface/accelerate/pull/2791", "clipped_in_silence", "step", "optimizer"),
-    _bug("uw-syfi/piper/issues/13", "pipeline_tied_apart", "tied", "tied", file="layer_faults", mesh="pipeline"),
+    _bug(
+        "uw-syfi/piper/issues/13", "pipeline_tied_apart", "tied", "tied", "layer_faults", mesh="pipeline", is_quick=True
+    ),
     _bug("NVIDIA/Megatron-LM/pull/6920", "not_gathered_after_loading", "save", "resume"),
     _bug("pytorch/pytorch/issues/101343", "matrices_in_no_group", "groups", "groups", file="audit_faults"),
 )
@@ -101,11 +86,6 @@ def switched_after_forward(model, group):
             return output
 
     return Late(nn.parallel.DistributedDataParallel(model, process_group=group), group)
-
-
-def mean_of_means(model, group):
-    """Ranks with fewer tokens count as much as others."""
-    return whole_steps(model, group)
 
 
 def _scale_to(parameters, norm, max_norm):
@@ -177,25 +157,10 @@ def clipped_in_silence(model, group):
     return module, optimizer
 
 
-class Loaded:
+class not_gathered_after_loading(Trainer):
     """Saves everything, and loads what this rank owns: nothing sends it to the others."""
 
-    def __init__(self, model, group):
-        self.module = average(model, group)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0)
-        self.is_owned = {
-            name: number % dist.get_world_size(group) == dist.get_rank(group)
-            for number, (name, _) in enumerate(model.named_parameters())
-        }
-
-    def state_dict(self):
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-
     def load_state_dict(self, state):
-        owned = {name: value for name, value in state["model"].items() if self.is_owned.get(name, True)}
-        self.module.load_state_dict(owned, strict=False)
+        names = list(state["model"])[dist.get_rank(self.group) :: self.ranks]
+        self.module.load_state_dict({name: state["model"][name] for name in names}, strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def not_gathered_after_loading(model, group):
-    return Loaded(model, group)

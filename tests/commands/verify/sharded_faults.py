@@ -51,44 +51,6 @@ def fsdp_reduces_in_bf16(model, mesh):
     return _shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
-def fsdp_clips_slices(model, mesh):
-    class Wrong:
-        module = _shard(model, mesh)
-
-        def clip_grad_norm_(self, max_norm):
-            slices = [parameter.grad.to_local() for parameter in model.parameters()]
-            norm = torch.nn.utils.get_total_norm(slices)
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-            return norm
-
-    return Wrong()
-
-
-def fsdp_loads_first_slices(model, mesh):
-    """Every rank loads the slices of the first."""
-
-    class Wrong:
-        module = _shard(model, mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def state_dict(self):
-            return {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
-
-        def load_state_dict(self, state):
-            for name, parameter in model.named_parameters():
-                slice_ = state[name]
-                dist.broadcast(slice_, 0)
-                parameter.to_local().data.copy_(slice_)
-
-    return Wrong()
-
-
-def fsdp_optimizer_of_before(model, mesh):
-    """The optimizer holds the parameters that were sharded, not the slices."""
-    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
-    return _shard(model, mesh), optimizer
-
-
 class Zero:
     """A right sharded optimizer over averaged gradients: each rank updates every n-th parameter, and sends it."""
 
@@ -133,48 +95,6 @@ right_zero = Zero
 ZeroNotSent = _wrong(send=lambda self: None)
 ZeroSentByNext = _wrong(owner=lambda self, number: (number + 1) % self.ranks)
 ZeroClipsOwn = _wrong(clip_grad_norm_=lambda self, norm: torch.nn.utils.clip_grad_norm_(self.own(), norm))
-
-
-class ZeroLastHasNoOwner(Zero):
-    """Parameters are shared out by whole division, and those left over are nobody's."""
-
-    def own(self):
-        each = (len(self.every) - 1) // self.ranks
-        return self.every[self.rank * each : (self.rank + 1) * each]
-
-    def owner(self, number):
-        return min(number // ((len(self.every) - 1) // self.ranks), self.ranks - 1)
-
-
-class ZeroSentBeforeTheStep(Zero):
-    def __init__(self, model, group):
-        super().__init__(model, group)
-        plain = torch.optim.AdamW.step
-        self.optimizer.step = lambda *_: (self.send(), plain(self.optimizer))
-
-
-class ZeroResumesFromFirst(Zero):
-    """Every rank loads the optimizer state of the first rank, whose parameters are others."""
-
-    def state_dict(self):
-        state = {"model": self.module.state_dict(), "moments": {}}
-        for number, parameter in enumerate(self.own()):
-            state["moments"][number] = {key: value.clone() for key, value in self.optimizer.state[parameter].items()}
-        return state
-
-    def load_state_dict(self, state):
-        self.module.load_state_dict(state["model"])
-        for number, parameter in enumerate(self.own()):
-            moments = state["moments"].get(number, {})
-            value = moments.get("exp_avg", torch.zeros_like(parameter))
-            dist.broadcast(
-                value.resize_(parameter.shape) if value.shape != parameter.shape else value, 0, group=self.group
-            )
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(2.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 class Flat:

@@ -44,15 +44,26 @@ def outcomes_of(fault):
 
 
 def test_catalogue_holds_sixty_faults_with_their_sources():
-    assert len(faults.FAULTS) >= 60
-    assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS)
-    assert all(fault.source for fault in faults.FAULTS)
-    assert {fault.mesh for fault in faults.FAULTS} == {"data", "tensor", "context", "pipeline"}
+    catalogue = (*faults.FAULTS, *real_bugs.BUGS)
+    assert len({fault.name for fault in catalogue}) == len(catalogue) >= 60
+    assert all(fault.source for fault in catalogue)
+    assert {fault.mesh for fault in catalogue} == {"data", "tensor", "context", "pipeline"}
     right = {wrap.rpartition(":")[2] for wrap, *_ in (*faults.RIGHT, *faults.LESS_PRECISE)}
     assert right >= faults.REPRESENTATIVE
 
 
-@pytest.mark.parametrize("fault", [fault for fault in faults.FAULTS if fault.is_quick], ids=lambda fault: fault.name)
+def nightly_unless(is_quick, *values, id):
+    return pytest.param(*values, id=id, marks=() if is_quick else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(pytest.param(fault, id=fault.name) for fault in faults.FAULTS if fault.is_quick),
+        # Of public projects.
+        *(nightly_unless(bug.is_quick, bug, id=bug.name) for bug in real_bugs.BUGS),
+    ],
+)
 def test_fault_is_found_and_its_cause_is_named(fault):
     outcomes = outcomes_of(fault)
     wrong = [outcome for outcome in outcomes.values() if outcome.status == "wrong"]
@@ -60,17 +71,6 @@ def test_fault_is_found_and_its_cause_is_named(fault):
     assert set(fault.causes) & {outcome.derived["cause"] for outcome in wrong}
     if fault.cases:
         assert outcomes["step"].status == "ok", "the case alone shows it"
-
-
-def quick_or_nightly(cases):
-    return [pytest.param(case, id=case.name, marks=() if case.is_quick else pytest.mark.nightly) for case in cases]
-
-
-@pytest.mark.parametrize("bug", quick_or_nightly(real_bugs.BUGS))
-def test_bug_of_a_public_project_is_found_and_its_cause_is_named(bug):
-    outcome = outcome_of(bug.wrap, bug.case, mesh=bug.mesh)
-    assert outcome.status == "wrong"
-    assert outcome.derived["cause"] == bug.cause, outcome.reason
 
 
 def test_method_that_a_ready_wrap_lacks_is_refused():
@@ -115,7 +115,6 @@ def test_right_wrap_of_an_unusual_kind_raises_no_alarm(name, case):
         ("matrices_in_no_group", "groups", "groups", "group of weight_decay 0.5 is empty, and all 16 matrices"),
         ("other_flags_of_overflow", "order", "order", "with an overflow on one rank, the ranks' collectives differ"),
         pytest.param("ring_of_nothing", "step", "hang", "which none sends", marks=pytest.mark.nightly),
-        pytest.param("order_of_unused", "unused", "unused", "every rank uses every", marks=pytest.mark.nightly),
     ],
 )
 def test_fault_of_an_unusual_kind_is_named_in_a_sentence(name, case, cause, sentence):
@@ -178,8 +177,8 @@ def test_rounding_explains_half_precision_for_every_seed(seed):
 def one_of_each(wraps):
     """By default those of whose kind there is no other."""
     for wrap, *rest in wraps:
-        marks = () if wrap.rpartition(":")[2] in faults.REPRESENTATIVE else pytest.mark.nightly
-        yield pytest.param(wrap, *rest, marks=marks, id=wrap.rpartition(":")[2])
+        name = wrap.rpartition(":")[2]
+        yield nightly_unless(name in faults.REPRESENTATIVE, wrap, *rest, id=name)
 
 
 @pytest.mark.parametrize(("wrap", "mesh", "cases"), one_of_each(faults.RIGHT))

@@ -1,11 +1,14 @@
-"""What the tests of training on slices of sequences run on ranks."""
+"""What the tests of training with shared layers or slices of sequences run on ranks."""
 
 import pytest
 import torch
 
 from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.context_parallel import ring
+from cs336sys.parallel.tensor_parallel import group as tensor_group
+from cs336sys.parallel.tensor_parallel import layers, wrapper
 from cs336sys.training import model as models
+from cs336sys.training.ranks.step import ParallelStep
 
 _SEEN, _PASS_ON, _MERGE = ring._Ring.seen, ring._Ring.pass_on, ring.merge_block
 
@@ -33,7 +36,12 @@ def _lose_gradients_on_their_way(rank, block, step, contents):
     return _PASS_ON(rank, block * 0 if contents == ring._GRADIENTS else block, step, contents)
 
 
-FAULTS = {
+def _first_row_off(model, group, shapes):
+    layers.share_layers(model, group, shapes)
+    model.token_embeddings.first_row += model.token_embeddings.first_row > 0
+
+
+OF_RINGS = {
     "a block is skipped": (ring._Ring, "seen", _skip_a_block),
     "a mask is wrong on one block": (ring._Ring, "seen", _see_too_much),
     "blocks are merged by halves": (ring, "merge_block", _merge_by_halves),
@@ -41,9 +49,29 @@ FAULTS = {
     "gradients are lost on their way": (ring._Ring, "pass_on", _lose_gradients_on_their_way),
     "positions are those in the slice": (models, "give_positions", lambda *_: None),
 }
+OF_LAYERS = {
+    "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (tensor_group.TensorGroup, "leave", lambda self, x: x),
+    "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
+    "wrong first token": (wrapper, "share_layers", _first_row_off),
+}
 
 
-def verify_with(fault, workload):
+def count_block_runs(workload):
+    """How often a step runs its blocks, forward or again; the compiler leaves them as they are."""
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        step = ParallelStep(workload, torch.device("cpu"))
+    for block in step.replica.model.layers:
+        block.attn.register_forward_hook(lambda *_: runs.append(1))
+    step()
+    return len(runs)
+
+
+def verify_faulty(fault, workload):
+    """The check where something is forgotten; the trial of layers, which would refuse most models, is left out."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(*FAULTS[fault])
+        patched.setattr(wrapper, "require_same_results", lambda *arguments: None)
+        patched.setattr(*(OF_RINGS | OF_LAYERS)[fault])
         return verify_on_rank(workload)
