@@ -10,7 +10,7 @@ arguments = sys.argv[1:]
 def option(name):
     return next(a.split("=", 1)[1] for a in arguments if a.startswith("--" + name + "="))
 if arguments == ["--version"]:
-    print("NVIDIA Nsight Systems version {version}-253135822126v0")
+    print("NVIDIA Nsight Systems version 2025.3.1.0-253135822126v0")
 elif arguments[0] == "profile":
     with open(HERE + "/options.json", "w") as stream:
         json.dump(arguments, stream)
@@ -24,18 +24,14 @@ elif arguments[0] == "profile":
         print("Importer error status: libdw.so.1 cannot be loaded.", file=sys.stderr)
         sys.exit(1)
 elif arguments[0] == "export":
-    if open(arguments[-1], "rb").read(6) != b"SQLite":
-        print("Failed to open the report: it was written by version 2099.1.")
-        sys.exit(1)
     shutil.copyfile(arguments[-1], option("output"))
 """
 
 
 def put_nsys(
     folder: Path,
-    database: Path | None = None,
+    database: Path,
     *,
-    version: str = "2025.3.1.0",
     outcome: str = '{"status": "ok", "reason": null}',
     leaves_report: bool = True,
 ) -> Path:
@@ -47,13 +43,10 @@ def put_nsys(
         leaves_report: False for an nsys without its importer.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if database is not None:
-        (folder / "database").write_bytes(database.read_bytes())
+    (folder / "database").write_bytes(database.read_bytes())
     program = folder / "nsys"
     program.write_text(
-        _PROGRAM.format(
-            python=sys.executable, here=str(folder), version=version, outcome=outcome, leaves_report=leaves_report
-        )
+        _PROGRAM.format(python=sys.executable, here=str(folder), outcome=outcome, leaves_report=leaves_report)
     )
     program.chmod(0o755)
     return program

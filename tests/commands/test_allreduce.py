@@ -36,6 +36,8 @@ def test_every_cell_is_checked_and_timed(tmp_path):
         "mean ± standard deviation of 4 calls after 5 warm-up, each the slowest rank's",
     ]
     assert notes[2].startswith("average bus bandwidth: ")
+    average = sum(row["busbw_gbps"] for row in rows[1:4]) / 3
+    assert float(notes[2].split()[3]) == pytest.approx(average, rel=1e-2, abs=1e-4)
     assert notes[3].startswith("unsupported: message of 4 bytes: too small for all_gather of fp32 over 2 ranks; choose")
     assert notes[4].startswith("oom: out of memory at checking and timing: rank ")
     assert "you tried to allocate 1000000000000000 bytes" in notes[4]

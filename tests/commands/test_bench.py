@@ -2,16 +2,13 @@
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import time
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from run_commands import invoke, shown, tables
 
 from cs336sys.machine.system import Capacity
@@ -54,10 +51,7 @@ def test_sweep_reports_every_cell_and_ends_well(sweep):
     huge = 1_000_000_000_000
     assert statuses == [(2, "fp32", "ok"), (2, "bf16", "ok"), (huge, "fp32", "oom"), (huge, "bf16", "oom")]
     assert all(row["parameters"] == 3_084_928 for row in rows)
-    for row in rows[:2]:
-        phases = sum(row[f"{phase}_ms_mean"] for phase in ("forward", "backward", "optimizer"))
-        assert phases == pytest.approx(row["step_ms_mean"])
-        assert row["tokens_per_s"] == pytest.approx(48e3 / row["step_ms_mean"])
+    assert all(row["tokens_per_s"] == pytest.approx(48e3 / row["step_ms_mean"]) for row in rows[:2])
     assert all(row["step_ms_mean"] is None for row in rows[2:]), "a cell out of memory has no number"
     # The model's training state is 16 bytes a parameter, 0.05 GiB; a process that has imported torch holds 0.2 or more.
     before_gib = [cell.derived["resident_before_gib"] for cell in read_results(path).cells[:2]]
@@ -102,8 +96,6 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     # How rounds are pooled is in test_rounds.py.
     expected = [("reference", "ok"), ("sdpa", "ok")]
     assert [(row["attention"], row["status"]) for row in found["bench"]["rows"]] == expected
-    of_reference = [cell.samples["step"].measured for cell in read_results(path).cells[::2]]
-    assert found["bench"]["rows"][0]["step_ms_mean"] == pytest.approx(statistics.fmean(chain(*of_reference)))
 
     lines = path.read_text().splitlines(keepends=True)
     assert [json.loads(line)["kind"] for line in lines] == ["run", "cell", "cell", "cell", "cell"]
@@ -112,7 +104,6 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     assert in_order(path) == [(1, "reference", 1), (1, "reference", 2), (1, "sdpa", 2), (1, "sdpa", 1)]
     assert again["bench"]["rows"][0] == found["bench"]["rows"][0]
     assert again["bench"]["rows"][1]["step_ms_mean"] != found["bench"]["rows"][1]["step_ms_mean"]
-    assert again["bench"]["title"] == found["bench"]["title"]
 
 
 @pytest.mark.usefixtures("fresh_workers")
@@ -161,15 +152,6 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     turns = zip(baseline.samples["step"].measured, cell.samples["step"].measured, strict=True)
     assert second["step_speedup"] == pytest.approx(statistics.median(a / b for a, b in turns))
     assert second["step_speedup"] != speedups[1]["step_speedup"]
-
-
-def test_compare_takes_rounds_for_runs(tmp_path):
-    path = tmp_path / "r.jsonl"
-    bench("--warmup 0 --mode forward --rounds 2 --save", path)
-    table = tables(invoke("compare", path, path, "--format", "json"))["step_ms"]
-    rows = [(row["ratio"], row["a_runs"], row["b_runs"], row["verdict"]) for row in table["rows"]]
-    assert rows == [(1.0, 2, 2, "same within 0 %")]
-    assert "rounds of one run a side: what differs between processes is not covered" in table["notes"][1]
 
 
 def test_speedups_are_over_the_default_or_a_chosen_baseline():
@@ -256,61 +238,35 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
     assert note == "All values of attention hold parameters and optimizer states together: add the other rows'."
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_missing_gpu_is_one_sentence():
-    result = bench("--device", "cuda")
-    assert result.exit_code == 3
-    assert result.stderr.strip().splitlines()[-1].startswith("error: device 'cuda': torch sees no CUDA GPU here")
-
-
-def interruptible(command):
-    """Start a command that Ctrl-C reaches, also where tests run in the background of a shell, which ignores it."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def test_interrupted_sweep_prints_what_was_measured(tmp_path):
-    path = tmp_path / "r.jsonl"
-    arguments = [*TINY.split(), "--warmup", "0", "--mode", "forward", "--seed", "1", "--save", str(path)]
-    # Many steps: the second cell must outlast the way of the signal on a loaded machine.
-    command = [sys.executable, "-m", "cs336sys", "bench", *arguments, "--batch-size", "1000", "--steps", "100"]
-    with interruptible(command) as process:
-        deadline = time.monotonic() + 300
-        while not (path.exists() and b'"cell"' in path.read_bytes()):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "| tiny" in stdout
-    assert stderr.splitlines()[-1] == "interrupted: 1 of 2 cells measured"
+COURSE_PACKAGE = {
+    "__init__": "",
+    "nn_utils": """
+from torch.nn.functional import cross_entropy as of_torch
+def cross_entropy(inputs, targets):
+    return of_torch(inputs.flatten(0, 1), targets.flatten())
+""",
+    "optimizer": "from torch.optim import SGD as AdamW",
+    "model": """
+import sys
+from torch.nn import Embedding, Linear, Module, RMSNorm, Sequential
+print("another model", file=sys.stderr)
+def scaled_dot_product_attention(Q, K, V, mask=None):
+    return V
+class TransformerBlock(Module):
+    pass
+class BasicsTransformerLM(Sequential):
+    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+        super().__init__(Embedding(vocab_size, d_model), Linear(d_model, vocab_size))
+""",
+}
 
 
 def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
     """A package of the same names that is found first is the one that is timed."""
     package = tmp_path / "cs336_basics"
     package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "nn_utils.py").write_text(
-        "import torch.nn.functional as F\ndef cross_entropy(inputs, targets):\n"
-        "    return F.cross_entropy(inputs.flatten(0, 1), targets.flatten())\n"
-    )
-    (package / "optimizer.py").write_text("from torch.optim import SGD\nclass AdamW(SGD):\n    pass\n")
-    (package / "model.py").write_text(
-        "import sys, torch\nfrom torch.nn import Embedding, Linear, RMSNorm\nprint('another model', file=sys.stderr)\n"
-        "def scaled_dot_product_attention(Q, K, V, mask=None):\n    return V\n"
-        "class TransformerBlock(torch.nn.Module):\n    pass\n"
-        "class BasicsTransformerLM(torch.nn.Module):\n"
-        "    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):\n"
-        "        super().__init__()\n"
-        "        self.embedding = torch.nn.Embedding(vocab_size, d_model)\n"
-        "        self.head = torch.nn.Linear(d_model, vocab_size)\n"
-        "    def forward(self, x):\n        return self.head(self.embedding(x))\n"
-    )
+    for name, source in COURSE_PACKAGE.items():
+        (package / f"{name}.py").write_text(source)
     done = subprocess.run(
         [sys.executable, "-m", "cs336sys", "bench", *TINY.split(), "--format", "json"],
         capture_output=True,
@@ -322,21 +278,18 @@ def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
     assert json.loads(done.stdout)["tables"][0]["rows"][0]["status"] == "ok"
 
 
-@pytest.fixture
-def mine(tmp_path):
-    """A file of the user's, with a model that does not depend on anything."""
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n\n"
-        "def build(size):\n"
-        "    if size.context > 24:\n"
-        "        raise ValueError('too long')\n"
-        "    return nn.Sequential(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
-    )
-    return tmp_path / "mine.py"
+FAILING = """
+from torch import nn
+def build(size):
+    if size.context > 24:
+        raise ValueError("too long")
+    return nn.Sequential(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))
+"""
 
 
-def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_again(mine):
-    saved = mine.with_name("r.jsonl")
+def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_again(tmp_path):
+    mine, saved = tmp_path / "mine.py", tmp_path / "r.jsonl"
+    mine.write_text(FAILING)
     arguments = ["--context", "32", "--warmup", "1", "--model", f"{mine}:build", "--format", "json"]
     arguments += ["--save", saved, "--resume"]
     result = bench(*arguments)

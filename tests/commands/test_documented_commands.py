@@ -163,6 +163,12 @@ def test_the_pages_have_commands():
     assert sum(counts.values()) > 90
     used = {command[0] for page in PAGES for command in commands_of(page)}
     assert used == set(COMMANDS), "a command without a page"
+    saved = next(command for command in commands_of("README.md") if command[-2:] == ["--save", "before.jsonl"])
+    assert int(saved[saved.index("--rounds") + 1]) >= fewest_samples(), "its file can serve a gate"
+    (shown,) = [command[2:] for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"]]
+    result = CliRunner().invoke(app, ["show", str(RESULTS / "bench-h200.jsonl.gz"), *shown, "--format", "csv"])
+    expected = "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
+    assert result.stdout.splitlines()[0] == expected
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULT_PAGES])
@@ -195,30 +201,6 @@ def test_every_command_that_can_says_what_it_would_run(folder, monkeypatch):
         assert json.loads(result.stdout)["tables"][0]["rows"], arguments
         planned += 1
     assert planned > 30
-
-
-# What makes a step of any page one of milliseconds on a CPU.
-TINY = shlex.split("--size tiny --num-layers 1 --context 16 --batch-size 1 --steps 3 --device cpu")
-
-
-@pytest.mark.usefixtures("kept_workers")
-def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
-    """All that is measured here: one worker serves it. The other commands are measured at tiny in their own tests."""
-    monkeypatch.chdir(folder)
-    story = [command for command in commands_of("docs/compare.md") if command[0] in ("bench", "compare")][:3]
-    assert [command[0] for command in story] == ["bench", "bench", "compare"]
-    for arguments in story:
-        faster = TINY if arguments[0] == "bench" else ()
-        result = CliRunner().invoke(app, [*without(arguments, "--size"), *faster])
-        # Two times the same code: what differs may still be called a regression, once in many times.
-        assert result.exit_code in ((0, 1) if "--fail-above" in arguments else (0,)), result.output
-        assert result.stdout.startswith("### ")
-    saved = next(command for command in commands_of("README.md") if command[-2:] == ["--save", "before.jsonl"])
-    assert int(saved[saved.index("--rounds") + 1]) >= fewest_samples(), "its file can serve a gate"
-    shown = next(command for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"])
-    result = CliRunner().invoke(app, [*shown, "--format", "csv"])
-    expected = "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
-    assert result.stdout.splitlines()[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ import shutil
 
 import pytest
 import torch
-from fake_nsys import put_nsys
 from profile_files import ChromeTrace, NsysReport, train_step
 from run_commands import imported_by, invoke, tables
 
 from cs336sys.capture.range_names import run_name
-from cs336sys.results.model import read_results
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
 
@@ -49,7 +47,7 @@ def test_a_sweep_shows_every_cell(sweep):
         parts = sum(cell[name]["kernel_ms"] for name in names[:-1])
         assert parts == pytest.approx(cell["step"]["kernel_ms"], rel=0.05)
         assert cell["backward"]["kernels"] > cell["forward"]["kernels"]
-        assert all(0 <= row["idle_percent"] < 100 and row["launch_bound"] is None for row in cell.values())
+        assert all(row["launch_bound"] is None for row in cell.values())
     notes = found["phases"]["notes"]
     assert any(note.startswith("no GPU: CPU operations replace kernels") for note in notes)
     assert "profiled by torch.profiler" in notes
@@ -61,31 +59,15 @@ def test_kernels_and_their_kinds(sweep):
     forward = [row for row in found["kernels"]["rows"] if row["phase"] == "forward" and row["precision"] == "fp32"]
     assert len(forward) == 5
     assert [row["total_ms"] for row in forward] == sorted((row["total_ms"] for row in forward), reverse=True)
-    for row in forward:
-        assert row["mean_us"] == pytest.approx(1e3 * row["total_ms"] / row["instances"])
-        assert row["min_us"] <= row["median_us"] <= row["max_us"]
     assert "aten::mm" in {row["kernel"] for row in forward}
     assert "matmul" not in {row["category"] for row in found["other kernels"]["rows"]}
     for row in found["shares"]["rows"]:
         assert sum(row[key] or 0 for key in row if key.endswith("_percent")) == pytest.approx(100)
-    for row in found["attention"]["rows"]:
-        assert row["flops_ratio"] == pytest.approx(5 / (4 * SIZES["tiny"].head_dim))
-        assert row["time_ratio"] == pytest.approx(row["softmax_ms"] / (row["scores_ms"] + row["final_ms"]))
     compared = {row["phase"]: row for row in found["precisions"]["rows"]}
     assert {"forward", "step", "computing attention scores"} <= set(compared)
-    for row in compared.values():
-        assert row["busy_speedup"] == pytest.approx(row["fp32_busy_ms"] / row["bf16_busy_ms"])
-
-
-def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
-    result, folder, arguments = sweep
-    assert [cell.status for cell in read_results(folder / "r.jsonl").cells] == ["ok", "ok", "oom", "oom"]
-    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
-    again, before = tables(invoke(arguments, "--resume --top 1")), tables(result)
-    assert {name: again[name] for name in ("phases", "shares", "attention", "precisions")} == {
-        name: before[name] for name in ("phases", "shares", "attention", "precisions")
-    }
-    assert len(again["kernels"]["rows"]) == 2 * 4
+    assert all(
+        row["busy_speedup"] == pytest.approx(row["fp32_busy_ms"] / row["bf16_busy_ms"]) for row in compared.values()
+    )
 
 
 def test_a_kept_trace_gives_the_same_tables(sweep):
@@ -121,11 +103,9 @@ def test_a_report_of_our_own_says_what_was_run(report):
     assert [rows[name]["kernels"] for name in ("forward", "loss", "backward", "optimizer", "step")] == [2, 1, 3, 1, 7]
     forward = rows["forward"]
     assert (forward["wall_ms"], forward["busy_ms"]) == (pytest.approx(285e-6), pytest.approx(160e-6))
-    assert forward["idle_percent"] == pytest.approx(100 * (1 - 160 / 285))
-    assert forward["launch_bound"] == "yes"
+    assert (forward["idle_percent"], forward["launch_bound"]) == (pytest.approx(100 * (1 - 160 / 285)), "yes")
     (attention,) = found["attention"]["rows"]
     assert (attention["scores_ms"], attention["softmax_ms"]) == (pytest.approx(100e-6), pytest.approx(110e-6))
-    assert attention["matmul_gbps"] > 0
     shares = {row["phase"]: row for row in found["shares"]["rows"]}
     # 100 and 80 of 380 ns; the optimizer's kernel, 80 ns, is elementwise by its name.
     assert shares["step"]["matmul_percent"] == pytest.approx(100 * 180 / 380)
@@ -138,26 +118,6 @@ def test_a_report_of_our_own_says_what_was_run(report):
 
 def test_reading_a_report_needs_no_torch(report):
     assert "torch" not in imported_by(f"nsys --from {report}")
-
-
-def test_a_report_is_exported_by_the_installed_nsys(report, tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336SYS_NSYS", str(put_nsys(tmp_path / "bin")))
-    exported = shutil.copyfile(report, tmp_path / "mine.nsys-rep")
-    assert "phases" in read(exported)
-    exported.write_bytes(b"from the future")
-    result = invoke("nsys", "--from", exported)
-    assert result.exit_code == 2
-    assert "nsys 2025.3.1.0 cannot export" in result.stderr
-    assert "version 2099.1" in result.stderr
-
-
-def test_a_report_without_nsys_to_export_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.capture.reading.find_nsys", lambda: None)
-    (tmp_path / "mine.nsys-rep").write_bytes(b"in a format of NVIDIA's own")
-    result = invoke("nsys", "--from", tmp_path / "mine.nsys-rep")
-    assert result.exit_code == 3
-    assert "`nsys export --type sqlite mine.nsys-rep`" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_folder_of_one_report_is_read_and_one_of_two_is_refused(report):
@@ -175,6 +135,7 @@ def test_ranges_of_another_program(tmp_path):
     for start in (0, 100):
         recorder.range("prefill, layer 0", start, start + 50)
         recorder.range("decode", start + 50, start + 90)
+        recorder.range("wait", start + 90, start + 95)
         recorder.kernel(long_name, start + 10, start + 20, start + 30)
         recorder.kernel("nvjet", start + 60, start + 70, start + 72)
         recorder.kernel("nvjet", start + 62, start + 72, start + 74)
@@ -186,29 +147,16 @@ def test_ranges_of_another_program(tmp_path):
     assert "size" not in found["phases"]["rows"][0]
     assert found["kernels"]["rows"][0]["kernel"] == "vectorized_elementwise add<fp32>"
     assert found["kernels"]["rows"][1]["instances"] == 2
-    full = read(path, ranges, "--full-names")
-    assert full["kernels"]["rows"][0]["kernel"] == long_name
+    full = read(path, ranges, "--full-names --top 1")
+    assert [row["kernel"] for row in full["kernels"]["rows"]] == [long_name, "nvjet"]
     assert "attention" not in found
     note = "phases: the program's own annotations, the outermost; others are chosen with --range"
     assert read(path)["phases"]["notes"][0] == note
     result = invoke("nsys", "--from", path, "--range", "decoder")
     assert (result.exit_code, result.stdout) == (2, "")
-    names = "'decode', 'prefill, layer 0'"
-    assert result.stderr.endswith(f": --range 'decoder': the capture has no range of this name; it has {names}\n")
-
-
-def test_ranges_are_a_list_whose_every_name_is_shown_where_one_is_wrong(tmp_path):
-    recorder = NsysReport(tmp_path / "other.sqlite")
-    names = ["load", "prefill", "decode", "sample", "wait", "write"]
-    for number, name in enumerate(names):
-        recorder.range(name, 100 * number, 100 * number + 90)
-        recorder.kernel("nvjet", 100 * number + 10, 100 * number + 20, 100 * number + 30)
-    path = recorder.write()
-    found = read(path, "--range prefill,decode")
-    assert [row["phase"] for row in found["phases"]["rows"]] == ["prefill", "decode"]
-    refused = invoke("nsys", "--from", path, "--range", "prefill,step")
-    assert refused.exit_code == 2
-    assert all(f"'{name}'" in refused.stderr for name in names)
+    assert ": --range 'decoder': the capture has no range of this name; it has 'decode', 'prefill" in result.stderr
+    listed = read(path, "--range decode,wait")["phases"]["rows"]
+    assert [row["phase"] for row in listed] == ["decode", "wait"]
 
 
 def test_different_kernels_of_one_short_name_are_numbered(tmp_path):

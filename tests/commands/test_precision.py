@@ -80,13 +80,6 @@ def test_device_that_cannot_run_a_cell_gives_a_row_with_the_reason(monkeypatch):
     assert (rows[0]["reason"], rows[0]["logits"]) == ("not implemented for 'Half'", None)
 
 
-def test_cuda_without_a_gpu_exits_with_3(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = precision("--device cuda")
-    assert result.exit_code == 3
-    assert result.stderr == "error: device 'cuda': torch sees no CUDA GPU here; choose cpu or auto\n"
-
-
 @pytest.mark.gpu
 def test_on_the_gpu_by_default():
     _, dtypes = tables(precision("--format json")).values()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,22 +27,17 @@ def silent(stage):
 
 
 @pytest.fixture
-def nsys(tmp_path):
-    """The Profiler of a fake nsys whose reports hold one step."""
+def use_nsys(tmp_path, monkeypatch):
+    """Let a cell on the CPU use a fake nsys whose reports hold one step."""
     report = NsysReport(tmp_path / "report.sqlite")
     train_step(report)
     database = report.write()
 
-    def make(**settings):
-        return Profiler(put_nsys(tmp_path / "nsys", database, **settings), "2025.3.1.0")
+    def use(**settings):
+        nsys = Profiler(put_nsys(tmp_path / "nsys", database, **settings), "2025.3.1.0")
+        monkeypatch.setattr(profiling, "_choose_nsys", lambda profiler, device: (nsys, None))
 
-    return make
-
-
-@pytest.fixture
-def choose(monkeypatch):
-    """Let a cell on the CPU use this nsys."""
-    return lambda nsys: monkeypatch.setattr(profiling, "_choose_nsys", lambda profiler, device: (nsys, None))
+    return use
 
 
 @pytest.mark.parametrize("mode", ["forward", "train"])
@@ -67,8 +63,8 @@ def test_a_cell_on_the_cpu(mode):
     assert [k.count for k in matmuls] == [2 * (7 * 2 + 1)]
 
 
-def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
-    choose(nsys())
+def test_a_cell_under_nsys_is_read_from_its_report(use_nsys, tmp_path):
+    use_nsys()
     workload = ProfileWorkload(TINY, "nsys", keep=str(tmp_path / "kept"))
     outcome = profiling.measure_profile(workload.configuration(), silent)
     profile = Profile.from_json(outcome.derived["profile"])
@@ -84,20 +80,20 @@ def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
     assert Workload.from_configuration(json.loads(configuration)) == TINY
 
 
-def test_message_of_the_profiled_process_is_the_outcome(nsys, choose):
-    choose(nsys(outcome='{"status": "oom", "reason": "out of memory at warm-up: no room"}', leaves_report=False))
+def test_message_of_the_profiled_process_is_the_outcome(use_nsys):
+    use_nsys(outcome='{"status": "oom", "reason": "out of memory at warm-up: no room"}', leaves_report=False)
     outcome = profiling.measure_profile(ProfileWorkload(TINY, "auto").configuration(), silent)
     assert (outcome.status, outcome.reason) == ("oom", "out of memory at warm-up: no room")
 
 
-def test_a_profiled_process_that_dies_is_an_error(nsys, choose):
-    choose(nsys(outcome=""))
+def test_a_profiled_process_that_dies_is_an_error(use_nsys):
+    use_nsys(outcome="")
     outcome = profiling.measure_profile(ProfileWorkload(TINY, "nsys").configuration(), silent)
     assert (outcome.status, outcome.reason) == ("error", "the profiled process ended before its steps were done")
 
 
-def test_an_nsys_that_leaves_no_report_is_refused_or_replaced(nsys, choose):
-    choose(nsys(leaves_report=False))
+def test_an_nsys_that_leaves_no_report_is_refused_or_replaced(use_nsys):
+    use_nsys(leaves_report=False)
     sentence = "nsys 2025.3.1.0 left no report: Importer error status: libdw.so.1 cannot be loaded"
     with pytest.raises(CapabilityError, match=sentence):
         profiling.measure_profile(ProfileWorkload(TINY, "nsys").configuration(), silent)
@@ -110,28 +106,25 @@ def test_an_nsys_that_leaves_no_report_is_refused_or_replaced(nsys, choose):
 def test_the_window_holds_the_measured_steps_and_not_the_warm_up():
     events = []
 
-    class Marks:
-        def start(self, name):
-            events.append(f"+{name}")
-            return lambda: events.append(f"-{name}")
-
-        def range(self, name):
-            return contextlib.nullcontext()
+    def start(name):
+        events.append(f"+{name}")
+        return lambda: events.append(f"-{name}")
 
     @contextlib.contextmanager
     def window():
-        events.append("start capture")
+        end = start("capture")
         yield
-        events.append("stop capture")
+        end()
 
+    marks = SimpleNamespace(start=start, range=lambda name: contextlib.nullcontext())
     workload = replace(TINY, device="cpu", mode="forward-backward", steps=1)
-    profiling._run_annotated(workload, torch.device("cpu"), Marks(), window(), silent)
+    profiling._run_annotated(workload, torch.device("cpu"), marks, window(), silent)
     run = run_name(workload.configuration())
     step = [f"{sign}{name}" for name in ("forward", "loss", "backward") for sign in "+-"]
     phases = [event for event in events if not event.endswith(" backward")]
     assert phases == [
-        *("+warm-up", "-warm-up", "start capture", f"+{run}", "+warm-up", "-warm-up", "+step", *step, "-step"),
-        *(f"-{run}", "stop capture"),
+        *("+warm-up", "-warm-up", "+capture", f"+{run}", "+warm-up", "-warm-up", "+step", *step, "-step"),
+        *(f"-{run}", "-capture"),
     ]
     in_backward = events[events.index("+backward") : events.index("-backward")]
     assert "+block 1 backward" in in_backward
@@ -165,19 +158,3 @@ def test_steps_on_a_gpu_by_torch_profiler():
     assert profile.attributed_percent > 99
     assert sum(row.kernel_ns for row in profile.phases) == pytest.approx(profile.step.kernel_ns, rel=0.01)
     assert {part.name for part in profile.parts if part.kernels}
-
-
-@pytest.mark.gpu
-def test_nsys_and_torch_profiler_agree_on_a_gpu():
-    nsys, why_not = profiling._choose_nsys("auto", torch.device("cuda"))
-    if nsys is None:
-        pytest.skip(why_not)
-    training = Workload(choose_size("small", context=256), device="cuda", steps=3)
-    profiles = []
-    for profiler in ("nsys", "torch"):
-        outcome = profiling.measure_profile(ProfileWorkload(training, profiler).configuration(), silent)
-        profiles.append(Profile.from_json(outcome.derived["profile"]))
-    of_nsys, of_torch = profiles
-    for a, b in zip(of_nsys.phases, of_torch.phases, strict=True):
-        assert (a.name, a.kernels) == (b.name, b.kernels)
-        assert a.kernel_ns == pytest.approx(b.kernel_ns, rel=0.03)

@@ -1,7 +1,6 @@
 """What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
 
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
@@ -158,7 +157,7 @@ def test_ranks_that_do_not_fit_one_cpu_are_said_before_they_are_tried(monkeypatc
     assert invoke(command, "--size", "10b").stderr == "error: measured\n"
 
 
-def test_help_is_whole_without_docstrings_and_may_lose_its_reader():
+def test_help_is_whole_without_docstrings():
     for arguments, sentence in {
         "bench": "Time the phases",
         "": "Benchmark, profile",
@@ -166,11 +165,6 @@ def test_help_is_whole_without_docstrings_and_may_lose_its_reader():
     }.items():
         program = [sys.executable, "-OO", "-m", "cs336sys", *arguments.split(), "--help"]
         assert sentence in subprocess.run(program, capture_output=True, text=True).stdout
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, "-m", "cs336sys", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path, monkeypatch):
@@ -181,9 +175,3 @@ def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path, monk
     )
     (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\ngrid = 'board'\n")
     assert "--grid board: has shapes of its own" in invoke("--config", tmp_path / "s.toml", "flash").stderr
-
-
-def test_a_message_that_is_no_whole_number_of_elements_is_said(tmp_path):
-    plan = invoke("allreduce", "--message", "3B,4B", "--dtype", "bf16", "--device", "cpu", "--dry-run").stdout
-    note = "less than asked for, to have whole elements that all ranks share equally: 2 of 3 bytes (bf16, 2 ranks)"
-    assert plan.count("less than asked for") == plan.count(note) == 1

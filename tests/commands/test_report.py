@@ -1,7 +1,6 @@
 """``cs336sys report`` as a user runs it."""
 
 import gzip
-import json
 import re
 import sys
 from pathlib import Path
@@ -52,13 +51,11 @@ def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
     outcomes = tmp_path / "tests.xml"
     outcomes.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     result = report("--year", "2026", "--from", outcomes, "--only", "optimizer_state_sharding")
-    assert (
-        r"The course's tests: 1 of 2 pass (test_sharded_optimizer\[a\]), not test_sharded_optimizer\[b\]."
-        in result.stdout
-    )
+    sentence = r"The course's tests: 1 of 2 pass (test_sharded_optimizer\[a\]), not test_sharded_optimizer\[b\]."
+    assert sentence in result.stdout
 
 
-def test_outcomes_that_contradict_each_other_are_named_and_a_file_without_any_is_refused(tmp_path):
+def test_outcomes_that_contradict_each_other_are_named(tmp_path):
     for name, outcome in {"first": "<failure/>", "second": ""}.items():
         case = f'<testcase name="test_sharded_optimizer">{outcome}</testcase>'
         (tmp_path / f"{name}.xml").write_text(f"<testsuites>{case}</testsuites>")
@@ -66,11 +63,6 @@ def test_outcomes_that_contradict_each_other_are_named_and_a_file_without_any_is
     result = report("--year", "2026", *sources, "--only", "optimizer_state_sharding")
     assert "second.xml: contradicts an earlier file about test_sharded_optimizer" in result.stderr
     assert "report: 1 problem, 1 of 1 parts answered" in result.stderr
-    other = tmp_path / "pom.xml"
-    other.write_text("<project/>")
-    result = report("--year", "2026", "--from", other)
-    assert result.exit_code == 2
-    assert "pom.xml holds no test's outcome" in result.stderr
 
 
 def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path):
@@ -103,20 +95,6 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path
     result = report("--year", "2025", "--from", tmp_path, "--only", "benchmarking_script")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "; and 2 more\n" in result.stderr
-
-
-def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
-    newer = tmp_path / "newer.jsonl"
-    newer.write_text(json.dumps({"schema_version": 99, "kind": "run"}) + "\n")
-    result = report("--year", "2025", "--from", newer)
-    assert result.exit_code == 2
-    assert "schema version 99" in result.stderr
-    cut = tmp_path / "warmup.jsonl.gz"
-    cut.write_bytes((RESULTS / "warmup-h200.jsonl.gz").read_bytes()[:-60])
-    result = report("--year", "2025", "--from", cut, "--only", "benchmarking_script")
-    assert result.exit_code == 0
-    assert result.stderr.count("is cut, or no record") == 1
-    assert "Without warm-up the first measured step takes" in result.stdout
 
 
 def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):

@@ -30,14 +30,11 @@ def test_every_strategy_is_checked_and_measured(tmp_path, tier):
     found = tables(shard(TINY, "--strategy", ",".join(strategies), files, "--format json"))
     rows = found["shard"]["rows"]
     assert [(row["strategy"], row["status"]) for row in rows] == [(name, "ok") for name in strategies]
-    by_strategy = {row["strategy"]: row for row in rows}
     for row in rows:
-        assert row["parameters"] == 652_928
         assert row["relative_difference_percent"] < 0.1
-        assert row["exposed_ms"] == pytest.approx(row["step_ms_median"] - row["unsynchronized_ms_median"])
-        assert row["speedup"] == pytest.approx(by_strategy["none"]["step_ms_median"] / row["step_ms_median"])
+        assert row["speedup"] == pytest.approx(rows[0]["step_ms_median"] / row["step_ms_median"])
         assert row["sent_bytes"] == pytest.approx(row["predicted_sent_bytes"], rel=0.01)
-    assert by_strategy["none"]["sent_bytes"] == 4 * 652_928
+    assert rows[0]["sent_bytes"] == 4 * rows[0]["parameters"] == 4 * 652_928
 
     memory = found["memory"]["rows"]
     for row in memory:
@@ -56,9 +53,7 @@ def test_every_strategy_is_checked_and_measured(tmp_path, tier):
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "t").iterdir())) == len(strategies)
 
-    cells = read_results(tmp_path / "r.jsonl").cells
-    assert [cell.configuration["strategy"] for cell in cells] == list(strategies)
-    for cell in cells:
+    for cell in read_results(tmp_path / "r.jsonl").cells:
         assert 0 <= cell.derived["bare_ms"] <= cell.derived["timeline"]["communication_ms"]
 
 

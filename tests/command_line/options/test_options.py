@@ -162,22 +162,6 @@ def test_wide_text_is_not_cut_or_turned():
     assert len(drawn[1]) > 200
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        (["--save", "r.md", "--output", "./r.md"], "--save r.md and --output r.md: one file cannot hold both"),
-        (["--output", "p.txt", "--plot", "p.txt"], "--plot p.txt and --output p.txt: one file cannot hold both"),
-    ],
-)
-def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
-    """The table was written over the results, when they had been measured."""
-    monkeypatch.chdir(tmp_path)
-    result = run("attn", *files)
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 # Every option that may do more than choose what is computed and shown: a settings file that was found sets none.
 EFFECTS = {
     Effect.READS_FILE: {"--from", "--against", "--allreduce", "--measured", "--rates", "--text", "trace --ceilings"},
@@ -211,25 +195,26 @@ def test_every_option_declares_its_effect(every_command):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("arguments", "sentence"),
     [
-        (["show", "r.jsonl", "--format", "csv", "--output", "r.jsonl"], "r.jsonl"),
-        (["account", "parallel", "--format", "csv", "--output", "r.jsonl.gz"], "r.jsonl.gz"),
-        (["report", "--year", "2025", "--from", "r.jsonl", "--format", "html", "--output", "r.jsonl"], "r.jsonl"),
-        (["losses", "--text", "book.txt", "--output", "./book.txt"], "book.txt"),
+        ("attn --save r.md --output ./r.md", "--save r.md and --output r.md: one file cannot hold both"),
+        ("attn --output p.txt --plot p.txt", "--plot p.txt and --output p.txt: one file cannot hold both"),
+        ("show r.jsonl --format csv --output r.jsonl", r"r\.jsonl.* give another"),
+        ("account parallel --format csv --output r.jsonl.gz", r"r\.jsonl\.gz.* give another"),
+        ("report --year 2025 --from r.jsonl --format html --output r.jsonl", r"r\.jsonl.* give another"),
+        ("losses --text book.txt --output ./book.txt", r"book\.txt.* give another"),
     ],
 )
-def test_inputs_and_results_are_not_overwritten(arguments, name, tmp_path, monkeypatch):
+def test_inputs_and_results_are_not_overwritten(arguments, sentence, tmp_path, monkeypatch):
     """``show r.jsonl --output r.jsonl`` left a table in the place of measurements, and ``losses`` of its text."""
     monkeypatch.chdir(tmp_path)
     record = json.dumps({"schema_version": 1, "kind": "run"}).encode() + b"\n"
     files = {"r.jsonl": record, "r.jsonl.gz": gzip.compress(record), "book.txt": b"It was"}
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
-    result = run(*arguments)
+    result = run(*arguments.split())
     assert result.exit_code == 2
-    assert name in result.stderr
-    assert "give another" in result.stderr
+    assert re.search(sentence, result.stderr)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 

@@ -147,26 +147,20 @@ def test_a_file_that_was_found_sets_only_harmless_options(command, setting, effe
     assert "which a file that was found may not" not in named.stderr
 
 
-@pytest.fixture
-def refusal(folder):
+def refusal(command, name, value):
     """Why a found file may not set an option of a command, or an empty text."""
-
-    def refused(command, name, value):
-        context = typer.Context(command, info_name=command.name)
-        context.meta.update(
-            {settings_file._PLACE: "p: ", settings_file._FILE: "pyproject.toml", settings_file._IS_NAMED: False}
-        )
-        context.default_map = {name: value}
-        try:
-            settings_file.defaults_of(context, command.params)
-        except UsageError as error:
-            return str(error)
-        return ""
-
-    return refused
+    context = typer.Context(command, info_name=command.name)
+    found = {settings_file._PLACE: "p: ", settings_file._FILE: "pyproject.toml", settings_file._IS_NAMED: False}
+    context.meta.update(found)
+    context.default_map = {name: value}
+    try:
+        settings_file.defaults_of(context, command.params)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
-def test_a_found_file_sets_no_option_of_any_command_that_is_not_harmless(every_command, refusal):
+def test_a_found_file_sets_no_option_of_any_command_that_is_not_harmless(every_command):
     for _, command in every_command:
         for option in command.params:
             if option.param_type_name == "option" and option.expose_value and not option.is_eager:
@@ -180,7 +174,7 @@ def test_a_found_file_sets_no_option_of_any_command_that_is_not_harmless(every_c
         assert refusal(commands[command], name, value) == ""
 
 
-def test_an_option_without_a_declared_effect_is_refused(refusal):
+def test_an_option_without_a_declared_effect_is_refused():
     def new(upload: Annotated[str, typer.Option(help="New.")] = "", count: Annotated[int, setting()] = 1) -> None: ...
 
     app = typer.Typer()

@@ -5,7 +5,6 @@ import time
 from functools import partial
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from cs336sys.commands.allreduce import measure as collectives
@@ -68,25 +67,3 @@ def times_with_a_late_rank(workload, sleep_s):
 
     with mock.patch.object(dist, "all_reduce", late):
         return time_collective(workload)
-
-
-def added_us(workload):
-    """How much longer a call of the timed loop takes than one of a bare loop over torch's function, at best.
-
-    Short loops of both in turn, so that each meets a quiet moment of the machine.
-    """
-    calls = 20
-    device = collectives.group_device()
-    call, _ = collectives.prepare(workload, device)
-    tensor = torch.zeros(workload.elements, device=device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    ours, bare = [], []
-    for _ in range(200):
-        ours.append(sum(collectives._back_to_back_us(call, calls, device)) / calls)
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(calls):
-            dist.all_reduce(tensor)
-        wait()
-        bare.append(1e6 * (time.perf_counter() - started) / calls)
-    return min(ours) - min(bare)

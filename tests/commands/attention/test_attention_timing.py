@@ -174,6 +174,7 @@ def test_attention_is_checked_on_the_strides_that_are_timed():
         assert seen == [timed, timed]
         seen.clear()
     assert reference_results.cache_info().misses == 1
+    assert random_inputs(workload("fa4"), CPU).query.transpose(1, 2).is_contiguous(), "tokens before heads"
 
 
 @pytest.mark.gpu

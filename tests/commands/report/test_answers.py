@@ -169,17 +169,9 @@ def norms_in(**dtypes):
 
 
 def on_cpu(files):
-    """Return the files with runs of a machine without a GPU."""
-    return [
-        Results(
-            {
-                key: replace(run, machine=run.machine | {"gpu": None, "cpu": "Some CPU"})
-                for key, run in file.runs.items()
-            },
-            file.cells,
-        )
-        for file in files
-    ]
+    """Return the files as those of a machine without a GPU."""
+    machine = next(iter(files[0].runs.values())).machine | {"gpu": None, "cpu": "Some CPU"}
+    return [of_run("cpu", file, *file.cells, machine=machine) for file in files]
 
 
 def outcomes_of_fsdp(correctness):
