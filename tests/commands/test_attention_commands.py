@@ -47,6 +47,7 @@ def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
     assert eager["end_to_end_speedup"] == 1.0
     assert float(eager["dq_error"]) < 1e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not any("round" in cell.configuration for cell in read_results(saved).cells), "of one round none is named"
 
 
 def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch):

@@ -62,10 +62,6 @@ def tables(result):
     return json.loads(result.stdout)["tables"]
 
 
-def titles(result):
-    return [table["title"] for table in tables(result)]
-
-
 def test_every_command_that_saves_can_be_shown():
     saving = []
     for name in COMMANDS:
@@ -112,25 +108,20 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
             assert set(saved_pictures(one, cells)) == pictures
 
 
-@pytest.fixture(scope="module")
-def without_torch(tmp_path_factory):
+def test_neither_torch_nor_triton_is_needed(tmp_path):
     """The measured cells of eight commands, shown in one process."""
-    folder = tmp_path_factory.mktemp("show")
     names = ("bench", "flash-board", "ddp", "nsys-torch", "attn", "allreduce", "shard-10b", "memprof")
     files = [str(RESULTS / f"{name}-h200.jsonl.gz") for name in names]
-    arguments = ["--status", "ok", "--format", "json", "--output", str(folder / "o.json")]
+    arguments = ["--status", "ok", "--format", "json", "--output", str(tmp_path / "o.json")]
     command = [sys.executable, "-c", WITHOUT_TORCH, "show", *files, *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    return json.loads((folder / "o.json").read_text())["tables"]
-
-
-def test_neither_torch_nor_triton_is_needed(without_torch):
-    names = {table["name"] for table in without_torch}
+    shown = json.loads((tmp_path / "o.json").read_text())["tables"]
+    names = {table["name"] for table in shown}
     assert names >= {"bench", "speedup", "flash", "ddp", "phases", "buckets", "kernels", "attn", "allreduce", "memprof"}
     # Runs of one command are told apart by their titles.
-    assert sum("(run " in table["title"] for table in without_torch if table["name"] == "bench") == 0, "one is alone"
-    memprof = [table["title"] for table in without_torch if table["name"] == "memprof"]
+    assert sum("(run " in table["title"] for table in shown if table["name"] == "bench") == 0, "one is alone"
+    memprof = [table["title"] for table in shown if table["name"] == "memprof"]
     assert len(memprof) == len(set(memprof)) == 3
     assert all(title.endswith("+00:00)") for title in memprof)
 

@@ -159,9 +159,7 @@ def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
 def test_torchs_fully_shard_is_captured_as_one_phase(ranks):
     """Captured one by one, its backward pass would wait for events of another graph, the forward pass's."""
     shared = workload("torch-fsdp", cuda_graph="on", optimizer="fused", size=SMALL)
-    phases, differences = zip(*ranks().run(training_ranks.captured_phases, shared), strict=True)
-    assert phases == (["step"], ["step"])
-    assert largest(differences) < TOLERANCES["fp32"] / 50
+    assert ranks().run(training_ranks.captured_phases, shared) == [["step"], ["step"]]
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", pytest.param("torch", marks=pytest.mark.nightly)])
