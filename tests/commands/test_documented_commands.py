@@ -187,7 +187,7 @@ FILES_OF_MEASUREMENTS = ("--plot", "--plot-scaling", "--trace", "--keep", "--sna
 
 
 def test_every_command_that_can_says_what_it_would_run(folder, monkeypatch):
-    """Of models up to 13 billion parameters, none of which is built; those of the reader are in test_your_model."""
+    """Of models up to 13 billion parameters, none of which is built; the reader's are in test_user_models_command."""
     monkeypatch.chdir(folder)
     planned = 0
     for arguments in {tuple(command) for page in PAGES for command in commands_of(page) if command[0] in WITH_DRY_RUN}:
