@@ -121,11 +121,13 @@ def assert_close_to_float64(actual, inputs, is_causal, window, grad_out, **optio
         assert error <= tolerance * scale, f"{name}: {error / scale:.1e} of the largest element, {tolerance} allowed"
 
 
-def exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed):
+def assert_exact(
+    num_queries, num_keys, head_dim, is_causal, dtype, device, seed=0, kernels="triton", num_heads=1, key_heads=1
+):
     """Query i picks exactly one key: its score is so far ahead that all other weights underflow to 0.
 
     Keys are their number's binary digits as +-1, queries 2^10 times the digits of the key they pick. Values and output
-    gradients are small integers, whose sums are exact in any order.
+    gradients are small integers, whose sums are exact in any order. A head that reads other keys gets other values.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     digits = max(1, math.ceil(math.log2(num_keys)))
@@ -133,21 +135,17 @@ def exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed
     key = torch.zeros(num_keys, head_dim)
     key[:, :digits] = (torch.arange(num_keys)[:, None] >> torch.arange(digits) & 1) * 2.0 - 1.0
     last = torch.arange(num_queries).clamp(max=num_keys - 1) if is_causal else torch.full((num_queries,), num_keys - 1)
-    picked = (torch.rand(num_queries, generator=generator) * (last + 1)).long()
+    picked = (torch.rand(num_heads, num_queries, generator=generator) * (last + 1)).long()
     query = key[picked] * 2.0**10
-    value = torch.randint(-8, 9, (num_keys, head_dim), generator=generator).float()
-    grad_out = torch.randint(-2, 3, (num_queries, head_dim), generator=generator).float()
-    inputs = tuple(tensor.to(device, dtype).requires_grad_() for tensor in (query, key, value))
-    return inputs, grad_out.to(device, dtype), picked.to(device)
-
-
-def assert_exact(num_queries, num_keys, head_dim, is_causal, dtype, device, seed=0, kernels="triton"):
-    inputs, grad_out, picked = exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed)
+    value = torch.randint(-8, 9, (key_heads, num_keys, head_dim), generator=generator).float()
+    grad_out = torch.randint(-2, 3, query.shape, generator=generator).float()
+    inputs = tuple(one[None].to(device, dtype).requires_grad_() for one in (query, key.expand_as(value), value))
     out = FlashAttentionTriton.apply(*inputs, is_causal, "tf32x3", False, kernels)
-    grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out)
-    value = inputs[2].detach()
-    assert torch.equal(out, value[picked])
-    assert torch.equal(grad_value, torch.zeros_like(value).index_add(0, picked, grad_out))
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out[None].to(device, dtype))
+    rows = picked + num_keys * (torch.arange(num_heads) // (num_heads // key_heads))[:, None]
+    assert torch.equal(out[0].float().cpu(), value.flatten(0, 1)[rows])
+    expected = torch.zeros(key_heads * num_keys, head_dim).index_add(0, rows.flatten(), grad_out.flatten(0, 1))
+    assert torch.equal(grad_value[0].flatten(0, 1).float().cpu(), expected)
     # The weight is exactly 1, so dP - D = 0 exactly.
     assert not grad_query.any()
     assert not grad_key.any()

@@ -1,8 +1,6 @@
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import triton
 
 from cs336sys.kernels.attention import operators
 from cs336sys.kernels.attention.triton import plans
@@ -28,9 +26,3 @@ def settings_of_a100(fresh_plans, monkeypatch):
     monkeypatch.setattr(
         plans, "backward_settings", lambda problem, deterministic: backward_settings(on_a100(problem), deterministic)
     )
-
-
-@pytest.fixture
-def active_driver(monkeypatch):
-    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))

@@ -8,15 +8,16 @@ import math
 
 import pytest
 import torch
-from attention_checks import FORMS, HOPPER_MARKS, ON_GPU, assert_close_to_float64, assert_matches_float64
+from attention_checks import FORMS, HOPPER_MARKS, ON_GPU, TOLERANCES, assert_close_to_float64, assert_matches_float64
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, reference
+from cs336sys.kernels.attention.hopper.settings import HEAD_DIMS
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
-from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings, separate
+from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty", "fresh_plans"),
@@ -89,14 +90,56 @@ def test_programs_that_share_keys(num_queries, options, device, monkeypatch):
     assert_options_match_float64("triton", grouped_inputs(2, 1, num_queries, LONG, device, batch=1), **options)
 
 
-@pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
-def test_descriptors_address_the_heads_of_keys(device, monkeypatch):
-    tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
-    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(tile))
-    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: separate(tile, tile))
-    inputs = grouped_inputs(4, 2, 40, 33, device)
-    in_rows = tuple(one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in inputs)
-    assert_matches_float64(in_rows, True, window=7)
+ON_HOPPER = [pytest.param(f"hopper {head_dim}", marks=HOPPER_MARKS) for head_dim in HEAD_DIMS]
+
+
+@pytest.fixture(params=["triton", "three splits", "tiled", *ON_HOPPER])
+def special(request, device, monkeypatch):
+    """An implementation's name, and query, key and value whose numbers a test changes."""
+    implementation, _, head_dim = request.param.partition(" ")
+    if implementation == "three":
+        force(monkeypatch, "unprepared")
+        monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
+        return "triton", grouped_inputs(1, 1, 70, 70, device, batch=1)
+    if implementation == "hopper":
+        return "hopper", grouped_inputs(1, 1, 200, 200, device, torch.float16, batch=1, head_dim=int(head_dim))
+    return implementation, grouped_inputs(1, 1, 70, 70, device, batch=1)
+
+
+def test_nan_in_a_key_reaches_all_queries_that_see_it(special):
+    implementation, (query, key, value) = special
+    position = key.shape[-2] * 2 // 3
+    key.data[..., position, 3] = math.nan
+    out = flash_attention(query, key, value, True, implementation=implementation)
+    assert out[..., position:, :].isnan().all()
+    assert not out[..., :position, :].isnan().any()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_row_without_a_finite_score_gives_zeros(is_causal, special):
+    implementation, (query, key, value) = special
+    query.data[..., 7, 3] = math.inf
+    key.data[..., 3] = -1.0
+    out, logsumexp = attend(implementation, (query, key, value), is_causal, None)
+    expected, _ = reference_attention(query.float(), key.float(), value.float(), is_causal)
+    assert not out[..., 7, :].any()
+    assert (logsumexp[..., 7] == -math.inf).all()
+    tolerance = TOLERANCES[query.dtype]
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=20 * tolerance)
+    grad_query, grad_value = torch.autograd.grad(out.sum(), (query, value))
+    assert not grad_query[..., 7, :].any()
+    assert not grad_value.isnan().any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_scores_so_low_that_their_sum_overflows_backward(deterministic, special):
+    """Keys behind the last have score 0, which is 2^300 times the weight of a row at -200: no inf may reach dQ."""
+    implementation, inputs = special
+    query, key, value = (one.detach()[..., :17, :].requires_grad_() for one in inputs)
+    query.data.fill_(10.0)
+    key.data.fill_(-5.0)
+    out = flash_attention(query, key, value, deterministic=deterministic, implementation=implementation)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -223,63 +266,23 @@ def test_gradients_of_blocks_of_keys_add_up(implementation, dtype, device):
 
 @pytest.mark.parametrize("form", ["fused with splits", "separate", "unprepared"])
 def test_gradients_from_an_external_logsumexp_and_delta(form, device, monkeypatch):
-    """As autograd's own backward, which hands on just these two."""
+    """As autograd's own backward, which hands on just these two; in other layouts and under compile, too."""
     force(monkeypatch, form)
     inputs = grouped_inputs(2, 1, 40, 40, device, batch=1)
     out, logsumexp = attend("triton", inputs, True, 20)
     grad_out = torch.randn_like(out)
     expected = torch.autograd.grad(out, inputs, grad_out)
-    delta = (grad_out * out.detach()).sum(-1)
-    detached = [one.detach() for one in inputs]
-    actual = flash_attention_backward(*detached, grad_out, logsumexp, delta, True, window=20, implementation="triton")
-    for name, one, other in zip(("dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    tensors = [*(one.detach() for one in inputs), grad_out, logsumexp, (grad_out * out.detach()).sum(-1)]
+    swapped = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in tensors]
 
+    def backward(*tensors):
+        return flash_attention_backward(*tensors, True, window=20, implementation="triton")
 
-def test_external_gradients_in_any_layout_and_under_compile(device):
-    inputs = [one.detach() for one in grouped_inputs(2, 1, 5, 5, device)]
-    out, logsumexp = attend("triton", inputs, True, None)
-    grad_out = torch.randn_like(out)
-    delta = (grad_out * out).sum(-1)
-
-    def backward(query, key, value, grad_out, logsumexp, delta):
-        return flash_attention_backward(query, key, value, grad_out, logsumexp, delta, True, implementation="triton")
-
-    expected = backward(*inputs, grad_out, logsumexp, delta)
-    swapped = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in (*inputs, grad_out)]
-    apart = [one.mT.contiguous().mT for one in (logsumexp, delta)]
     torch._dynamo.reset()
-    for function, arguments in (
-        (backward, (*swapped, *apart)),
-        (torch.compile(backward, fullgraph=True, backend="eager"), (*inputs, grad_out, logsumexp, delta)),
-    ):
-        for one, other in zip(function(*arguments), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_compile_keeps_one_graph(device):
-    inputs = grouped_inputs(2, 1, 5, 9, device)
-    options = {"window": 3, "scale": 0.5, "causal_alignment": "end", "return_logsumexp": True}
-
-    def block(query, key, value):
-        out, logsumexp = flash_attention(query * 2.0, key, value, True, implementation="triton", **options)
-        return out.sin(), logsumexp
-
-    expected, expected_logsumexp = block(*inputs)
-    torch._dynamo.reset()
-    out, logsumexp = torch.compile(block, fullgraph=True, backend="eager")(*inputs)
-    assert not logsumexp.requires_grad
-    torch.testing.assert_close((out, logsumexp), (expected, expected_logsumexp))
-    for one, other in zip(*(torch.autograd.grad(result.sum(), inputs) for result in (out, expected)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_operators_keep_the_rules_of_pytorch(device):
-    inputs = grouped_inputs(2, 1, 5, 5, device)
-    arguments = (*inputs, True, "tf32x3", True, "triton", 2)
-    torch.library.opcheck(
-        torch.ops.cs336sys.flash_attention_forward, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    compiled = torch.compile(backward, fullgraph=True, backend="eager")
+    for function, given in ((backward, tensors), (backward, swapped), (compiled, tensors)):
+        for name, one, other in zip(("dq", "dk", "dv"), function(*given), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton], ids=["tiled", "triton"])
@@ -302,17 +305,19 @@ def test_logsumexp_of_float64_and_of_half_precision(device):
         torch.testing.assert_close(logsumexp.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tiles_outside_of_the_window_are_skipped(device, monkeypatch):
-    """NaN in keys that no query sees within its window would reach the sums of a tile that was only masked."""
-    query, key, value = (one.detach() for one in grouped_inputs(1, 1, 128, 128, device, batch=1))
-    key[..., :32, :] = value[..., :32, :] = math.nan
-    for implementation in ("triton", "tiled"):
-        leaves = [one.clone().requires_grad_() for one in (query, key, value)]
-        out = flash_attention(*leaves, True, window=32, implementation=implementation, deterministic=True)
-        assert out[..., 96:, :].isfinite().all()
-        grads = torch.autograd.grad(out[..., 96:, :].sum(), leaves)
-        assert grads[0][..., 96:, :].isfinite().all()
-        assert grads[1][..., 96:, :].isfinite().all()
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_outside_of_the_window_are_skipped(deterministic, special):
+    """NaN in keys and queries outside would reach the sums of a tile that was only masked."""
+    implementation, (query, _, _) = special
+    unit = 256 if implementation == "hopper" else 32
+    inputs = grouped_inputs(1, 1, 4 * unit, 4 * unit, query.device, query.dtype, batch=1, head_dim=query.shape[-1])
+    for one in inputs:
+        one.data[..., :unit, :] = math.nan
+    options = {"window": unit * 3 // 4, "deterministic": deterministic, "implementation": implementation}
+    out = flash_attention(*inputs, True, **options)
+    assert out[..., 2 * unit :, :].isfinite().all()
+    grads = torch.autograd.grad(out[..., 2 * unit :, :].sum(), inputs)
+    assert all(grad[..., 3 * unit :, :].isfinite().all() for grad in grads)
 
 
 def count_flops(num_queries, num_keys, *options):

@@ -193,14 +193,6 @@ def test_only_what_is_needed_is_differentiated(known, driver):
     assert query.grad is None
 
 
-def test_forward_and_backward_without_autograd(known):
-    tensors = [tensor.detach() for tensor in inputs()]
-    out, logsumexp = known.forward(tensors, OPTIONS)
-    grad_out = torch.randn(SHAPE)
-    grads = known.backward([*tensors, out, logsumexp, grad_out], OPTIONS)
-    torch.testing.assert_close(grads, expected_gradients(grad_out))
-
-
 class Subclass(torch.Tensor):
     pass
 
@@ -273,23 +265,25 @@ def test_modes_and_transforms_see_python(known, driver):
     assert not driver.launches
 
 
-def test_python_computes_an_unknown_backward(known, driver):
+def python_backward(known, compute):
+    """Tensors, the output and a gradient of strides that no plan is for, so that ``compute`` is called for its pass."""
+    known.use_python(unexpected, unexpected, compute)
+    tensors = inputs()
+    return tensors, known.attend(*tensors, OPTIONS), torch.randn(SHAPE).mT.contiguous().mT
+
+
+def test_python_computes_an_unknown_backward(known):
     calls = []
 
-    def python_backward(*arguments):
+    def compute(*arguments):
         calls.append(arguments)
         return [torch.full(SHAPE, factor) for factor in (1.0, 2.0, 3.0)]
 
-    known.use_python(unexpected, unexpected, python_backward)
-    tensors = inputs()
-    out = known.attend(*tensors, OPTIONS)
-    grad_out = torch.randn(SHAPE).mT.contiguous().mT  # strides that no plan is for
+    tensors, out, grad_out = python_backward(known, compute)
     grads = torch.autograd.grad(out, tensors, grad_out)
     assert [grad.mean().item() for grad in grads] == [1, 2, 3]
-    ((*given, logsumexp, given_grad), options) = calls[0][:6], calls[0][6:]
-    for one, other in zip(given, (*tensors, out), strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
+    ((*given, given_grad), options) = calls[0][:6], calls[0][6:]
+    assert all(map(torch.equal, given, (*tensors, out, torch.ones(SHAPE[:-1]))))
     assert given_grad is grad_out
     assert options == (*ALL_OPTIONS[OPTIONS], None, None, False)
 
@@ -314,35 +308,28 @@ def unexpected(*arguments):
 
 
 def test_a_call_of_python_keeps_no_tensor(known):
-    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
-    tensors = inputs()
-    out = known.attend(*tensors, OPTIONS)
-    grad_out = torch.randn(SHAPE).mT.contiguous().mT
+    tensors, out, grad_out = python_backward(known, lambda *_: [torch.zeros(SHAPE)] * 3)
     held = sys.getrefcount(grad_out)
     torch.autograd.grad(out, tensors, grad_out)
     assert sys.getrefcount(grad_out) == held
 
 
 def test_deterministic_algorithms_need_a_plan_of_their_own(known):
-    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
-    tensors = inputs()
-    out = known.attend(*tensors, OPTIONS)
+    tensors, out, _ = python_backward(known, lambda *_: [torch.zeros(SHAPE)] * 3)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), tensors))
+        assert not any(grad.any() for grad in torch.autograd.grad(out, tensors, torch.ones(SHAPE)))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_an_error_in_python_keeps_its_type(known):
-    def python_backward(*arguments):
+    def compute(*arguments):
         raise LookupError("no plan")
 
-    known.use_python(unexpected, unexpected, python_backward)
-    tensors = inputs()
-    out = known.attend(*tensors, OPTIONS)
+    _, out, grad_out = python_backward(known, compute)
     with pytest.raises(LookupError, match="no plan"):
-        out.backward(torch.randn(SHAPE).mT.contiguous().mT)
+        out.backward(grad_out)
 
 
 def test_it_is_differentiable_once(known):
@@ -483,29 +470,6 @@ def test_descriptors_are_encoded_once_for_an_address(native, driver):
         native.forward([torch.randn(SHAPE, dtype=torch.float16) for _ in range(3)], 0)
 
 
-def test_parameters_of_a_compiled_kernel(monkeypatch):
-    """In the order of the signature: constants and what Triton made one are left out, two pointers to memory added."""
-    signature = {
-        "query": "tensordesc<bf16[1,64]>",
-        "out": "*bf16",
-        "strides": ("i32", "constexpr", "i64"),
-        "count": "i32",
-        "scale": "fp32",
-        "CAUSAL": "constexpr",
-    }
-    metadata = SimpleNamespace(tensordesc_meta=[{"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64]}])
-    compiled = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=metadata)
-    module = SimpleNamespace(Descriptor=lambda *arguments: arguments)
-    monkeypatch.setattr(native_call, "TMA_DTYPE_DEVICE_TO_HOST", {10: 9})
-    arguments = 4, 2, (640, 1, 2**40), 77, 0.25, True
-    descriptors = [Descriptors((10, 64), (64, 1), [1, 64])]
-    descriptor, *others = native_call._launch_parameters(module, compiled, arguments, descriptors)
-    assert descriptor == (4, 9, 3, 2, [1, 64], (10, 64), (64, 1))
-    packed = [struct.pack("<i", 10), struct.pack("<i", 64), struct.pack("<q", 64), struct.pack("<q", 1)]
-    numbers = [struct.pack("<i", 640), struct.pack("<q", 2**40), struct.pack("<i", 77), struct.pack("<f", 0.25)]
-    assert others == [*packed, 2, *numbers, bytes(8), bytes(8)]
-
-
 PTX = """
 .visible .entry scale(
 	.param .u64 .ptr .global .align 16 scale_param_0,
@@ -570,16 +534,14 @@ def test_launches_of_another_kind_are_refused(metadata, ptx, signature, reason):
 
 
 def test_descriptors_are_encoded_as_by_tritons_own_launcher(monkeypatch):
-    """Of the Triton that is installed, whose launcher asks its driver module for the same descriptor."""
+    """Of the Triton that is installed, whose launcher asks its driver module for the same descriptor.
+
+    Parameters are in the order of the signature: constants and what Triton made one are left out, two pointers added.
+    """
     encoded = []
-
-    class Utils:
-        def fill_tma_descriptor(self, *arguments):
-            encoded.append(arguments)
-
-        fill_tma_descriptor_tiled = fill_tma_descriptor
-
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=Utils())))
+    fill = lambda *arguments: encoded.append(arguments)  # noqa: E731
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     tensor = torch.empty(10, 64, dtype=torch.bfloat16)
     about = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
     descriptors = Descriptors((10, 64), (64, 1), [1, 64])
@@ -590,16 +552,17 @@ def test_descriptors_are_encoded_as_by_tritons_own_launcher(monkeypatch):
     assert address == tensor.data_ptr()
     assert not any(padding)
 
+    kinds = "tensordesc<bf16[1,64]>", "*bf16", ("i32", "constexpr", "i64"), "fp32", "constexpr"
     compiled = SimpleNamespace(
-        src=SimpleNamespace(signature={"query": "tensordesc<bf16[1,64]>"}),
-        metadata=SimpleNamespace(tensordesc_meta=[about]),
+        src=SimpleNamespace(signature=dict(enumerate(kinds))), metadata=SimpleNamespace(tensordesc_meta=[about])
     )
     module = SimpleNamespace(Descriptor=lambda *arguments: arguments)
-    descriptor, *others, _, _ = native_call._launch_parameters(module, compiled, (4,), [descriptors])
+    arguments = 4, 2, (640, 1, 2**40), 0.25, True
+    descriptor, *others = native_call._launch_parameters(module, compiled, arguments, [descriptors])
     assert descriptor == (4, dtype, swizzle, element_bytes, box, shape, strides)
-    assert others == [
-        struct.pack(kind, one) for kind, one in zip(["<i", "<i", "<q", "<q"], shape_and_strides, strict=True)
-    ]
+    sizes = [struct.pack(kind, size) for kind, size in zip(["<i", "<i", "<q", "<q"], shape_and_strides, strict=True)]
+    packed = [struct.pack("<i", 640), struct.pack("<q", 2**40), struct.pack("<f", 0.25), bytes(8), bytes(8)]
+    assert others == [*sizes, 2, *packed]
 
 
 def test_translation_of_a_plan():
@@ -699,28 +662,21 @@ def test_a_failing_compiler_is_named_once(library, monkeypatch, recwarn):
     )
 
 
-def test_without_a_compiler_calls_go_through_python_after_a_warning(library, monkeypatch, recwarn):
+def test_calls_go_through_python_after_a_warning_unless_triton_is_of_another_version(library, monkeypatch, recwarn):
     monkeypatch.setattr(native_call, "compiler", lambda: None)
     assert load(library) is None
     assert load(library) is None
+    monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
+    assert load(native_call.Library()) is None
     (warning,) = of_ours(recwarn)
     assert str(warning.message).endswith("through Python: there is no C++ compiler: install g++ or set CXX")
-
-
-def test_other_versions_of_triton_are_left_alone(library, monkeypatch, recwarn):
-    monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
-    assert load(library) is None
-    assert not of_ours(recwarn)
 
 
 def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", True)
     monkeypatch.setattr(native_call, "compiler", lambda: None)
-    found, fix = native_probe.calls_and_fix()
-    assert (found, fix) == (
-        "through Python: there is no C++ compiler: install g++ or set CXX",
-        "`apt-get install g++`, or set CXX.",
-    )
+    missing = "through Python: there is no C++ compiler: install g++ or set CXX"
+    assert native_probe.calls_and_fix() == (missing, "`apt-get install g++`, or set CXX.")
     with monkeypatch.context() as patched:
         patched.setattr(torch.version, "hip", "6.4")  # No compiler would help.
         assert native_probe.calls_and_fix()[1] is None
@@ -734,16 +690,12 @@ def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
     assert fix == f"Have it compiled again: `rm {broken}`."
     monkeypatch.setattr(native_call, "import_from", lambda path: None)
     assert native_probe.calls_and_fix() == ("in C++, compiled by g++", None)
-
-
-def test_the_probe_names_a_triton_whose_launcher_is_unknown(monkeypatch):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
-    found, fix = native_probe.calls_and_fix()
-    assert found == (
+    assert native_probe.calls_and_fix() == (
         f"through Python: triton {triton.__version__} may launch kernels in another way than 3.6, 3.7, 3.8, 3.9, the "
-        "versions that the C++ supports"
+        "versions that the C++ supports",
+        '`python -m pip install "triton==3.9.*"`, if this torch allows it.',
     )
-    assert fix == '`python -m pip install "triton==3.9.*"`, if this torch allows it.'
 
 
 # Two programs sharing keys, one launch backward, passes after a preparation, split sums, many heads, the Hopper

@@ -7,7 +7,6 @@ import pytest
 
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
-    as_table_of_pieces,
     cut_all,
     key_tiles,
     longest_first_at_the_end,
@@ -135,28 +134,6 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
                         assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
             # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
             assert (item_first, item_end) == (min(firsts), max(ends))
-
-
-@pytest.mark.parametrize("num_programs", [0, 4])
-@pytest.mark.parametrize(("num_whole", "num_pieces"), [(6, 1), (4, 3), (0, 2)])
-def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces, num_programs):
-    items = [(tile, sequence) for tile in range(3) for sequence in range(2)]
-    table = as_table_of_pieces(items, num_whole, num_pieces, [7, 5, 3, 3, 2, 1], num_programs)
-    num_works = num_whole + (6 - num_whole) * num_pieces
-    first_item = num_programs + num_works
-    if num_programs:
-        shares = [range(first, first + count) for count, first in table[:num_programs]]
-        assert sorted(itertools.chain(*shares)) == list(range(num_programs, first_item))
-        # Fewer of those that take longest.
-        assert len(shares[0]) <= len(shares[-1])
-    seen = collections.Counter()
-    for pieces, at in table[num_programs:first_item]:
-        number = pieces // 256
-        assert (pieces % 256 == 1) == (at - first_item < num_whole)
-        assert number // num_pieces == max(0, at - first_item - num_whole)
-        first, end = piece_visits(1, 12, number % (pieces % 256), pieces % 256)
-        seen.update((table[at], query_tile) for query_tile in range(first, end))
-    assert seen == collections.Counter((item, query_tile) for item in items for query_tile in range(1, 12))
 
 
 def causal_visits(num_tiles, group_size):

@@ -32,7 +32,10 @@ from cs336sys.kernels.attention.triton.settings import (
     forward_settings,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty", "fresh_plans"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of numpy, in the interpreter
+]
 
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -76,7 +79,6 @@ def three_splits(monkeypatch):
     monkeypatch.setattr(plans, "forward_settings", lambda problem: replace(forward_settings(problem), num_splits=3))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @CAUSAL
 @pytest.mark.usefixtures("three_splits")
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, LONG), (LONG - 2, 17), (LONG, LONG), (64, 128)])
@@ -166,7 +168,6 @@ def test_exact_integer_data(num_queries, num_keys, is_causal, backward_form, dev
     assert_exact(num_queries, num_keys, 32, is_causal, torch.float16, device)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_query_reaches_its_own_row_only(bad, device):
     query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
@@ -176,71 +177,6 @@ def test_bad_query_reaches_its_own_row_only(bad, device):
     expected, _ = reference_attention(query, key, value)
     assert out[0, 7].isnan().all()
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_nan_in_a_key_reaches_all_queries_that_see_it(num_splits, device, request):
-    if num_splits > 1:
-        request.getfixturevalue("three_splits")
-    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 70, 70, 16, torch.float32, device))
-    key[0, 37, 3] = math.nan
-    out = FlashAttentionTriton.apply(query, key, value, True)
-    assert out[0, 37:].isnan().all()
-    assert not out[0, :37].isnan().any()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-@CAUSAL
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_row_without_a_finite_score_gives_zeros(num_splits, is_causal, device, request):
-    if num_splits > 1:
-        request.getfixturevalue("three_splits")
-    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
-    query[0, 7, 3] = math.inf
-    key[0, :, 3] = -1.0
-    out = FlashAttentionTriton.apply(query.requires_grad_(), key, value, is_causal)
-    expected, _ = reference_attention(query, key, value, is_causal)
-    assert not out[0, 7].any()
-    assert out.grad_fn.saved_tensors[-1][0, 7] == -math.inf
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    grad_query, grad_value = torch.autograd.grad(
-        FlashAttentionTriton.apply(query, key, value.requires_grad_()).sum(), (query, value)
-    )
-    assert not grad_query[0, 7].any()
-    assert not grad_value.isnan().any()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-def test_scores_so_low_that_their_sum_overflows_backward(device):
-    """Keys behind the last have score 0, which is 2^300 times the weight of a row at -200: no inf may reach dQ."""
-    query, key, value = random_inputs((1,), 20, 17, 16, torch.float32, device)
-    query = torch.full_like(query, 10.0).requires_grad_()
-    key = torch.full_like(key, -5.0).requires_grad_()
-    for deterministic in (False, True):
-        out = FlashAttentionTriton.apply(query, key, value, False, "tf32x3", deterministic)
-        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-@CAUSAL
-@pytest.mark.parametrize("head_dim", [24, 64, 128])
-def test_unprepared_passes_compute_what_the_prepared_ones_read(head_dim, is_causal, device, monkeypatch):
-    """To the last bit, with a row without a finite score and lengths of no whole tiles."""
-    dtype = torch.float16 if ON_GPU else torch.float32
-    query, key, value = random_inputs((2, 3) if ON_GPU else (1, 2), 150, 141, head_dim, dtype, device)
-    query.data[0, 1, 7, 3] = math.inf
-    key.data[0, 1, :, 3] = -1.0
-    gradients = []
-    for form in ("joint", "unprepared"):
-        tile = TileSettings(64, 64, num_warps=4, num_stages=2)
-        monkeypatch.setattr(plans, "backward_settings", lambda *_, form=form, tile=tile: FORMS[form](tile))
-        triton_attention.forget_plans()
-        out = FlashAttentionTriton.apply(query, key, value, is_causal)
-        grad_out = torch.randn(out.shape, dtype=dtype, generator=torch.Generator(device).manual_seed(1), device=device)
-        gradients.append(torch.autograd.grad(out, (query, key, value), grad_out))
-    for prepared, unprepared in zip(*gradients, strict=True):
-        torch.testing.assert_close(unprepared, prepared, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 16), (0, 3, 16), (0, 2, 5, 16)])
@@ -277,15 +213,19 @@ def test_deterministic_is_never_fused(device):
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
 @CAUSAL
 @pytest.mark.parametrize(
-    ("head_dim", "form"), [(16, FORMS["separate"]), (80, FORMS["joint"])], ids=["separate", "joint"]
+    ("head_dim", "form", "key_heads"),
+    [(16, FORMS["separate"], 3), (16, FORMS["separate"], 1), (80, FORMS["joint"], 3)],
+    ids=["separate", "grouped", "joint"],
 )
-def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, is_causal, device, monkeypatch):
+def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, key_heads, is_causal, device, monkeypatch):
     """The interpreter has descriptors but for atomic_add; nothing else here would run them without a GPU."""
     tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
     monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(tile))
     monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: form(tile))
-    inputs = tuple(_transposed_heads(2, 3, length, head_dim, device).requires_grad_() for length in (40, 50, 50))
-    assert_matches_float64(inputs, is_causal, _transposed_heads(2, 3, 40, head_dim, device))
+    shapes = (3, 40), (key_heads, 50), (key_heads, 50)
+    inputs = tuple(_transposed_heads(2, *shape, head_dim, device).requires_grad_() for shape in shapes)
+    window = 7 if is_causal and key_heads == 1 else None
+    assert_matches_float64(inputs, is_causal, _transposed_heads(2, 3, 40, head_dim, device), window=window)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 256])
@@ -367,13 +307,14 @@ def test_gpu_exact_integer_data_over_many_seeds(head_dim, dtype, backward_form, 
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gpu_many_programs(head_dim, dtype, is_causal):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gpu_many_programs(deterministic, head_dim, dtype, is_causal):
     """Enough tiles that the settings for large shapes, with descriptors, are the ones that run."""
     inputs = tuple(
         tensor.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_()
         for tensor in random_inputs((2, 16), 1111, 1000, head_dim, dtype, "cuda")
     )
-    assert_matches_float64(inputs, is_causal)
+    assert_matches_float64(inputs, is_causal, deterministic=deterministic)
 
 
 @pytest.mark.gpu
@@ -425,14 +366,3 @@ def test_gpu_memory_grows_linearly():
 
     peak_bytes(8192)
     assert peak_bytes(32768) < 4.2 * peak_bytes(8192)
-
-
-@pytest.mark.gpu
-def test_gpu_deterministic_gradients_repeat_to_the_last_bit():
-    inputs = random_inputs((2, 16), 3000, 3000, 64, torch.bfloat16, "cuda")
-    out = FlashAttentionTriton.apply(*inputs, True, "tf32x3", True)
-    grad_out = torch.randn_like(out)
-    first = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
-    for _ in range(5):
-        again = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
