@@ -228,7 +228,7 @@ def of_tokens_in_all(output, targets):
 
 
 class Masked(nn.Module):
-    """Whose constructor makes what its layers do not: a mask, positions."""
+    """Whose constructor makes what its layers do not: a mask."""
 
     def __init__(self, size):
         super().__init__()
@@ -245,28 +245,9 @@ class Masked(nn.Module):
         return self.head(F.scaled_dot_product_attention(x, x, x, attn_mask=self.mask))
 
 
-class Positioned(Masked):
-    def __init__(self, size):
-        super().__init__(size)
-        self.mask = None
-        self.register_buffer("positions", torch.arange(size.context))
-
-
-def scaled_afterwards(size):
-    model = without_blocks(size)
-    nn.init.normal_(model[1].weight, std=0.5)
-    return model
-
-
 def orthogonal(size):
     model = without_blocks(size)
     nn.init.orthogonal_(model[1].weight, gain=(size.d_model * 3) ** -0.5)
-    return model
-
-
-def weight_normed(size):
-    model = without_blocks(size)
-    nn.utils.parametrizations.weight_norm(model[1])
     return model
 
 

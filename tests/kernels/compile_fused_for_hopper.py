@@ -117,7 +117,7 @@ def main() -> None:
         launches.clear()
         CONFIGURATIONS[name]()
         reports[name] = list(launches)
-    for name, sass in zip(cubins, disassemble(list(cubins.values())), strict=True):
+    for name, sass in zip(cubins, disassemble(cubins.values()), strict=True):
         # The bits that its instructions read and write memory by.
         descriptions[name].update(
             (bits, bits_of(instruction, sass)) for bits, instruction in MEMORY_INSTRUCTIONS.items()

@@ -7,7 +7,6 @@ import torch
 from cross_entropy_reference import reference_linear_cross_entropy
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import AdamW
 from torch import nn
 
 from cs336sys.errors import UsageError
@@ -224,31 +223,3 @@ def test_model_that_fuse_does_not_know_is_refused(model, change, sentence):
     with pytest.raises(UsageError, match=sentence):
         fuse(model)
     assert [module for module in model.modules() if "forward" in module.__dict__] == changed
-
-
-def test_steps_of_tiny_are_those_without(device, tier):
-    """Size tiny in fp32, but for context, batch, vocabulary and its second block: losses within 1e-4."""
-    torch.manual_seed(0)
-    with device:
-        plain = BasicsTransformerLM(64, context_length=2, d_model=128, num_layers=1, num_heads=4, d_ff=512)
-    fused = copy.deepcopy(plain)
-    handle = fuse(fused)
-    losses_of = {
-        plain: lambda tokens: cross_entropy(plain(tokens[:, :-1]), tokens[:, 1:]),
-        fused: lambda tokens: handle.loss(fused, tokens[:, :-1], tokens[:, 1:]),
-    }
-    # A text of few words is soon known.
-    text = torch.randint(64, (8, 1, 3), generator=torch.Generator().manual_seed(1)).to(device)
-    curves = []
-    for model, loss_of in losses_of.items():
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        curve = []
-        for step in range(tier.choose(24, 50)):
-            loss = loss_of(text[step % len(text)])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(loss.item())
-        curves.append(curve)
-    assert sum(curves[0][-8:]) < 0.5 * sum(curves[0][:8])
-    assert curves[1] == pytest.approx(curves[0], abs=1e-4)

@@ -46,6 +46,25 @@ def test_cpu_tensors_need_the_interpreter(module, kernel, call, monkeypatch):
         call(torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("name", ["RMSNorm", "Rope", "RopeQKV", "SwiGLU"])
+def test_autocast_decides_the_dtype_of_the_output(name, device):
+    with torch.autocast(device.type, torch.bfloat16):
+        assert CALLS[name][-1](torch.ones(2, 3, device=device)).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["RMSNorm", "Rope", "SwiGLU", "WeightedSum"])
+def test_offsets_beyond_2_31_elements(name):
+    torch.manual_seed(0)
+    far = torch.zeros(2**31 + 64, dtype=torch.float16, device="cuda").as_strided((3, 64), (2**30, 1))
+    far.copy_(torch.randn(3, 64))
+    results = []
+    for x in (far.requires_grad_(), far.detach().contiguous().requires_grad_()):
+        output = CALLS[name][-1](x)
+        results.append((output, *torch.autograd.grad(output.square().sum(), x)))
+    torch.testing.assert_close(*results)
+
+
 def test_fake_tensors_need_no_kernel(monkeypatch):
     monkeypatch.setattr(swiglu, "_swiglu_forward_kernel", triton.JITFunction(swiglu._swiglu_forward_kernel.fn))
     with FakeTensorMode():

@@ -88,14 +88,13 @@ def test_replays_train_as_launches_do_bit_by_bit(device, optimizer, settings):
 def test_phases_can_be_replayed_one_by_one_and_the_last_batch_again():
     launched, replayed = Training(), Training()
     step = graphed(replayed, warmup=1)
-    launched.launch(launched.x.clone(), launched.y.clone())
     (batch,) = batches(1, "cpu")
+    for given in ((launched.x.clone(), launched.y.clone()), batch, batch):
+        launched.launch(*given)
     step.load(*batch)
     for replay in step.phases.values():
         replay()
     assert torch.equal(step(), step.result)
-    for _ in range(2):
-        launched.launch(*batch)
     assert all(map(torch.equal, launched.weights, replayed.weights))
 
 
@@ -156,18 +155,18 @@ class CountsInAGroup(torch.optim.SGD):
 )
 def test_optimizers_that_count_on_the_cpu_are_refused_before_the_capture(optimizer, settings, message):
     build = optimizer if settings else lambda parameters, **_: optimizer(parameters)
-    recorder = OperatorRecorder()
-    recorder.record = lambda run: pytest.fail("captured")
     with pytest.raises(CapabilityError, match=message) as refused:
-        graphed(Training(optimizer=build, **settings), recorder=recorder)
+        graphed(Training(optimizer=build, **settings), recorder=failing_recorder(AssertionError("captured")))
     assert not isinstance(refused.value, CaptureError)
 
 
-@pytest.mark.gpu
-def test_torchs_adamw_that_counts_on_the_cpu_is_refused():
-    training = Training("cuda", torch.optim.AdamW, capturable=False)
-    with pytest.raises(CapabilityError, match=r"^AdamW keeps its state 'step' on the CPU"):
-        graphed(training)
+def failing_recorder(error, cause=None):
+    def record(run):
+        raise error from cause
+
+    recorder = OperatorRecorder()
+    recorder.record = record
+    return recorder
 
 
 @pytest.mark.parametrize(
@@ -180,33 +179,23 @@ def test_torchs_adamw_that_counts_on_the_cpu_is_refused():
     ],
 )
 def test_errors_of_torch_are_explained(said, means):
-    def fails():
-        raise RuntimeError(said)
-
-    training = Training()
-    recorder = OperatorRecorder()
-    recorder.record = lambda run: fails()
     with pytest.raises(CaptureError, match=f"^phase 'forward' cannot be captured in a CUDA graph: {means}"):
-        graphed(training, recorder=recorder)
+        graphed(Training(), recorder=failing_recorder(RuntimeError(said)))
 
 
 def test_running_out_of_memory_stays_what_it_is():
-    recorder = OperatorRecorder()
-
-    def fails(run):
-        raise RuntimeError("compiled code failed") from torch.OutOfMemoryError("CUDA out of memory")
-
-    recorder.record = fails
+    error = RuntimeError("compiled code failed")
     with pytest.raises(RuntimeError, match="compiled code failed"):
-        graphed(Training(), recorder=recorder)
+        graphed(Training(), recorder=failing_recorder(error, torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def test_misuse_is_refused():
-    training = Training()
-    with pytest.raises(UsageError, match="warmup 0: one-time work must not be captured"):
-        graphed(training, warmup=0)
-    with pytest.raises(UsageError, match="needs at least one phase and one input"):
-        GraphedStep({}, (training.x,), recorder=OperatorRecorder())
+    for phases, settings, message in (
+        ({"forward": print}, {"warmup": 0}, "warmup 0: one-time work must not be captured"),
+        ({}, {}, "needs at least one phase and one input"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            GraphedStep(phases, (torch.zeros(1),), recorder=OperatorRecorder(), **settings)
 
 
 @pytest.mark.gpu
@@ -235,16 +224,18 @@ def test_code_that_asks_sees_a_capture_in_the_last_warm_up_step(monkeypatch):
 
     def forward():
         asked.append(torch.cuda.is_current_stream_capturing())
-
-    def fail():
-        if torch.cuda.is_current_stream_capturing():
+        if asked == [False, True]:
             raise ZeroDivisionError
 
-    GraphedStep({"forward": forward}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=3)
+    def capture(warmup):
+        GraphedStep({"forward": forward}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=warmup)
+
+    capture(3)
     assert asked[:3] == [False, False, True]
     assert torch.cuda.is_current_stream_capturing is answer
+    asked.clear()
     with pytest.raises(ZeroDivisionError):
-        GraphedStep({"forward": fail}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=2)
+        capture(2)
     assert torch.cuda.is_current_stream_capturing is answer
 
 

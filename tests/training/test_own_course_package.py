@@ -33,6 +33,15 @@ FORMULAS = (
 )
 
 
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of our package, as of a student who edits it."""
+    package = tmp_path / "cs336_basics"
+    shutil.copytree(Path(cs336_basics.__file__).parent, package)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return package
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -41,30 +50,17 @@ FORMULAS = (
         ("import cs336_basics.none_such\n", "model.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )
-def test_failing_import_is_one_sentence(text, sentence, tmp_path, monkeypatch):
-    package = tmp_path / "cs336_basics"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "model.py").write_text(text)
+def test_failing_import_is_one_sentence(copied, text, sentence, monkeypatch):
+    (copied / "model.py").write_text(text)
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "path", [str(tmp_path), *sys.path])
         for name in [name for name in sys.modules if name.partition(".")[0] == "cs336_basics"]:
             patched.delitem(sys.modules, name)
         with pytest.raises(UsageError) as raised, telling_import_errors():
             import cs336_basics.model  # noqa: F401
         patched.delitem(sys.modules, "cs336_basics", raising=False)
-    assert str(raised.value).startswith(f"the cs336_basics in {tmp_path} fails: {sentence}")
+    assert str(raised.value).startswith(f"the cs336_basics in {copied.parent} fails: {sentence}")
     with pytest.raises(ZeroDivisionError), telling_import_errors():
         _ = 1 / 0
-
-
-@pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """A copy of our package, as of a student who edits it."""
-    package = tmp_path / "cs336_basics"
-    shutil.copytree(Path(cs336_basics.__file__).parent, package)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    return package
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import contextlib
 import dataclasses
 import gc
 import io
-import itertools
 import json
 import re
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
@@ -148,32 +147,19 @@ def describe_code(sass: str) -> dict:
     }
 
 
-def disassemble(cubins: Sequence[bytes]) -> list[str]:
-    """The code of each, all from one run of nvdisasm: to start takes it 0.3 s, and a kernel 0.03 s."""
-    codes = [code_of(cubin) for cubin in cubins]
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"".join(codes))
-        file.flush()
-        # Without looking for where jumps may lead, which takes half as long again.
-        command = [triton.knobs.nvidia.nvdisasm.path, "--binary", "SM90a", "--no-dataflow", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    addresses = itertools.accumulate(map(len, codes[:-1]), initial=0)
-    starts = [listing.index(f"/*{address:04x}*/") for address in addresses]
-    return [listing[start:end] for start, end in itertools.pairwise([*starts, len(listing)])]
+def disassemble(cubins: Iterable[bytes]) -> Iterator[str]:
+    """Give the code of each."""
 
+    def code_of(cubin):
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(cubin)
+            file.flush()
+            # Without looking for where jumps may lead, which takes half as long again.
+            command = [triton.knobs.nvidia.nvdisasm.path, "--no-dataflow", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-def code_of(cubin: bytes) -> bytes:
-    """The one section of instructions of an ELF file: ``.text.`` and the kernel's name."""
-    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, index_of_names = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + number * size) for number in range(count)]
-    names = sections[index_of_names][4]
-    (code,) = [
-        cubin[offset : offset + length]
-        for name, _, _, _, offset, length in sections
-        if cubin.startswith(b".text.", names + name)
-    ]
-    return code
+    with ThreadPoolExecutor() as threads:
+        return threads.map(code_of, cubins)
 
 
 def exp2_beside_product(sass: str) -> list[int]:
@@ -319,7 +305,7 @@ def main() -> None:
                 reports[name] = compile_configuration(kernels, *configuration)
             if "combine" in reports[name]:
                 reports["combine"] = {"combine": reports[name].pop("combine")}
-    for name, sass in zip(cubins, disassemble(list(cubins.values())), strict=True):
+    for name, sass in zip(cubins, disassemble(cubins.values()), strict=True):
         descriptions[name].update(describe_code(sass))
     json.dump({"kernels": reports, "refused by native_call": refused_by_native_call}, sys.stdout)
 

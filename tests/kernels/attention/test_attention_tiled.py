@@ -35,7 +35,7 @@ def assert_matches_float64(inputs, is_causal, grad_out=None, attention=FlashAtte
 
 
 @CAUSAL
-@pytest.mark.parametrize("num_keys", [1, 17, 33, 65])
+@pytest.mark.parametrize("num_keys", [1, 18, 33, 65])
 @pytest.mark.parametrize("num_queries", [1, 17, 33, 65])
 def test_lengths(num_queries, num_keys, is_causal, device):
     inputs = random_inputs((2,), num_queries, num_keys, 8, torch.float64, device)
