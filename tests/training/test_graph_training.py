@@ -46,8 +46,12 @@ def memory_as_in_a_worker():
         release_memory()
 
 
+def silent(stage):
+    pass
+
+
 def check(**settings):
-    return check_training(workload(**settings), CPU, lambda stage: None)
+    return check_training(workload(**settings), CPU, silent)
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -65,19 +69,15 @@ def test_replayed_steps_are_launched_ones_bit_by_bit(mode, optimizer):
 def test_a_training_in_a_graph_has_the_losses_of_launched_steps_from_the_first_on(tmp_path, steps):
     text = tmp_path / "text.md"
     text.write_bytes(bytes(number % 50 for number in range(200)))
-    launched, replayed = (
-        measure_losses(
-            LossWorkload(
-                workload(optimizer="fused", cuda_graph=graph, warmup=0, steps=steps), str(text), 1e-2, 0.1
-            ).configuration(),
-            lambda stage: None,
-        )
-        .samples["loss"]
-        .measured
-        for graph in ("off", "on")
-    )
+
+    def losses(graph):
+        cell = workload(optimizer="fused", cuda_graph=graph, warmup=0, steps=steps)
+        configuration = LossWorkload(cell, str(text), 1e-2, 0.1).configuration()
+        return measure_losses(configuration, silent).samples["loss"].measured
+
+    launched = losses("off")
     assert len(launched) == steps
-    assert replayed == launched
+    assert losses("on") == launched
 
 
 class BakesItsCorrectionIn(torch.optim.AdamW):
@@ -122,7 +122,7 @@ FAULTS = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replays_that_do_something_else_are_wrong_and_not_timed(monkeypatch, fault, precision):
     FAULTS[fault](monkeypatch)
-    outcome = measure_training(workload(optimizer="fused", precision=precision).configuration(), lambda stage: None)
+    outcome = measure_training(workload(optimizer="fused", precision=precision).configuration(), silent)
     assert (outcome.status, outcome.samples) == ("wrong", {})
     assert outcome.reason.startswith("replayed: after 5 steps ")
     assert outcome.derived["relative_difference_percent"] > 20
@@ -133,15 +133,8 @@ def test_a_cell_is_checked_captured_and_timed():
     stages = []
     outcome = measure_training(workload(optimizer="fused").configuration(), stages.append)
     assert outcome.status == "ok"
-    assert stages == [
-        "checking: launched steps",
-        "checking: replayed steps",
-        "building the model",
-        "capturing",
-        "warm-up 1/1",
-        "step 1/2",
-        "step 2/2",
-    ]
+    checking = ["checking: launched steps", "checking: replayed steps"]
+    assert stages == [*checking, "building the model", "capturing", "warm-up 1/1", "step 1/2", "step 2/2"]
     assert set(outcome.samples) == {"forward", "backward", "optimizer", "step", "wall"}
     assert outcome.derived["relative_difference_percent"] == 0
     assert 0 < outcome.derived["capture_s"] < outcome.derived["first_step_s"]
@@ -184,7 +177,7 @@ def test_a_step_can_be_captured_again_and_launched_again():
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
 def test_a_profile_is_of_replayed_phases():
-    outcome = measure_profile(ProfileWorkload(workload(optimizer="fused")).configuration(), lambda stage: None)
+    outcome = measure_profile(ProfileWorkload(workload(optimizer="fused")).configuration(), silent)
     assert outcome.status == "ok"
     assert set(outcome.samples) == {"forward", "loss", "backward", "optimizer", "step", "wall", "annotated"}
     phases = {phase["name"] for phase in outcome.derived["profile"]["phases"]}
@@ -194,7 +187,7 @@ def test_a_profile_is_of_replayed_phases():
 @pytest.mark.usefixtures("graphs_on_a_cpu")
 def test_memory_is_recorded_while_the_step_is_captured():
     cell = MemoryWorkload(workload(optimizer="fused"), trace=False)
-    outcome = measure_memory(cell.configuration(), lambda stage: None)
+    outcome = measure_memory(cell.configuration(), silent)
     assert outcome.status == "ok"
     assert [phase["phase"] for phase in outcome.derived["phases"]] == ["forward", "loss", "backward", "optimizer"]
     assert "capture_s" in outcome.derived
@@ -206,8 +199,10 @@ def test_memory_is_recorded_while_the_step_is_captured():
 
 
 class SomebodysAdamW(AdamW):
-    def __init__(self, params, lr=1e-3, eps=1e-8, weight_decay=0.01):
-        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
+    """Cannot be told to be captured."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr=lr)
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -242,13 +237,19 @@ def test_gpu_replays_equal_launches(settings):
     assert checked.off.relative < 1e-2
 
 
+def both(measure, cell):
+    """What is measured of replayed and of launched steps."""
+    outcomes = []
+    for graph in ("on", "off"):
+        release_memory()
+        outcomes.append(measure(cell(graph).configuration(), silent))
+    return outcomes
+
+
 @pytest.mark.gpu
 def test_gpu_cell_counts_the_pool_in_its_peak():
-    size = choose_size("small", context=256)
-    settings = {"size": size, "device": "cuda", "optimizer": "fused", "steps": 5}
-    on = measure_training(workload(**settings).configuration(), print)
-    release_memory()
-    off = measure_training(workload(**settings, cuda_graph="off").configuration(), print)
+    settings = {"size": choose_size("small", context=256), "device": "cuda", "optimizer": "fused", "steps": 5}
+    on, off = both(measure_training, lambda graph: workload(**settings, cuda_graph=graph))
     assert on.derived["peak_gib"] == pytest.approx(off.derived["peak_gib"], rel=0.1)
     assert 0 < on.derived["graph_pool_gib"] < on.derived["peak_gib"]
     assert on.samples["wall"].median < 1.1 * off.samples["wall"].median
@@ -256,27 +257,17 @@ def test_gpu_cell_counts_the_pool_in_its_peak():
 
 @pytest.mark.gpu
 def test_gpu_memory_of_a_captured_step_is_that_of_a_launched_one():
-    size = choose_size("small", context=128, num_layers=2)
-    peaks = {}
-    for value in ("off", "on"):
-        release_memory()
-        cell = MemoryWorkload(workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), trace=False)
-        peaks[value] = {
-            p["phase"]: p["allocated"] for p in measure_memory(cell.configuration(), print).derived["phases"]
-        }
-    for phase, allocated in peaks["off"].items():
-        assert peaks["on"][phase] == pytest.approx(allocated, rel=0.1), phase
+    settings = {"size": choose_size("small", context=128, num_layers=2), "device": "cuda", "optimizer": "fused"}
+    outcomes = both(measure_memory, lambda graph: MemoryWorkload(workload(**settings, cuda_graph=graph), trace=False))
+    on, off = ({phase["phase"]: phase["allocated"] for phase in outcome.derived["phases"]} for outcome in outcomes)
+    assert on == pytest.approx(off, rel=0.1)
 
 
 @pytest.mark.gpu
 def test_gpu_kernels_of_replays_belong_to_the_phases_of_launches():
-    size = choose_size("small", context=256)
-    # Kernels of a step are counted: their times depend on what else the GPU computes.
-    counts = {}
-    for value in ("off", "on"):
-        cell = ProfileWorkload(
-            workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), profiler="torch"
-        )
-        profile = measure_profile(cell.configuration(), print).derived["profile"]
-        counts[value] = {phase["name"]: phase["kernels"] / phase["count"] for phase in profile["phases"]}
-    assert counts["on"] == pytest.approx(counts["off"], rel=0.02)
+    """Kernels of a step are counted: their times depend on what else the GPU computes."""
+    settings = {"size": choose_size("small", context=256), "device": "cuda", "optimizer": "fused"}
+    outcomes = both(measure_profile, lambda graph: ProfileWorkload(workload(**settings, cuda_graph=graph), "torch"))
+    profiles = [outcome.derived["profile"]["phases"] for outcome in outcomes]
+    on, off = ({phase["name"]: phase["kernels"] / phase["count"] for phase in phases} for phases in profiles)
+    assert on == pytest.approx(off, rel=0.02)

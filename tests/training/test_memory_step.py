@@ -1,11 +1,13 @@
 """Checkpoints from outside: same gradients, as many recomputations as predicted; and what a step holds, to the byte."""
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.cuda._memory_viz
 from fake_cuda_allocator import DEVICE, AllocateFrom, FakeCudaAllocator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -199,20 +201,14 @@ def test_unlike_blocks_are_traced_all(monkeypatch):
     assert prediction.repeated((few, more, most), 10) is None
 
 
-def test_one_block_has_no_neighbour_to_compare_with():
-    size = replace(SIZES["weights"], num_layers=1)
-    step = MemoryStep(MemoryWorkload(Workload(size, device="cpu"), "nested"), CPU)
-    timeline, _ = record(step, follow_operations=True)
-    assert block_changes(timeline, ["layers.0"]) is None
-
-
 def test_first_step_makes_the_optimizers_state():
-    """Without warm-up."""
-    step = MemoryStep(workload("weights"), CPU)
+    """Without warm-up; and one block has no neighbour to compare with."""
+    step = MemoryStep(workload("weights", "nested", layers=1), CPU)
     timeline, _ = record(step, follow_operations=True)
     parameters = sum(parameter.nbytes for parameter in step.model.parameters())
     assert timeline.bytes_by_category()["optimizer state"][0] == 0
     assert timeline.bytes_by_category()["optimizer state"][-1] == 2 * parameters
+    assert block_changes(timeline, ["layers.0"]) is None
 
 
 def test_cuda_path_sees_what_the_fake_trace_predicts(monkeypatch):
@@ -291,10 +287,6 @@ def test_trace_holds_no_memory():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gpu_cell(checkpointing, precision, tmp_path):
     """Counters, history and predictions agree on a GPU, and the snapshot opens."""
-    import pickle
-
-    from torch.cuda import _memory_viz
-
     # As between the cells of a sweep: a step's modules and hooks refer to each other, so only the collector frees them.
     release_memory()
     size = ModelSize("gpu", 512, 2048, num_layers=6, num_heads=8, vocab_size=10_000, context=512, batch_size=4)
@@ -314,10 +306,8 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
     backward = [group for group in derived["largest"] if group["phase"] == "backward" and group["category"] != "other"]
     assert any("layers." in group["module"] and "Backward" in group["operation"] for group in backward)
     assert any("model.py:" in group["code"] for group in derived["largest"])
-    with open(derived["snapshot"], "rb") as file:
-        snapshot = pickle.load(file)
-    assert "entries" in _memory_viz.trace(snapshot)
-    assert "trace" in _memory_viz.trace_plot(snapshot) or len(_memory_viz.trace_plot(snapshot)) > 1000
+    snapshot = pickle.loads(Path(derived["snapshot"]).read_bytes())
+    assert "entries" in torch.cuda._memory_viz.trace(snapshot)
 
 
 FILE = Path(__file__).parents[1] / "user_models.py"
@@ -333,7 +323,7 @@ def users(model):
 @pytest.mark.parametrize("model", ["Converted", "Deciding"])
 def test_models_that_convert_copy_and_decide_are_traced(model):
     """What a model decides by its tokens is as with real ones: a mask that it does not make is not counted."""
-    outcome = measure_memory(users(model).configuration(), lambda stage: None)
+    outcome = measure_memory(users(model).configuration(), silent)
     traced = max(peak["allocated"] for peak in outcome.derived["traced"]) / 2**30
     assert traced == pytest.approx(outcome.derived["peak_gib"], rel=0.06)
     guesses = [note for note in outcome.derived["notes"] if "with zeros where its step reads numbers" in note]
@@ -344,12 +334,11 @@ def test_models_that_convert_copy_and_decide_are_traced(model):
 
 def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():
     configuration = users("Counting").configuration()
-    refused = guarded(predict_memory, configuration, lambda stage: None)
+    refused = guarded(predict_memory, configuration, silent)
     assert refused.status == "unsupported"
-    assert "user_models.py:Counting: no memory is predicted, as its step does not run on tensors without values (" in (
-        refused.reason
-    )
+    sentence = "user_models.py:Counting: no memory is predicted, as its step does not run on tensors without values ("
+    assert sentence in refused.reason
     assert "\n" not in refused.reason
-    measured = measure_memory(configuration, lambda stage: None)
+    measured = measure_memory(configuration, silent)
     assert measured.status == "ok"
     assert refused.reason in measured.derived["notes"]

@@ -35,6 +35,11 @@ class WrittenMarks:
 
 
 @pytest.fixture
+def marks():
+    return WrittenMarks()
+
+
+@pytest.fixture
 def model(own_attention):
     return cs336_basics.model.BasicsTransformerLM(
         vocab_size=11, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32
@@ -52,8 +57,7 @@ ATTENTION_EVENTS = [
 ]
 
 
-def test_blocks_and_attention_forward_and_backward(model):
-    marks = WrittenMarks()
+def test_blocks_and_attention_forward_and_backward(model, marks):
     with annotated_model(model.layers, marks):
         loss = loss_of(model)
         forward, marks.events = marks.events, []
@@ -62,32 +66,31 @@ def test_blocks_and_attention_forward_and_backward(model):
     assert marks.events == ["+block 1 backward", "-block 1 backward", "+block 0 backward", "-block 0 backward"]
 
 
-def test_annotation_changes_no_number_and_is_taken_off(model):
-    block_class = cs336_basics.model.TransformerBlock
-    before = (cs336_basics.model.scaled_dot_product_attention, cs336_basics.model.softmax, block_class.__call__)
+def test_annotation_changes_no_number_and_is_taken_off(model, marks):
+    def replaceable():
+        module = cs336_basics.model
+        return module.scaled_dot_product_attention, module.softmax, dict(vars(module.TransformerBlock))
+
+    before = replaceable()
     plain = loss_of(model)
     plain.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    marks = WrittenMarks()
     with annotated_model(model.layers, marks):
         annotated = loss_of(model)
         annotated.backward()
     assert torch.equal(plain, annotated)
     assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.parameters(), strict=True))
-    after = (cs336_basics.model.scaled_dot_product_attention, cs336_basics.model.softmax, block_class.__call__)
-    assert after == before
-    assert "__call__" not in vars(block_class)
+    assert replaceable() == before
     count = len(marks.events)
     loss_of(model)
     assert len(marks.events) == count
 
 
-def test_an_error_ends_all_ranges_and_takes_the_annotation_off(model, monkeypatch):
+def test_an_error_ends_all_ranges_and_takes_the_annotation_off(model, monkeypatch, marks):
     def out_of_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("no room")
 
-    marks = WrittenMarks()
     monkeypatch.setattr(cs336_basics.model.SwiGLU, "forward", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError), annotated_model(model.layers, marks), phase("forward", marks, CPU):
         loss_of(model)
@@ -98,40 +101,32 @@ def test_an_error_ends_all_ranges_and_takes_the_annotation_off(model, monkeypatc
     assert "__call__" not in vars(cs336_basics.model.TransformerBlock)
 
 
-def test_attention_that_calls_no_softmax_of_the_models_has_no_parts(model, monkeypatch):
+def test_attention_that_calls_no_softmax_of_the_models_has_no_parts(model, monkeypatch, marks):
     def fused(Q, K, V, mask=None):
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=True)
 
     monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", fused)
-    marks = WrittenMarks()
     with annotated_model([], marks):
         loss_of(model)
     assert marks.events == [f"+{ATTENTION_RANGE}", f"-{ATTENTION_RANGE}"] * 2
 
 
-def test_softmax_outside_of_attention_is_no_part_of_it(model):
-    marks = WrittenMarks()
+def test_blocks_and_softmax_outside_of_the_model_are_left_alone(model, marks):
+    other = cs336_basics.model.TransformerBlock(16, 2, 32, None)
+    with annotated_model(model.layers, marks, attention=False):
+        other(torch.zeros(1, 4, 16))
     with annotated_model(model.layers, marks):
         cs336_basics.model.softmax(torch.zeros(3))
     assert marks.events == []
 
 
-def test_blocks_of_another_model_are_left_alone(model):
-    other = cs336_basics.model.TransformerBlock(16, 2, 32, None)
-    marks = WrittenMarks()
-    with annotated_model(model.layers, marks, attention=False):
-        other(torch.zeros(1, 4, 16))
-    assert marks.events == []
-
-
-def test_no_gradients_no_backward_ranges(model):
-    marks = WrittenMarks()
+def test_no_gradients_no_backward_ranges(model, marks):
     with annotated_model(model.layers, marks, attention=False), torch.no_grad():
         loss_of(model)
     assert marks.events == ["+block 0", "-block 0", "+block 1", "-block 1"]
 
 
-def test_compiled_blocks_are_neither_cut_nor_compiled_again(model):
+def test_compiled_blocks_are_neither_cut_nor_compiled_again(model, marks):
     torch.compiler.reset()
     compilations = []
 
@@ -143,7 +138,6 @@ def test_compiled_blocks_are_neither_cut_nor_compiled_again(model):
         block.compile(backend=backend, dynamic=False)
     loss_of(model).backward()
     count = len(compilations)
-    marks = WrittenMarks()
     with annotated_model(model.layers, marks, attention=False):
         loss_of(model).backward()
     assert len(compilations) == count

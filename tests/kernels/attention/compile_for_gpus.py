@@ -12,18 +12,23 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
-from compile_for_hopper import CompileOnlyDriver, compile_and_describe, compile_plan_step
+from compile_for_hopper import (
+    CompileOnlyDriver,
+    Configuration,
+    compile_and_describe,
+    compile_plan_step,
+    plans_with_tensors,
+)
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention.plan import Launch, Scratch
-from cs336sys.kernels.attention.problem import AttentionOptions, AttentionProblem, make_problem
+from cs336sys.kernels.attention.problem import AttentionProblem, make_problem
 from cs336sys.kernels.attention.triton.backward import backward_kernel
 from cs336sys.kernels.attention.triton.forward import forward_kernel
 
@@ -48,25 +53,6 @@ GPUS = {
 }
 
 
-class Configuration(NamedTuple):
-    """A call of attention under a causal mask: (batch, heads, length, head dimension) of the query and the options."""
-
-    shape: tuple[int, int, int, int]
-    dtype: torch.dtype
-    key_heads: int | None = None
-    window: int | None = None
-    deterministic: bool = False
-    float32_precision: str = "tf32x3"
-
-    def __str__(self) -> str:
-        words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
-        words += [f"over {self.key_heads}"] if self.key_heads else []
-        words += [f"window {self.window}"] if self.window else []
-        words += ["deterministic"] if self.deterministic else []
-        words += [self.float32_precision] if self.float32_precision != "tf32x3" else []
-        return " ".join(words)
-
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LENGTHS = [2**power for power in range(7, 17)]
 # flash_benchmarking, pytorch_attention, and the models of the handouts, whose last has head dimension 80.
@@ -83,7 +69,7 @@ MODELS += [((1, 16, 8192, 64), None, 1024), ((1, 16, 8192, 64), 4, None), ((1, 4
 # Those that spilled most with the tiles of the H200.
 SAMPLE = [Configuration((1, 1, 8192, 64), FP32)]
 CONFIGURATIONS = [
-    *(Configuration(shape, dtype, heads, window) for dtype in (BF16, FP32) for shape, heads, window in MODELS),
+    *(Configuration(shape, dtype, True, heads, window) for dtype in (BF16, FP32) for shape, heads, window in MODELS),
     *(Configuration(shape, dtype) for dtype in (BF16, FP32) for shape in (*OTHER_SHAPES, *COURSE)),
     *(Configuration(shape, FP32, float32_precision="ieee") for shape in OTHER_SHAPES[5:]),
     *(Configuration(shape, dtype, deterministic=True) for dtype in (BF16, FP32) for shape in OTHER_SHAPES[5:]),
@@ -121,19 +107,11 @@ def make_problem_on(gpu: Gpu, query: torch.Tensor, *arguments) -> AttentionProbl
 
 def launches(configuration: Configuration) -> Iterator[tuple[Launch, list[torch.Tensor]]]:
     """Those of a call's forward and backward kernels, with their tensors; not those of elementwise kernels."""
-    shape, dtype, key_heads, window, deterministic, float32_precision = configuration
-    # Nothing is read or written: one element that all strides but the last lead to would be addressed as no tensor is.
-    query, out, grad_out, grad_query = (torch.empty(shape, dtype=dtype) for _ in range(4))
-    key, value, *grads = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(4))
-    options = AttentionOptions(True, float32_precision, deterministic, window=window)
-    tensors = query, key, value, out, torch.empty(shape[:-1])
-    forward = choice.forward_plan(tensors[:4], options)
-    backward = choice.backward_plan((*tensors[:4], grad_out), (grad_query, *grads), options)
-    for plan, given in ((forward, tensors), (backward, (*tensors, grad_out, grad_query, *grads))):
+    for plan, tensors in plans_with_tensors(configuration):
         scratch = [
             addition.allocate("cpu") if isinstance(addition, Scratch) else addition for addition in plan.additions
         ]
-        slots = [*given, *scratch]
+        slots = [*tensors, *scratch]
         for launch, numbers in plan.steps:
             if launch._kernel in (forward_kernel, backward_kernel):
                 yield launch, [slots[number] for number in numbers]

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from cs336sys.kernels.attention import choice, native_call
-from cs336sys.kernels.attention.choice import backward_plan, forward_plan
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.problem import AttentionOptions
@@ -31,6 +31,28 @@ from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 MAX_SHARED_BYTES = 232448
+
+
+class Configuration(NamedTuple):
+    """A call of attention: (batch, heads, length, head dimension) of the query and the options."""
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    is_causal: bool = True
+    key_heads: int | None = None
+    window: int | None = None
+    deterministic: bool = False
+    kernels: str = "triton"
+    float32_precision: str = "tf32x3"
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
+        words += [f"over {self.key_heads}"] if self.key_heads else []
+        words += [f"window {self.window}"] if self.window else []
+        words += ["deterministic"] if self.deterministic else []
+        words += [self.float32_precision] if self.float32_precision != "tf32x3" else []
+        return " ".join(words)
+
 
 # (shape, dtype, is_causal), and where they are not as usual, the heads of keys, the window and deterministic
 TRITON_CONFIGURATIONS = {
@@ -250,32 +272,26 @@ def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: t
             refused_by_native_call.append(f"{launch._kernel.__name__}: {error}")
 
 
-def compile_configuration(
-    kernels: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    is_causal: bool,
-    key_heads: int | None = None,
-    window: int | None = None,
-    deterministic: bool = False,
-) -> dict[str, dict]:
-    query, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(2))
-    key, value = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(2))
-    out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
-    grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    options = AttentionOptions(is_causal, deterministic=deterministic, kernels=kernels, window=window)
-    forward = forward_plan((query, key, value, out), options)
-    report = {}
+def plans_with_tensors(configuration: Configuration) -> Iterator[tuple[Plan, tuple[torch.Tensor, ...]]]:
+    """The forward and the backward plan of a call, each with its tensors, which are neither read nor written."""
+    shape, dtype, is_causal, key_heads, window, deterministic, kernels, float32_precision = configuration
+    # One element that all strides but the last lead to would be addressed as no tensor is.
+    query, out, grad_out, grad_query = (torch.empty(shape, dtype=dtype) for _ in range(4))
+    key, value, *grads = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(4))
+    options = AttentionOptions(is_causal, float32_precision, deterministic, kernels, window)
+    tensors, grads = (query, key, value, out, torch.empty(shape[:-1])), (grad_query, *grads)
+    yield choice.forward_plan(tensors[:4], options), tensors
+    yield choice.backward_plan((*tensors[:4], grad_out), grads, options), (*tensors, grad_out, *grads)
 
-    forward_names = ["forward", "combine"][: len(forward.steps)]
-    compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
-    tensors = query, key, value, out, grad_out
-    backward = backward_plan(tensors, grads, options)
+
+def compile_configuration(configuration: Configuration) -> dict[str, dict]:
+    (forward, tensors), (backward, tensors_of_both) = plans_with_tensors(configuration)
+    report = {}
+    compile_steps(forward, ["forward", "combine"][: len(forward.steps)], report, *tensors)
     passes = [launch._kernel for launch, _ in backward.steps]
     others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel, sum_pieces_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
-    step_names = [None if one in others else next(names) for one in passes]
-    compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)
+    compile_steps(backward, [None if one in others else next(names) for one in passes], report, *tensors_of_both)
     return report
 
 
@@ -302,7 +318,7 @@ def main() -> None:
         for name, configuration in configurations.items():
             # The other kernels print their ptxas log as well.
             with contextlib.redirect_stdout(sys.stderr):
-                reports[name] = compile_configuration(kernels, *configuration)
+                reports[name] = compile_configuration(Configuration(*configuration)._replace(kernels=kernels))
             if "combine" in reports[name]:
                 reports["combine"] = {"combine": reports[name].pop("combine")}
     for name, sass in zip(cubins, disassemble(cubins.values()), strict=True):

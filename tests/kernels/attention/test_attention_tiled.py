@@ -45,8 +45,10 @@ def test_lengths(num_queries, num_keys, is_causal, device):
 @CAUSAL
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=["2d", "3d", "4d"])
-def test_dtypes_and_leading_dimensions(leading, dtype, is_causal, device):
-    assert_matches_float64(random_inputs(leading, 65, 49, 16, dtype, device), is_causal)
+@pytest.mark.parametrize("attention", [FlashAttentionTorch, FlashAttentionCompiledBackward], ids=["tiled", "untiled"])
+def test_dtypes_and_leading_dimensions(attention, leading, dtype, is_causal, device, monkeypatch):
+    monkeypatch.setattr(reference, "_compiled_backward", lambda: reference.tiled_backward)
+    assert_matches_float64(random_inputs(leading, 65, 49, 16, dtype, device), is_causal, attention=attention)
 
 
 @CAUSAL
@@ -134,15 +136,6 @@ def test_autocast_does_not_lower_the_precision(device):
     inputs = random_inputs((2,), 33, 33, 8, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert_matches_float64(inputs, is_causal=False)
-
-
-@CAUSAL
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(65, 33), (17, 65)])
-def test_untiled_backward(num_queries, num_keys, dtype, is_causal, device, monkeypatch):
-    monkeypatch.setattr(reference, "_compiled_backward", lambda: reference.tiled_backward)
-    inputs = random_inputs((2, 2), num_queries, num_keys, 16, dtype, device)
-    assert_matches_float64(inputs, is_causal, attention=FlashAttentionCompiledBackward)
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,101 @@
+"""The fused kernels that work on rows or elements, against float64: shapes, dtypes and strides of all kinds.
+
+On the CPU they run in Triton's interpreter. What one of them does alone is tested in the file of its name.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_checks import DTYPES, LAYOUTS, assert_matches_float64, dtype_id, random, shape_id
+
+from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
+from cs336sys.kernels.rope import reference_rope, rope
+from cs336sys.kernels.swiglu import reference_swiglu, swiglu
+from cs336sys.kernels.weighted_sum import reference_weighted_sum, weighted_sum
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+class Operation(NamedTuple):
+    """``tensors``: of the shape of x, the shapes of all inputs by name, and of the outputs' gradients."""
+
+    function: Callable
+    reference: Callable
+    tensors: Callable
+    shapes: list
+    large: list
+    scale: float = 1.0  # How many times the rounding of one element is allowed, as sums over rows are long.
+    large_scale: float = 1.0
+
+
+EMPTY = [(0, 4), (2, 0, 4), (3, 0)]
+# No leading dimension; one row, with a tail; whole tiles, several leading dimensions; tiles of 16 rows: more than there
+# are programs, and some rows more.
+NORMED = [(5,), (1, 1), (1, 33), (2, 3, 64), (230, 65), *EMPTY]
+LARGE_NORMED = [(4099, 4096), (1031, 1600), (70001, 96), (300, 11008), (129, 40001)]
+# A masked tail of columns; one token; two tiles of rows, two groups of heads, all ragged.
+ROTATED = [(1, 2), (5, 6), (3, 1, 8), (2, 9, 18, 40), (2, 1, 2, 3, 4), (0, 4, 2), (2, 0, 4)]
+LARGE_ROTATED = [(2, 33, 4099, 128), (4, 25, 513, 64), (1, 3, 777, 80)]
+# Both tails masked; whole tiles, several leading dimensions; two strips of rows, two tiles of columns, all ragged.
+SUMMED = [(5,), (1, 1), (17, 33), (2, 3, 16, 128), (3, 87, 129), *EMPTY]
+OPERATIONS = {
+    "rms_norm": Operation(rms_norm, reference_rms_norm, lambda x: ({"x": x, "weight": x[-1:]}, [x]), NORMED, [], 4),
+    "rms_norm with residual": Operation(
+        rms_norm, reference_rms_norm, lambda x: ({"x": x, "weight": x[-1:], "residual": x}, [x, x]),
+        NORMED, LARGE_NORMED, 4, 20,
+    ),
+    "rope": Operation(rope, reference_rope, lambda x: ({"x": x}, [x]), ROTATED, LARGE_ROTATED),
+    "swiglu": Operation(
+        swiglu, reference_swiglu, lambda x: ({"gate": x, "up": x}, [x]),
+        [(1,), (7,), (2, 3, 5), (3, 1367), *EMPTY], [(4099, 11008), (513, 6401), (3, 5, 7, 11)],
+    ),
+    "weighted_sum": Operation(
+        weighted_sum, reference_weighted_sum, lambda x: ({"x": x, "weight": x[-1:]}, [x[:-1]]), SUMMED, []
+    ),
+}  # fmt: skip
+
+
+def problem(name, shape, device, dtype=torch.float32):
+    """Inputs by name, and the outputs' gradients."""
+    shapes, of_outputs = OPERATIONS[name].tensors(shape)
+    tensors = random(device, *shapes.values(), *of_outputs, dtype=dtype)
+    return dict(zip(shapes, tensors, strict=False)), tensors[len(shapes) :]
+
+
+def assert_matches(name, inputs, grads, scale=1.0):
+    assert_matches_float64(OPERATIONS[name].function, OPERATIONS[name].reference, inputs, grads, scale)
+
+
+def cases(sizes):
+    return [
+        pytest.param(name, shape, id=f"{name} {shape_id(shape)}")
+        for name, operation in OPERATIONS.items()
+        for shape in getattr(operation, sizes)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("name", "shape"), cases("shapes"))
+def test_outputs_and_gradients(name, shape, dtype, device):
+    assert_matches(name, *problem(name, shape, device, dtype), OPERATIONS[name].scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("name", "shape"), cases("large"))
+def test_large(name, shape, dtype, device):
+    assert_matches(name, *problem(name, shape, device, dtype), OPERATIONS[name].large_scale)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_strides(name, layout, device):
+    shape = (3, 7, 130)
+    inputs, grads = problem(name, shape, device)
+    laid_out = {
+        key: layout(value) if value.shape == shape else value.repeat_interleave(2)[::2] for key, value in inputs.items()
+    }
+    assert not any(value.is_contiguous() for value in laid_out.values())
+    assert_matches(name, laid_out, [layout(grad) if grad.shape == shape else grad.mT.contiguous().mT for grad in grads])
