@@ -106,21 +106,6 @@ class Gated(nn.Module):
         return self.head(self.norm(x))
 
 
-class KeyBias(nn.Module):
-    """Attention whose keys have a bias, which softmax does not see: its gradient is zero but for rounding."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
-        self.query, self.key, self.value = (nn.Linear(size.d_model, size.d_model) for _ in range(3))
-        self.head = nn.Linear(size.d_model, size.vocab_size, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        query, key, value = (layer(x)[:, None] for layer in (self.query, self.key, self.value))
-        return self.head(x + F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0])
-
-
 def half(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten()) / 2
 

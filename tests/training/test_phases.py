@@ -7,7 +7,7 @@ import pytest
 import torch
 from cs336_basics.nn_utils import cross_entropy
 
-from cs336sys.capture.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
+from cs336sys.capture.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
 from cs336sys.training.profiler_ranges import annotated_model, phase
 
 CPU = torch.device("cpu")
@@ -144,12 +144,3 @@ def test_compiled_blocks_are_neither_cut_nor_compiled_again(model, marks):
     assert marks.events[:2] == ["+block 0", "-block 0"]
     assert marks.events[-1] == "-block 0 backward"
     torch.compiler.reset()
-
-
-def test_the_name_of_a_run_says_what_was_run():
-    configuration = {"size": "tiny", "context": 16, "tf32": False, "keep": None}
-    assert '"' not in run_name(configuration)
-    assert run_configuration(run_name(configuration)) == configuration
-    assert run_configuration("forward") is None
-    assert run_configuration("cs336sys [1]") is None
-    assert run_configuration("cs336sys {") is None

@@ -62,8 +62,16 @@ def workload(model, *, blocks=None, batch=None, loss=None, **settings):
     return Workload(SIZE, **{"device": "cpu", "warmup": 1, "steps": 1, **settings}, user=user)
 
 
+def silent(stage):
+    pass
+
+
+def counts(model, **settings):
+    return counted_columns(TrainStep(workload(model, **settings), CPU), silent)
+
+
 def outcome_of(cell):
-    return guarded(measure_training, cell.configuration(), lambda stage: None)
+    return guarded(measure_training, cell.configuration(), silent)
 
 
 @pytest.mark.parametrize("model", LANGUAGE_MODELS)
@@ -94,7 +102,7 @@ def test_fused_kernels_leave_the_flops_of_a_users_model_and_say_what_they_replac
     plain, fused = (
         TrainStep(workload("Gated", kernels=kernels, device=DEVICE.type), DEVICE) for kernels in ("reference", "fused")
     )
-    counted, expected = (counted_columns(step_, lambda stage: None) for step_ in (fused, plain))
+    counted, expected = (counted_columns(step_, silent) for step_ in (fused, plain))
     assert counted["flops"] == expected["flops"]
     note = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
     assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {note}"}
@@ -105,7 +113,7 @@ def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
     write, moved, planted = AdamW.step, [], {}
 
     def step_without_last_query(self, closure=None):
-        query = self.param_groups[0]["params"][1]
+        query = self.param_groups[0]["params"][2]
         before = query.detach().clone()
         planted.setdefault("start", before)
         write(self, closure)
@@ -115,14 +123,14 @@ def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
             planted["percent"] = 100 * moved[-1].norm() / (before + moved[-1] - planted["start"]).norm()
 
     monkeypatch.setattr(AdamW, "step", step_without_last_query)
-    cell = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
+    cell = workload("Attentive", optimizer="adamw", device=DEVICE.type)
     plain = TrainStep(cell, DEVICE)
     names = [name for name, _ in plain.model.named_parameters()]
     steps = plain.warmup_of_capture + STEPS
-    checked, wrong = step.check_training(cell, DEVICE, lambda stage: None)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
-    assert wrong.reason.startswith(f"with our kernels: after 5 steps {names[1]} is off by ")
-    assert checked.off.parameter == names[1] == "query.weight"
+    assert wrong.reason.startswith(f"with our kernels: after 5 steps {names[2]} is off by ")
+    assert checked.off.parameter == names[2] == "query.weight"
     assert 100 * checked.off.relative == pytest.approx(planted["percent"].item(), rel=1e-3)
 
 
@@ -148,7 +156,7 @@ def test_users_loss_is_computed_with_fused_kernels(user):
 @pytest.mark.parametrize(("attention", "mode"), [("reference", "train"), ("flash", "forward")])
 def test_counts_of_our_model_are_those_of_the_formulas(attention, mode):
     of_formula = Workload(SIZE, mode=mode)
-    counted = counted_columns(TrainStep(workload("ours", attention=attention, mode=mode), CPU), lambda stage: None)
+    counted = counts("ours", attention=attention, mode=mode)
     assert (counted["parameters"], counted["flops"]) == (of_formula.parameters, of_formula.flops)
 
 
@@ -169,7 +177,7 @@ WINDOW_OF_4 = 16 * 4 - 4 * 3 // 2
     ],
 )
 def test_flops_of_attention_count_the_pairs_that_a_mask_shows(model, pairs):
-    counted = counted_columns(TrainStep(workload(model), CPU), lambda stage: None)
+    counted = counts(model)
     layers = 16 * SIZE.d_model * (3 * SIZE.d_model + SIZE.vocab_size)
     assert counted["flops"] == 3 * 2 * SIZE.batch_size * (layers + 2 * pairs * SIZE.d_model)
     assert counted["flops_are_upper_bound"] == model.startswith("padding")
@@ -179,7 +187,7 @@ def test_flops_of_attention_count_the_pairs_that_a_mask_shows(model, pairs):
 @needs_transformers
 @pytest.mark.parametrize("model", ["mistral", "eager_mistral"])
 def test_flops_of_a_model_with_windows_and_groups_are_those_of_its_visible_pairs(model):
-    counted = counted_columns(TrainStep(workload(model), CPU), lambda stage: None)
+    counted = counts(model)
     layers = SIZE.num_layers * (32 * (32 + 2 * 16 + 32) + 3 * 32 * 64) + 32 * SIZE.vocab_size
     pairs = SIZE.num_layers * WINDOW_OF_4
     flops = 3 * 2 * SIZE.batch_size * (16 * layers + 2 * pairs * SIZE.d_model)
@@ -208,7 +216,7 @@ def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_lo
         step = TrainStep(workload("llama", attention=attention), CPU)
         step()
         losses[attention] = step.loss.item()
-        notes = counted_columns(step, lambda stage: None)["notes"]
+        notes = counted_columns(step, silent)["notes"]
     assert losses["flash"] == pytest.approx(losses["reference"], rel=1e-5)
     assert any("2 calls of torch's scaled_dot_product_attention are computed by flash" in note for note in notes)
     assert any("masking_utils.py" in note and "waits for the GPU" in note for note in notes)
@@ -225,15 +233,13 @@ def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_lo
     ],
 )
 def test_attentions_that_compute_the_same_are_known(model, same):
-    step = TrainStep(workload(model, attention="flash"), CPU)
-    assert counted_columns(step, print)["same_attention"] == same
+    assert counts(model, attention="flash")["same_attention"] == same
 
 
 def test_attention_that_our_kernels_lack_goes_to_torchs_with_a_note():
-    step = TrainStep(workload("Encoder", attention="flash"), CPU)
-    assert "2 of its 2 calls of attention go to torch's, with dropout 0.1" in str(counted_columns(step, print)["notes"])
-    step = TrainStep(workload("Classifier", attention="flash", **IMAGES), CPU)
-    assert "never calls" in str(counted_columns(step, print)["notes"])
+    notes = str(counts("Encoder", attention="flash")["notes"])
+    assert "2 of its 2 calls of attention go to torch's, with dropout 0.1" in notes
+    assert "never calls" in str(counts("Classifier", attention="flash", **IMAGES)["notes"])
     assert F.scaled_dot_product_attention is not user_models.torch_attention
     TrainStep(Workload(SIZE, attention="sdpa", device="cpu"), CPU)
     assert F.scaled_dot_product_attention is user_models.torch_attention, "a cell of ours leaves it alone"
@@ -345,15 +351,12 @@ def test_without_blocks_compiling_them_is_refused():
 
 def test_an_optimizer_of_the_users_keeps_its_groups():
     cell = replace(workload("Encoder"), optimizer=f"{FILE}:with_groups")
-    optimizer = build_optimizer(cell, TrainStep(cell, CPU).model.parameters(), lr=1.0, eps=1.0)
-    assert [(group["weight_decay"], group["lr"], group["eps"]) for group in optimizer.param_groups] == [
-        (0.1, 1.0, 1.0),
-        (0.0, 1.0, 1.0),
-    ]
+    parameters = list(TrainStep(cell, CPU).model.parameters())
+    optimizer = build_optimizer(cell, parameters, lr=1.0, eps=1.0)
+    groups = [(group["weight_decay"], group["lr"], group["eps"]) for group in optimizer.param_groups]
+    assert groups == [(0.1, 1.0, 1.0), (0.0, 1.0, 1.0)]
     # Whose eps are two, of other meanings: it stays as it is.
-    adafactor = build_optimizer(
-        replace(cell, optimizer="torch.optim:Adafactor"), TrainStep(cell, CPU).model.parameters(), eps=1.0
-    )
+    adafactor = build_optimizer(replace(cell, optimizer="torch.optim:Adafactor"), parameters, eps=1.0)
     assert adafactor.param_groups[0]["eps"] == (None, 0.001)
     with pytest.raises(CapabilityError, match="gives matrices and vectors different settings"):
         user_models.optimizer_class(cell.optimizer)
@@ -439,7 +442,7 @@ def test_kernels_of_triton_are_launched_where_tensors_have_values_alone():
     ]
     assert [output.size for output in outputs] == [output_bytes] * 2
     with pytest.raises(CapabilityError, match=r"Triton \(double_kernel\)"):
-        count_model(triton_workload.configuration(), lambda stage: None)
+        count_model(triton_workload.configuration(), silent)
     outcome = outcome_of(replace(triton_workload, device=DEVICE.type))
     assert outcome.status == "ok", outcome.reason
     assert outcome.derived["notes"] == [
@@ -447,20 +450,24 @@ def test_kernels_of_triton_are_launched_where_tensors_have_values_alone():
     ]
 
 
+MODEL_OF_TWO_LAYERS = """from torch import nn
+
+class Model(nn.Sequential):
+    def __init__(self, size):
+        super().__init__(nn.Embedding(size.vocab_size, 16), nn.Linear(16, size.vocab_size))
+
+"""
+
+
 def test_a_package_that_imports_its_parts_late_is_copied_whole(tmp_path):
     """Where a copy was only of what had been imported by then, parts were registered with it, or with the other one."""
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("known = {}\n")
     (tmp_path / "parts" / "late.py").write_text("import parts\n\nparts.known['rate'] = 2\n")
-    (tmp_path / "late_model.py").write_text(
-        "import parts\nfrom torch import nn\n\n\n"
-        "class Model(nn.Sequential):\n"
-        "    def __init__(self, size):\n"
-        "        super().__init__(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n\n"
-        "    def forward(self, tokens):\n"
-        "        import parts.late\n\n"
+    (tmp_path / "late_model.py").write_text("import parts\n" + MODEL_OF_TWO_LAYERS + (
+        "    def forward(self, tokens):\n        import parts.late\n\n"
         "        return super().forward(tokens) * parts.known['rate']\n"
-    )
+    ))  # fmt: skip
     cell = replace(workload("ours"), user=UserCode(f"{tmp_path}/late_model.py:Model"))
     real = TrainStep(cell, CPU)
     for forwards in range(2):
@@ -471,16 +478,9 @@ def test_a_package_that_imports_its_parts_late_is_copied_whole(tmp_path):
 
 def test_a_model_with_our_kernels_is_traced(tmp_path):
     """Copying the user's code copied ours, too, where it is installed in place: operators were defined again."""
-    (tmp_path / "with_ours.py").write_text(
-        "from cs336sys.kernels.swiglu import swiglu\nfrom torch import nn\n\n\n"
-        "class Model(nn.Module):\n"
-        "    def __init__(self, size):\n"
-        "        super().__init__()\n"
-        "        self.embedding, self.head = nn.Embedding(size.vocab_size, 16), nn.Linear(16, size.vocab_size)\n\n"
-        "    def forward(self, tokens):\n"
-        "        x = self.embedding(tokens)\n"
-        "        return self.head(swiglu(x, x))\n"
-    )
+    (tmp_path / "with_ours.py").write_text("from cs336sys.kernels.swiglu import swiglu\n" + MODEL_OF_TWO_LAYERS + (
+        "    def forward(self, tokens):\n        x = self[0](tokens)\n        return self[1](swiglu(x, x))\n"
+    ))  # fmt: skip
     cell = replace(workload("ours", device=DEVICE.type), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
     traced = predicted_timeline(MemoryWorkload(cell)).timeline
     assert max(traced.totals()) > 3 * 4 * 16 * 2 * SIZE.vocab_size
@@ -537,7 +537,7 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     x = torch.ones(1000)
     kept = []
     monkeypatch.setattr(step._StepCheck, "run", lambda check: kept.append(torch.equal(F.dropout(x, 0.5), x)))
-    step.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
+    step.check_training(workload("Encoder", cuda_graph="on"), CPU, silent)
     assert kept == [True]
     assert not torch.equal(F.dropout(x, 0.5), x)
 
