@@ -46,46 +46,32 @@ def test_compiled_in_one_graph(function, shapes, device):
     # Without code for this machine: what is tested is the graph.
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
     eager, graph = (results(one, inputs, grads) for one in (function, compiled))
-    for name, tensor in eager.items():
-        assert torch.equal(tensor, graph[name]), name
-        assert tensor.stride() == graph[name].stride(), name
+    torch.testing.assert_close(graph, eager, rtol=0, atol=0, check_stride=True)
 
 
-def check_operator(operator, *arguments):
-    """Its schema says what it does to its arguments, and what it returns without computing fits what it computes."""
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("residual_dtype", [None, torch.float16], ids=["alone", "residual"])
-def test_operators_of_rms_norm(residual_dtype, device):
+def operator_calls(device):
+    """The operators with arguments of several strides, dtypes and options."""
+    operators = torch.ops.cs336sys
     x, weight = torch.randn(2, 3, 34, device=device)[:, :, ::2], torch.randn(17, device=device)
-    residual = None if residual_dtype is None else x.to(residual_dtype)
-    arguments = x, weight, residual, 1e-5, torch.float16
-    check_operator(torch.ops.cs336sys.rms_norm_forward.default, *arguments)
-    y, total, inverse_rms = torch.ops.cs336sys.rms_norm_forward(*arguments)
-    grads = (y, None, x) if residual is None else (y, y, total)
-    check_operator(
-        torch.ops.cs336sys.rms_norm_backward.default, *grads, weight, inverse_rms, torch.float32, residual_dtype
-    )
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_operators_of_swiglu(recomputes, device):
+    for residual_dtype in (None, torch.float16):
+        residual = None if residual_dtype is None else x.to(residual_dtype)
+        yield operators.rms_norm_forward, (x, weight, residual, 1e-5, torch.float16)
+        y, total, inverse_rms = operators.rms_norm_forward(x, weight, residual, 1e-5, torch.float16)
+        grads = (y, None, x) if residual is None else (y, y, total)
+        yield operators.rms_norm_backward, (*grads, weight, inverse_rms, torch.float32, residual_dtype)
     gate, up, grad = torch.randn(3, 3, 10, device=device)
-    check_operator(torch.ops.cs336sys.swiglu_forward.default, gate[:, ::2], up[:, ::2], torch.float16)
-    check_operator(torch.ops.cs336sys.swiglu_backward.default, gate, up.half(), grad, recomputes)
-
-
-@pytest.mark.parametrize("strides", [None, (120, 24, 8, 1)], ids=["laid out as x", "strides"])
-def test_operator_of_rope(strides, device):
+    yield operators.swiglu_forward, (gate[:, ::2], up[:, ::2], torch.float16)
+    for recomputes in (False, True):
+        yield operators.swiglu_backward, (gate, up.half(), grad, recomputes)
     x = torch.randn(2, 5, 3, 8, device=device)
-    x = x.transpose(1, 2)[..., ::2] if strides is None else x
-    check_operator(torch.ops.cs336sys.rope.default, x, None, 1e4, False, strides, torch.float16)
+    yield operators.rope, (x.transpose(1, 2)[..., ::2], None, 1e4, False, None, torch.float16)
+    yield operators.rope, (x, None, 1e4, False, (120, 24, 8, 1), torch.float16)
+    qkv = torch.randn(2, 5, 24, device=device), torch.arange(5, device=device), 1, 1, 1e4, torch.float32
+    yield operators.rope_qkv, qkv
+    yield operators.rope_qkv_backward, (*operators.rope_qkv(*qkv), None, 1e4, torch.float16)
 
 
-def test_operators_of_rope_qkv(device):
-    qkv, positions = torch.randn(2, 5, 24, device=device), torch.arange(5, device=device)
-    arguments = qkv, positions, 1, 1, 1e4, torch.float32
-    check_operator(torch.ops.cs336sys.rope_qkv.default, *arguments)
-    grads = torch.ops.cs336sys.rope_qkv(*arguments)
-    check_operator(torch.ops.cs336sys.rope_qkv_backward.default, *grads, None, 1e4, torch.float16)
+def test_operators_keep_the_rules_of_pytorch(device):
+    """Schemas say what becomes of arguments, and what is returned without computing fits what is computed."""
+    for operator, arguments in operator_calls(device):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))

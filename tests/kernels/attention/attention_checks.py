@@ -139,7 +139,7 @@ def assert_exact(
     query = key[picked] * 2.0**10
     value = torch.randint(-8, 9, (key_heads, num_keys, head_dim), generator=generator).float()
     grad_out = torch.randint(-2, 3, query.shape, generator=generator).float()
-    inputs = tuple(one[None].to(device, dtype).requires_grad_() for one in (query, key.expand_as(value), value))
+    inputs = tuple(side[None].to(device, dtype).requires_grad_() for side in (query, key.expand_as(value), value))
     out = FlashAttentionTriton.apply(*inputs, is_causal, "tf32x3", False, kernels)
     grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out[None].to(device, dtype))
     rows = picked + num_keys * (torch.arange(num_heads) // (num_heads // key_heads))[:, None]

@@ -5,13 +5,7 @@ from pathlib import Path
 import compile_for_hopper
 import pytest
 import triton
-from compile_for_hopper import (
-    HOPPER_CONFIGURATIONS,
-    MORE_HOPPER_CONFIGURATIONS,
-    MORE_TRITON_CONFIGURATIONS,
-    TRITON_CONFIGURATIONS,
-    touched_early,
-)
+from compile_for_hopper import touched_early
 
 from cs336sys.kernels.attention import native_call
 
@@ -49,9 +43,9 @@ LARGE = {"head dim 64", "head dim 128"}
 
 
 @pytest.fixture(scope="module")
-def plain(tier):
+def plain(compiled):
     """Names of the plain kernels' configurations."""
-    return [*TRITON_CONFIGURATIONS, *tier.choose((), MORE_TRITON_CONFIGURATIONS)]
+    return [name for name in compiled if not name.startswith(("hopper", "combine"))]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +55,9 @@ def half(plain):
 
 
 @pytest.fixture(scope="module")
-def hopper(tier):
+def hopper(compiled):
     """Names of the Hopper kernels' configurations."""
-    return [*HOPPER_CONFIGURATIONS, *tier.choose((), MORE_HOPPER_CONFIGURATIONS)]
+    return [name for name in compiled if name.startswith("hopper")]
 
 
 def programs_per_multiprocessor(kernel):

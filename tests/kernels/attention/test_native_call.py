@@ -127,10 +127,6 @@ def inputs(**options) -> list[torch.Tensor]:
     return [torch.randn(SHAPE, requires_grad=True, **options) for _ in range(3)]
 
 
-def layout(native, tensor: torch.Tensor):
-    return native.Layout(tensor.shape, tensor.stride(), tensor.dtype)
-
-
 COUNT = torch.Size(SHAPE).numel()
 
 
@@ -151,17 +147,21 @@ def write_gradients(parameters) -> None:
         grad.copy_(factor * grad_out * logsumexp.repeat_interleave(SHAPE[-1]))
 
 
+def plan_of_forward(native):
+    results = [native.Layout(shape, torch.empty(shape).stride(), torch.float32) for shape in (SHAPE, SHAPE[:-1])]
+    return native.Plan(results, [], [native.Launch(1, 7, 128, 0, False, list(range(5)))])
+
+
 @pytest.fixture
 def known(native, driver):
     """The module with a plan for float32 inputs of SHAPE, forward and backward, under OPTIONS."""
     tensors = [tensor.detach() for tensor in inputs()]
-    logsumexp = torch.empty(SHAPE[:-1])
     driver.kernels |= {1: write_out, 2: write_gradients}
-    results = [layout(native, tensors[0]), layout(native, logsumexp)]
-    native.add_forward(tensors, OPTIONS, native.Plan(results, [], [native.Launch(1, 7, 128, 0, False, list(range(5)))]))
+    native.add_forward(tensors, OPTIONS, plan_of_forward(native))
     launch = native.Launch(2, 9, 256, 1000, True, list(range(9)))
-    given = [*tensors, tensors[0], logsumexp, tensors[0]]
-    native.add_backward(given, OPTIONS, native.Plan([layout(native, one) for one in tensors], [], [launch]))
+    given = [*tensors, tensors[0], torch.empty(SHAPE[:-1]), tensors[0]]
+    grads = [native.Layout(one.shape, one.stride(), one.dtype) for one in tensors]
+    native.add_backward(given, OPTIONS, native.Plan(grads, [], [launch]))
     native.use_options(ALL_OPTIONS)
     return native
 
@@ -290,15 +290,11 @@ def test_python_computes_an_unknown_backward(known):
 
 def test_a_window_has_plans_of_its_own_and_reaches_python(known):
     """Its number is that of the other options with their count added for each key."""
-    tensors, number = inputs(), OPTIONS + 7 * len(ALL_OPTIONS)
+    tensors, number, seen = inputs(), OPTIONS + 7 * len(ALL_OPTIONS), []
     assert known.attend(*tensors, number) is None
-    results = [layout(known, tensors[0]), layout(known, torch.empty(SHAPE[:-1]))]
-    plan = known.Plan(results, [], [known.Launch(1, 7, 128, 0, False, list(range(5)))])
-    known.add_forward([tensor.detach() for tensor in tensors], number, plan)
-    seen = []
-    known.use_python(
-        unexpected, unexpected, lambda *arguments: (seen.append(arguments[6:]), [torch.zeros(SHAPE)] * 3)[1]
-    )
+    known.add_forward([tensor.detach() for tensor in tensors], number, plan_of_forward(known))
+    compute = lambda *arguments: (seen.append(arguments[6:]), [torch.zeros(SHAPE)] * 3)[1]  # noqa: E731
+    known.use_python(unexpected, unexpected, compute)
     torch.autograd.grad(known.attend(*tensors, number).sum(), tensors)
     assert seen == [(*ALL_OPTIONS[OPTIONS], 7, None, False)]
 

@@ -2,14 +2,11 @@
 
 import collections
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_checks import (
-    STRIDES,
-    TOLERANCES,
     assert_exact,
     assert_matches_float64,
     on_hopper,
@@ -26,12 +23,12 @@ from cs336sys.kernels.attention.hopper.schedule import (
     member_of_visit,
     piece_visits,
     query_tiles,
+    tile_among_heads,
     tile_of_visit,
     tiles_of_window,
     visits,
 )
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand
-from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", settings.HEAD_DIMS)
@@ -100,7 +97,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     backward, tensors_of_pass = plan.steps[1]
     table = schedule_of(plan).tolist()
     of_plan = dict(enumerate([*plan.tensor_names, *plan.additions]))
-    key_rows = 64 if head_dim == 256 else 128
+    key_rows, tiles_of_head = 64 if head_dim == 256 else 128, -(-num_queries // 64)
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
     assert backward.arguments[6:9] == (group_size, window or 0, window_tiles)
@@ -116,8 +113,9 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         number, count = divmod(pieces_of_item, 256)
         tiles = query_tiles(item[0] * key_rows, num_queries, 64, is_causal, window_tiles)
         for visit in range(*piece_visits(*visits(*tiles, group_size), number % count, count)):
-            head = item[1] * group_size + member_of_visit(visit, *tiles)
-            seen[item[0], head, tile_of_visit(visit, *tiles)] += 1
+            member, tile = member_of_visit(visit, *tiles), tile_of_visit(visit, *tiles)
+            assert tile_among_heads(visit, *tiles, tiles_of_head) == member * tiles_of_head + tile
+            seen[item[0], item[1] * group_size + member, tile] += 1
         if count == 1:
             whole.append(item)
         else:
@@ -147,9 +145,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         for program in range(summing.num_programs):
             item, half = divmod(program // (head_dim // columns), num_tiles)
             whole_item = tuple(table[first_item + item])
-            assert [items_of_pieces[item * num_pieces + piece] for piece in range(num_pieces)] == [
-                whole_item
-            ] * num_pieces
+            assert {items_of_pieces[item * num_pieces + piece] for piece in range(num_pieces)} == {whole_item}
             parts[whole_item, half] += columns
         assert set(parts.values()) == {head_dim}
         halves += parts
@@ -189,9 +185,8 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 
     def problem_on_hopper(query, key, operands, options):
         fits = all(operand.fits_tma for operand in operands)
-        return problem_on_h200(
-            query.shape[:-2].numel(), query.shape[-2], query.shape[-1], key.shape[-2], tma_allowed=fits
-        )
+        sizes = query.shape[:-2].numel(), query.shape[-2], query.shape[-1], key.shape[-2]
+        return problem_on_h200(*sizes, tma_allowed=fits)
 
     monkeypatch.setattr(choice, "make_problem", problem_on_hopper)
     query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
@@ -199,21 +194,18 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 
     def takes_hopper(kernels, key):
         plan = choice.forward_plan((whole, key, whole, whole), AttentionOptions(True, kernels=kernels))
-        return type(plan).__name__ == "HopperForwardPlan"
-
-    assert takes_hopper("auto", whole) == chosen
-    assert not takes_hopper("auto", narrow)
-    assert takes_hopper("hopper", narrow)
-    assert not takes_hopper("triton", whole)
+        return isinstance(plan, HopperForwardPlan)
 
     def takes_hopper_backward(out, grad_key):
         tensors, grads = (whole, whole, whole, out, whole), (whole, grad_key, whole)
-        plan = choice.backward_plan(tensors, grads, AttentionOptions(True, kernels="auto"))
-        return type(plan).__name__ == "HopperBackwardPlan"
+        return isinstance(
+            choice.backward_plan(tensors, grads, AttentionOptions(True, kernels="auto")), HopperBackwardPlan
+        )
 
-    assert takes_hopper_backward(whole, whole) == chosen
-    assert not takes_hopper_backward(narrow, whole)
-    assert not takes_hopper_backward(whole, narrow)
+    assert takes_hopper("auto", whole) == takes_hopper_backward(whole, whole) == chosen
+    assert takes_hopper("hopper", narrow)
+    refused = takes_hopper("auto", narrow), takes_hopper("triton", whole)
+    assert not any((*refused, takes_hopper_backward(narrow, whole), takes_hopper_backward(whole, narrow)))
 
 
 @pytest.mark.parametrize(("head_dim", "columns"), [(16, 16), (128, 64)])
@@ -260,32 +252,10 @@ def test_pieces_of_grad_key_and_value_are_summed(num_tiles, head_dim, columns, n
     grads = torch.full((2, 1, 2, num_keys, head_dim), -1.0, device=device)
     strides = grads[0].stride()[:3]
     first_item = len(table) - len(items) + num_whole
-    sum_pieces_kernel[(3 * num_tiles * head_dim // columns,)](
-        pieces,
-        grads[0],
-        grads[1],
-        schedule,
-        strides,
-        strides,
-        first_item,
-        num_pieces,
-        2,
-        num_keys,
-        head_dim,
-        num_tiles,
-        columns,
-        at_a_time,
-    )
+    sizes = first_item, num_pieces, 2, num_keys, head_dim, num_tiles, columns, at_a_time
+    grid = (3 * num_tiles * head_dim // columns,)
+    sum_pieces_kernel[grid](pieces, grads[0], grads[1], schedule, strides, strides, *sizes)
     torch.testing.assert_close(grads, expected[..., :num_keys, :])
-
-
-@on_hopper
-@HEAD_DIMS
-@pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
-def test_strides(layout, head_dim, device):
-    query, key, value = random_inputs((2, 3), 200, 200, head_dim, torch.float16, device)
-    inputs = tuple(layout(tensor.detach()).requires_grad_() for tensor in (query, key, value))
-    assert_matches_float64(inputs, True, layout(torch.randn_like(query)), kernels="hopper")
 
 
 @on_hopper
@@ -300,31 +270,12 @@ def test_exact_integer_data(seed, dtype, heads, head_dim, is_causal, device):
 
 
 @on_hopper
-@HEAD_DIMS
-@CAUSAL
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_scores_that_grow_from_tile_to_tile(dtype, is_causal, head_dim, device):
-    """Tiles are read from the last to the first: weights relative to the maximum of the last would be infinite."""
-    query, key, value = (tensor.detach() for tensor in random_inputs((1, 2), 700, 700, head_dim, dtype, device))
-    key *= torch.logspace(math.log10(300.0), -1.0, 700, device=device, dtype=torch.float32).to(dtype)[:, None]
-    out, logsumexp = flash_attention(query, key, value, is_causal, implementation="hopper", return_logsumexp=True)
-    doubles = (tensor.double() for tensor in (query, key, value))
-    expected_out, expected_logsumexp = reference_attention(*doubles, is_causal)
-    tolerance = TOLERANCES[dtype] * max(1.0, expected_out.abs().max().item())
-    torch.testing.assert_close(out.double(), expected_out, rtol=0.0, atol=tolerance)
-    torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-5, atol=1e-4)
-
-
-@on_hopper
 @pytest.mark.parametrize(
     ("implementation", "leading", "group_size", "length", "head_dim", "deterministic"),
     [
         *(("hopper", (2, 2), 1, 300, head_dim, False) for head_dim in settings.HEAD_DIMS),
         ("auto", (8, 16), 1, 1024, 64, False),
-        ("auto", (8, 16), 1, 1024, 64, True),
-        ("auto", (4, 16), 4, 2048, 128, False),
         ("auto", (4, 16), 4, 2048, 128, True),
-        ("auto", (4, 16), 16, 2048, 128, False),
     ],
 )
 def test_takes_its_kernels_in_both_passes(
@@ -333,17 +284,6 @@ def test_takes_its_kernels_in_both_passes(
     inputs = random_inputs(leading, length, length, head_dim, torch.bfloat16, device, group_size=group_size)
     flash_attention(*inputs, True, deterministic=deterministic, implementation=implementation).sum().backward()
     assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
-
-
-@on_hopper
-@pytest.mark.parametrize("implementation", ["auto", "hopper"])
-def test_compile_keeps_one_graph(implementation, device):
-    inputs = random_inputs((4, 16), 1024, 1024, 64, torch.bfloat16, device)
-
-    def block(query, key, value):
-        return flash_attention(query * 2.0, key, value, True, implementation=implementation).sin()
-
-    torch.testing.assert_close(torch.compile(block, fullgraph=True)(*inputs), block(*inputs), rtol=2e-2, atol=2e-2)
 
 
 # (batch, heads of queries), how many share a head of keys, and lengths: ragged, few queries, few keys, one tile.

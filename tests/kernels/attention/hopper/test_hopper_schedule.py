@@ -7,19 +7,13 @@ import pytest
 
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
-    cut_all,
     key_tiles,
     longest_first_at_the_end,
-    member_of_visit,
     ordered_items,
-    piece_visits,
     query_tiles,
     share_out,
-    tile_among_heads,
-    tile_of_visit,
     tiles_of_window,
     turns_before,
-    visits,
     window_tiles,
 )
 
@@ -134,46 +128,6 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
                         assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
             # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
             assert (item_first, item_end) == (min(firsts), max(ends))
-
-
-def causal_visits(num_tiles, group_size):
-    """Of tiles of 128 keys, to tiles of 64 queries, of as many queries as keys."""
-    return [(2 * num_tiles - 2 * tile) * group_size for tile in range(num_tiles)]
-
-
-def test_cut_items_end_sooner():
-    for num_tiles, num_sequences, group_size in ((64, 1, 32), (16, 1, 32), (16, 8, 4), (3, 2, 7)):
-        num_visits = causal_visits(num_tiles, group_size)
-        items = list(ordered_items(num_tiles, num_sequences, num_sequences, last_tile_first=False))
-        num_whole, num_pieces = cut_all(items, num_visits, 132, (2, 5))
-        ideal = num_sequences * sum(num_visits) / 132
-        assert num_whole == 0
-        # Of the 5 visits that a piece takes besides, each of 132 has those of its pieces.
-        pieces_of_program = -(-len(items) * num_pieces // 132)
-        longest = -(-max(num_visits) // num_pieces) + 5
-        assert longest <= max(1.2 * ideal + 5 * pieces_of_program, group_size + 5)
-        assert longest < 2 + max(num_visits)
-
-
-@MASKS
-@pytest.mark.parametrize("group_size", [1, 2, 5, 32])
-@pytest.mark.parametrize("num_pieces", [1, 3, 32])
-def test_visits_are_to_every_tile_of_every_head_once(num_pieces, group_size, is_causal, window):
-    """Also of keys behind the last query, which no query sees under a causal mask."""
-    for num_queries, first_key in itertools.product(LENGTHS, (0, 64, 128, 384)):
-        first_tile, end_tile = seeing_query_tiles(first_key, num_queries, is_causal, window)
-        num_tiles = -(-num_queries // 64)
-        seen = []
-        for piece in range(num_pieces):
-            first, end = visits(first_tile, end_tile, group_size)
-            first, end = piece_visits(first, end, piece, num_pieces)
-            for visit in range(first, end):
-                member = member_of_visit(visit, first_tile, end_tile)
-                tile = tile_of_visit(visit, first_tile, end_tile)
-                assert tile_among_heads(visit, first_tile, end_tile, num_tiles) == member * num_tiles + tile
-                seen.append((member, tile))
-        # Head by head, so that a program works on few of them at a time.
-        assert seen == list(itertools.product(range(group_size), range(first_tile, end_tile)))
 
 
 @MASKS

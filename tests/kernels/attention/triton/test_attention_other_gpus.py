@@ -1,6 +1,7 @@
 """The settings of the plain Triton kernels on GPUs other than the H200, and what is compiled for them."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import compile_for_gpus
@@ -46,25 +47,15 @@ def test_kernels_fit_into_registers_and_shared_memory(compiled):
             assert 0 < kernel["shared_bytes"] <= GPUS[gpu].shared_bytes, f"{gpu}: {kernel}"
 
 
-def gpu_of(capability):
-    return Gpu("a GPU", capability, num_multiprocessors=132, shared_bytes=0)
-
-
 def problems(capability):
     """Problems of all kinds on a GPU of this capability, their tensors such that TMA could address them."""
-    gpu = gpu_of(capability)
-    for dtype, float32_precision in (
-        (torch.bfloat16, "tf32x3"),
-        (torch.float16, "tf32x3"),
-        (torch.float32, "tf32x3"),
-        (torch.float32, "ieee"),
-    ):
-        for head_dim in (16, 32, 64, 80, 128, 256):
-            for num_heads in (1, 4, 16, 400):
-                for length in (64, 512, 1024, 2048, 8192, 65536):
-                    query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
-                    operands = [Operand(query)] * 4
-                    yield make_problem_on(gpu, query, query, operands, AttentionOptions(True, float32_precision))
+    gpu = Gpu("a GPU", capability, num_multiprocessors=132, shared_bytes=0)
+    precisions = [(dtype, "tf32x3") for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    precisions += [(torch.float32, "ieee")]
+    sizes = (16, 32, 64, 80, 128, 256), (1, 4, 16, 400), (64, 512, 1024, 2048, 8192, 65536)
+    for (dtype, float32_precision), head_dim, num_heads, length in itertools.product(precisions, *sizes):
+        query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
+        yield make_problem_on(gpu, query, query, [Operand(query)] * 4, AttentionOptions(True, float32_precision))
 
 
 def all_settings(problem):

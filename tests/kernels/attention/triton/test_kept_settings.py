@@ -1,7 +1,6 @@
 """Settings that ``flash --keep-settings`` chose are read from the user's cache, or refused; a GPU is pretended."""
 
 import json
-import os
 import re
 
 import pytest
@@ -48,13 +47,20 @@ def tile_of_new_plan(length=1024):
 
 
 def test_plans_made_later_use_what_was_kept_for_the_class_of_their_problem(gpu, capfd):
+    assert native_probe.settings_and_fix() == ("built-in settings", None)
     assert tile_of_new_plan() == (64, 64, 4, 3)
-    keep(forward="128x64, 8 warps, 3 stages")
+    keep(forward=TILE)
     assert tile_of_new_plan() == tile_of_new_plan(length=600) == (128, 64, 8, 3)
     assert tile_of_new_plan(length=1025) == tile_of_new_plan(length=512) == (64, 64, 4, 3)
-    said = capfd.readouterr().err
-    assert said == f"cs336sys: attention uses settings of flash --keep-settings: 1 kept in {gpu} (undo: rm {gpu})\n"
+    kept = f"1 kept in {gpu} (undo: rm {gpu})"
+    assert capfd.readouterr().err == f"cs336sys: attention uses settings of flash --keep-settings: {kept}\n"
+    assert native_probe.settings_and_fix() == (kept, None)
     assert oct(gpu.parent.stat().st_mode)[-3:] == "700"
+    gpu.unlink()
+    kept_settings.settings_on.cache_clear()
+    assert tile_of_new_plan() == (64, 64, 4, 3)
+    keep()
+    assert not gpu.exists()
 
 
 def test_every_property_of_a_problem_that_decides_settings_is_in_its_class():
@@ -75,15 +81,6 @@ def test_backward_uses_what_was_kept_unless_it_must_be_deterministic(monkeypatch
         return {launch._options["num_warps"] for launch, _ in plan.steps if "num_warps" in launch._options}
 
     assert (warps(False), warps(True)) == ({8}, {4})
-
-
-def test_removing_the_file_undoes_it(gpu):
-    keep(forward="128x64, 8 warps, 3 stages")
-    gpu.unlink()
-    kept_settings.settings_on.cache_clear()
-    assert tile_of_new_plan() == (64, 64, 4, 3)
-    keep()
-    assert not gpu.exists()
 
 
 KEY = kept_settings.key_of("forward", problem())
@@ -116,28 +113,21 @@ def assert_refused(pattern, recwarn):
     assert fix == "`cs336sys flash --keep-settings` measures again."
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_broken_file_is_refused_in_one_sentence_and_ignored(fault, gpu, recwarn):
+@pytest.mark.parametrize("fault", [*BROKEN, *OTHERS])
+def test_broken_foreign_and_stale_files_are_refused_in_one_sentence_and_ignored(fault, gpu, recwarn):
     keep(forward=TILE)
-    gpu.write_text(BROKEN[fault])
-    assert_refused(f"{gpu} is broken: measure again by cs336sys flash --keep-settings, or rm {gpu}", recwarn)
+    gpu.write_text(BROKEN.get(fault) or json.dumps({"gpu": OTHERS[fault], "settings": {KEY: TILE}}))
+    reason = "is broken" if fault in BROKEN else f"was measured on '{OTHERS[fault]}', this is '{GPU}'"
+    assert_refused(f"{gpu} {reason}: measure again by cs336sys flash --keep-settings, or rm {gpu}", recwarn)
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_foreign_and_stale_files_are_refused_in_one_sentence_and_ignored(other, gpu, recwarn):
-    keep(forward=TILE)
-    gpu.write_text(json.dumps({"gpu": OTHERS[other], "settings": {KEY: TILE}}))
-    pattern = (
-        f"{gpu} was measured on '{OTHERS[other]}', this is '{GPU}': measure again by cs336sys flash .*, or rm {gpu}"
-    )
-    assert_refused(pattern, recwarn)
-
-
-def test_file_in_a_folder_of_others_is_refused(gpu, recwarn):
+def test_file_in_a_folder_of_others_is_neither_read_nor_written(gpu, recwarn):
     keep(forward=TILE)
     gpu.parent.chmod(0o777)
     pattern = f"{gpu.parent}: cached files are not loaded .* set XDG_CACHE_HOME to a folder that only you can write to"
     assert_refused(pattern, recwarn)
+    with pytest.raises(CapabilityError, match="other users can write"):
+        keep(forward=TILE)
 
 
 def test_settings_that_no_version_would_try_are_ignored(recwarn):
@@ -145,12 +135,6 @@ def test_settings_that_no_version_would_try_are_ignored(recwarn):
     assert tile_of_new_plan() == (64, 64, 4, 3)
     (warning,) = [str(warning.message) for warning in recwarn if "attention" in str(warning.message)]
     assert warning.endswith("'96x96, 8 warps, 9 stages' are none for this forward")
-
-
-def test_doctor_says_how_many_are_kept_and_what_undoes_it(gpu):
-    assert native_probe.settings_and_fix() == ("built-in settings", None)
-    keep(forward=TILE, backward="joint; 32x64, 8 warps, 2 stages")
-    assert native_probe.settings_and_fix() == (f"2 kept in {gpu} (undo: rm {gpu})", None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -165,11 +149,3 @@ def test_few_candidates_are_tried_and_their_texts_are_accepted_from_a_file(capab
             kept_settings.write_settings(GPU, {kept_settings.key_of(pass_name, described): text})
             kept_settings.settings_on.cache_clear()
             assert kept_settings.kept_settings(pass_name, described, CPU) == texts[text]
-
-
-def test_writing_to_a_folder_of_others_is_refused(gpu):
-    keep(forward=TILE)
-    gpu.parent.chmod(0o777)
-    with pytest.raises(CapabilityError, match="other users can write"):
-        keep(forward=TILE)
-    os.chmod(gpu.parent, 0o700)
