@@ -120,8 +120,10 @@ def test_strides(layout, special):
     implementation, (query, _, _) = special
     lengths = (200, 200) if implementation == "hopper" else (40, 50)
     inputs = grouped_inputs(3, 3, *lengths, query.device, query.dtype, head_dim=query.shape[-1])
-    inputs = [layout(tensor.detach()).requires_grad_() for tensor in inputs]
-    assert_options_match_float64(implementation, inputs, layout(torch.randn_like(inputs[0])))
+    laid_out = [layout(tensor.detach()).requires_grad_() for tensor in inputs]
+    grad_out = torch.randn_like(inputs[0])
+    assert_options_match_float64(implementation, laid_out, grad_out)
+    assert_options_match_float64(implementation, inputs, layout(grad_out))
 
 
 def test_nan_in_a_key_reaches_all_queries_that_see_it(special):
