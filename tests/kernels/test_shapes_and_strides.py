@@ -52,7 +52,7 @@ OPERATIONS = {
         [(1,), (7,), (2, 3, 5), (3, 1367), *EMPTY], [(4099, 11008), (513, 6401), (3, 5, 7, 11)],
     ),
     "weighted_sum": Operation(
-        weighted_sum, reference_weighted_sum, lambda x: ({"x": x, "weight": x[-1:]}, [x[:-1]]), SUMMED, []
+        weighted_sum, reference_weighted_sum, lambda x: ({"x": x, "weight": x[-1:]}, [x[:-1]]), SUMMED, [], 0.5
     ),
 }  # fmt: skip
 

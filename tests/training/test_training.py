@@ -34,10 +34,17 @@ def test_step_has_the_phases_of_its_mode(mode):
 
 def test_optimizers_take_the_same_steps_and_lower_the_loss_of_the_batch():
     (_, course), (_, fused) = (train(steps=8, optimizer=optimizer) for optimizer in ("course", "fused"))
-    assert course == pytest.approx(fused, rel=1e-4)
+    assert course[:4] == pytest.approx(fused[:4], rel=1e-5)
     assert course[-1] < course[0] - 0.5
     _, without = train(steps=3, mode="forward-backward")
     assert without[0] == without[-1]
+
+
+@pytest.mark.parametrize("bias", [None, torch.nn.Parameter(torch.randn(5))])
+def test_a_layer_of_torch_takes_over_weight_and_bias(bias):
+    layer, inputs = torch.nn.Module(), torch.randn(2, 3)
+    layer.weight, layer.bias = torch.nn.Parameter(torch.randn(5, 3)), bias
+    assert torch.equal(torch_linear(layer)(inputs), torch.nn.functional.linear(inputs, layer.weight, bias))
 
 
 def test_seed_decides_weights_and_batch():
