@@ -1,18 +1,27 @@
-"""Sizes as nccl-tests defines them, and a line that is found again from its own points."""
+"""Sizes as nccl-tests defines them, a line that is found again from its own points, and buckets on it."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from cs336sys.accounting.communication import (
     AlphaBeta,
+    BusBandwidths,
+    bucketing_overhead_s,
     buffer_bytes,
     bus_factor,
     fit_alpha_beta,
+    optimal_bucket_bytes,
+    optimal_bucket_on_link_bytes,
+    overhead_on_link_s,
     ring_all_gather_s,
     ring_all_reduce_s,
 )
 from cs336sys.errors import UsageError
+from cs336sys.results.model import read_results
+
+SAVED = Path(__file__).parents[2] / "docs" / "results" / "allreduce-x4-h200.jsonl.gz"
 
 
 def test_ring_algorithms_reach_the_bus_bandwidth():
@@ -78,3 +87,33 @@ def test_times_that_do_not_grow_have_no_bandwidth_limit():
 def test_impossible_values_are_refused(call, message):
     with pytest.raises(UsageError, match=message):
         call()
+
+
+def test_optimal_buckets_have_the_least_overhead_and_hold_at_most_everything():
+    s, w, o = 8e9, 320e9, 20e-6
+    best = s / optimal_bucket_bytes(s, w, o)
+    least = bucketing_overhead_s(s, best, w, o)
+    # Where the transfer and the calls cost the same.
+    assert least == pytest.approx(2 * (s * o / w) ** 0.5, rel=1e-12)
+    assert least < min(bucketing_overhead_s(s, best * factor, w, o) for factor in (0.9, 1.1))
+    # Calls cost more than the whole transfer.
+    assert optimal_bucket_bytes(1e6, 1e11, 1e-3) == 1e6
+    link = AlphaBeta(latency_s=250e-6, bytes_per_s=400e9)
+    best = optimal_bucket_on_link_bytes(8e9, link)
+    assert overhead_on_link_s(8e9, best, link) < min(overhead_on_link_s(8e9, b * best, link) for b in (0.9, 1.1))
+    # A bucket of 100 GB holds all 8 GB: 20 ms and one call.
+    assert overhead_on_link_s(8e9, 100e9, link) == pytest.approx(20.25e-3, rel=1e-12)
+    # Calls, or transfers, that cost nothing.
+    assert optimal_bucket_on_link_bytes(8e9, AlphaBeta(0.0, 400e9)) == 0.0
+    assert optimal_bucket_on_link_bytes(8e9, AlphaBeta(1e-4, math.inf)) == 8e9
+
+
+def test_bandwidths_of_saved_cells_are_those_of_their_ranks_kinds_and_backend():
+    cells = read_results(SAVED).cells
+    bandwidths = BusBandwidths.of_cells(cells, "nccl")
+    sizes = [size for size, _ in bandwidths.points["all_gather", 2]]
+    beyond, below = (bandwidths.gbps_at("all_gather", 2, size) for size in (10 * max(sizes), min(sizes) // 2))
+    assert (beyond, below) == (bandwidths.gbps_at("all_gather", 2, max(sizes)), None)
+    assert bandwidths.gbps_at("all_reduce", 3, 10**6) is bandwidths.gbps_at("reduce", 4, 10**6) is None
+    assert BusBandwidths.of_cells(cells, "gloo").points == {}
+    assert BusBandwidths.from_json(bandwidths.to_json()) == bandwidths

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cs336sys.accounting.derivation import Derived, Expression, expression_of, log2, maximum, minimum, number_of, symbol
+from cs336sys.accounting.derivation import Expression, expression_of, log2, maximum, minimum, number_of, symbol
 
 N, S, W, B = symbol("N", 4), symbol("S", 96), symbol("W", 8), symbol("B", 3)
 
@@ -87,13 +87,3 @@ def test_the_text_with_numbers_computes_to_the_value():
         text = expression.substituted(repr).replace(" x ", " * ").replace("^", "**")
         again = eval(text, {"__builtins__": {}}, functions)
         assert again == pytest.approx(expression.value, rel=1e-9, abs=1e-9), text
-
-
-def test_the_line_of_a_derived_value():
-    derived = Derived("largest N", 1 + B * W, "devices", symbol="N", relation="<=")
-    assert derived.derivation(str) == "N <= 1 + B W = 1 + 3 x 8"
-    assert derived.value == 25
-    assert derived.as_symbol().formula == "N"
-    assert derived.as_symbol().value == 25
-    assert Derived("named", symbol("sum", 5), "bytes", symbol="b").derivation(str) == "b = sum"
-    assert Derived("constant", expression_of(7), "bytes").derivation(str) == "7"

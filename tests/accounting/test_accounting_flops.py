@@ -1,4 +1,4 @@
-"""FLOPs: worked by hand, and equal to what torch's counter sees when the model runs."""
+"""Parameters and FLOPs: those of the handouts, of the model itself, and what torch's counter sees when it runs."""
 
 import pytest
 import torch
@@ -6,10 +6,36 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.accounting.flops import attention_flops, attention_matmuls, model_flops
+from cs336sys.accounting.flops import (
+    attention_flops,
+    attention_matmuls,
+    count_parameters,
+    model_flops,
+    parameter_shapes,
+)
 from cs336sys.settings.sizes import SIZES, choose_size
 
 pytestmark = pytest.mark.usefixtures("own_attention")
+
+
+def model_of(size):
+    return BasicsTransformerLM(
+        size.vocab_size, size.context, size.d_model, size.num_layers, size.num_heads, size.d_ff, rope_theta=10_000.0
+    )
+
+
+def test_parameters_of_the_handouts_sizes():
+    # As 48 * (4 * 1600^2 + 3 * 1600 * 6400 + 2 * 1600) + 2 * 10000 * 1600 + 1600.
+    counts = {"xl": 1_998_235_200, "2.7b": 3_406_809_600, "10b": 12_832_823_808, "8b": 8_125_698_048}
+    assert {name: count_parameters(SIZES[name]) for name in counts} == counts
+
+
+@pytest.mark.parametrize("size", [*SIZES.values(), choose_size("tiny", d_model=48, num_heads=6, d_ff=100)], ids=str)
+def test_model_has_the_predicted_parameters(size):
+    with torch.device("meta"):
+        parameters = dict(model_of(size).named_parameters())
+    assert parameter_shapes(size) == {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    assert count_parameters(size) == sum(parameter.numel() for parameter in parameters.values())
 
 
 def test_attention_in_the_flash_attention_papers_convention():
@@ -37,9 +63,7 @@ def test_matrix_products_of_attention_are_what_torch_counts():
 @pytest.mark.parametrize("backward", [False, True])
 def test_flop_counter_sees_exactly_these_flops(size, backward):
     """The model's own attention computes the whole square, so this is ``causal=False``."""
-    model = BasicsTransformerLM(
-        size.vocab_size, size.context, size.d_model, size.num_layers, size.num_heads, size.d_ff, rope_theta=10_000.0
-    )
+    model = model_of(size)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.context))
     with FlopCounterMode(display=False) as counter:
         loss = cross_entropy(model(tokens), tokens)

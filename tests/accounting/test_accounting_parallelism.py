@@ -4,14 +4,12 @@ import math
 
 import pytest
 
-from cs336sys.accounting.communication import alternate_ring_all_reduce_s, ring_all_gather_s, ring_all_reduce_s
 from cs336sys.accounting.parallelism import (
     PARALLELISMS,
     PASSES,
     Layer,
     Mesh,
     best_split,
-    best_whole_mesh,
     communication_s,
     layer_flops,
     most_devices,
@@ -24,40 +22,6 @@ LAYER = Layer(64, 4, 8, 100, 10)
 
 def mesh_communication_s(layer, fsdp, tp, which, *, overlapped):
     return communication_s("fsdp-tp", layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped)
-
-
-@pytest.mark.parametrize("devices", [2, 3, 5])
-def test_rings_simulated(devices):
-    """The handout's algorithms on lists, counting the bytes that the busiest device sends in each step."""
-    tensors = [[10**device * (chunk + 1) for chunk in range(devices)] for device in range(devices)]
-    total = [sum(column) for column in zip(*tensors, strict=True)]
-    element_bytes, bytes_per_s = 6, 3
-    size_bytes = element_bytes * devices
-
-    # Reduce-scatter, then all-gather: in each step a device passes one chunk to its right.
-    partial, sent = [list(tensor) for tensor in tensors], 0
-    for step in range(1, 2 * devices - 1):
-        gathering = step >= devices
-        outgoing = [(device - step) % devices for device in range(devices)]
-        chunks = [partial[device][outgoing[device]] for device in range(devices)]
-        sent += element_bytes
-        for device in range(devices):
-            left = (device - 1) % devices
-            chunk = outgoing[left]
-            partial[device][chunk] = chunks[left] if gathering else partial[device][chunk] + chunks[left]
-    assert partial == [total] * devices
-    assert ring_all_reduce_s(size_bytes, devices, bytes_per_s) == pytest.approx(sent / bytes_per_s)
-    assert ring_all_gather_s(size_bytes, devices, bytes_per_s) == pytest.approx(sent / bytes_per_s / 2)
-
-    # The alternate one: whole tensors go round, and every device adds up what comes by.
-    sums, sent = [list(tensor) for tensor in tensors], 0
-    for step in range(1, devices):
-        sent += size_bytes
-        for device in range(devices):
-            incoming = tensors[(device - step) % devices]
-            sums[device] = [a + b for a, b in zip(sums[device], incoming, strict=True)]
-    assert sums == [total] * devices
-    assert alternate_ring_all_reduce_s(size_bytes, devices, bytes_per_s) == pytest.approx(sent / bytes_per_s)
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -110,15 +74,6 @@ def test_best_split_communicates_for_the_shortest_time(devices, overlapped):
         other = devices ** (step / 200)
         other_s = mesh_communication_s(layer, other, devices / other, "forward", overlapped=overlapped)
         assert other_s >= best_s * (1 - 1e-9) - 1e-15
-
-
-def test_best_whole_mesh_is_the_best_of_all_divisors():
-    layer = Layer(131072, 2560, 10240, 989.4e12, 450e9)
-    assert best_whole_mesh(layer, 64, "forward", overlapped=False) == Mesh(fsdp=32, tp=2)
-    sizes = (1, 2, 4, 8, 16, 32, 64)
-    times = {fsdp: mesh_communication_s(layer, fsdp, 64 // fsdp, "forward", overlapped=False) for fsdp in sizes}
-    assert min(times, key=times.get) == 32
-    assert best_whole_mesh(layer, 7, "forward", overlapped=True) in (Mesh(fsdp=7), Mesh(tp=7))
 
 
 @pytest.mark.parametrize("field", ["flops_per_s", "bytes_per_s"])

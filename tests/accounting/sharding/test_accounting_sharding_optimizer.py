@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cs336sys.accounting.sharding.partition import ALIGNMENT, Piece, flat_pieces, greedy_partition
-from cs336sys.accounting.sharding.step import flat_optimizer_state
+from cs336sys.accounting.sharding.partition import ALIGNMENT, flat_pieces, greedy_partition
 
 
 @pytest.mark.parametrize(
@@ -43,20 +42,6 @@ def totals(sizes, owners, world_size):
     return held
 
 
-def test_pieces_worked_by_hand():
-    # At two ranks 256 divides into slices of two times 64 elements, 192 and 1 do not; packed, they end at 64 + 192.
-    pieces = flat_pieces([1, 256, 192], 2)
-    assert pieces == [
-        Piece({1: 0}, 128, is_packed=False),
-        Piece({0: 0, 2: 64}, 128, is_packed=True),
-    ]
-    packed = pieces[1]
-    assert [packed.owned(0, 1, rank) for rank in range(2)] == [range(0, 1), range(0, 0)]
-    assert [packed.owned(2, 192, rank) for rank in range(2)] == [range(0, 64), range(64, 192)]
-    assert flat_pieces([64, 128], 1) == [Piece({0: 0}, 64, is_packed=False), Piece({1: 0}, 128, is_packed=False)]
-    assert flat_pieces([0], 2) == flat_pieces([], 2) == []
-
-
 SIZES_OF_TENSORS = st.lists(
     st.sampled_from((0, 1, 63, 64, 65, 128, 320, 640, 1600)) | st.integers(0, 2000), min_size=1, max_size=8
 )
@@ -78,17 +63,3 @@ def test_every_element_has_one_owner_and_slices_are_aligned(tier, world_size, si
     # Padding is at most one slice's alignment for every rank and one for every packed tensor.
     padded = sum(world_size * piece.slice_size for piece in pieces)
     assert padded - sum(sizes) < ALIGNMENT * (world_size + len(sizes))
-
-
-@given(st.sampled_from([1, 2, 3, 8, 300]), SIZES_OF_TENSORS)
-def test_flat_state_is_that_of_the_slices_rank_by_rank(tier, world_size, sizes):
-    sizes = [*sizes, 64 * world_size]
-    owned = [
-        sum(
-            len(piece.owned(index, sizes[index], rank))
-            for piece in flat_pieces(sizes, world_size)
-            for index in piece.starts
-        )
-        for rank in range(world_size)
-    ]
-    assert [state.optimizer_state for state in flat_optimizer_state([sizes], world_size)] == [8 * own for own in owned]

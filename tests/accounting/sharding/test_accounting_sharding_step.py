@@ -1,23 +1,15 @@
-"""What a rank holds in a step: worked by hand, against the model that is not shared, and against measured ranks."""
+"""What a rank holds in a step, against measured ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cs336sys.accounting.checkpointing import predicted_peak
-from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.cells import memory_of
-from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
-from cs336sys.commands.account.tables.model import rank_memory_tables
 from cs336sys.results.model import read_results
 from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES
-from cs336sys.settings.sizes import SIZES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-# d 64, d_ff 192, 2 layers: per layer 4 * 4096 + 3 * 12,288 + 128 = 53,376; with 2 * 640 * 64 and a last norm 188,736.
-SMALL = ModelSize("hand", 64, 192, 2, 4, vocab_size=640, context=8, batch_size=4)
 
 
 # How much more a rank held than predicted, least and most, between the passes and at the peak. AdamW's step counters,
@@ -38,33 +30,6 @@ MEASURED_AGAIN = {
     "optimizer": ((0.0, 1e-6), (0.0, 2e-4)),
     "torch-zero": ((0.0, 0.0033), (0.243, 0.244)),
 }
-
-
-def step(strategy, size=SMALL, world_size=2, precision="fp32", attention="reference", **settings):
-    return ShardedStep(strategy, size, world_size, precision, attention, **settings)
-
-
-@pytest.mark.parametrize("mode", ["forward", "forward-backward", "train"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_alone_and_unshared_the_peak_is_that_of_bench(precision, mode):
-    size = SIZES["small"]
-    alone = rank_peak(step("none", size, 1, precision, mode=mode))
-    assert alone == predicted_peak(size, precision, mode, "reference")
-
-
-def test_each_rank_has_its_part_of_the_batch():
-    size = SIZES["small"]
-    part = predicted_peak(replace(size, batch_size=1), "fp32", "train", "reference")
-    assert rank_peak(step("none", size, 4)) == part
-
-
-def test_the_three_times_of_the_handout():
-    (row,) = rank_memory_tables([step("fsdp")])[0].rows
-    state = fullest_state(step("fsdp"))
-    assert row["after_initialization_gib"] * GIB == state.parameters
-    assert row["before_first_step_gib"] * GIB == state.parameters + state.gradients
-    # Nothing of the optimizer is there in the first backward pass.
-    assert row["first_peak_gib"] == rank_peak(step("fsdp", mode="forward-backward")).total_gib
 
 
 @pytest.mark.parametrize("strategy", STATE_SHARDING_STRATEGIES)
