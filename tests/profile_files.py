@@ -66,32 +66,17 @@ class NsysReport:
         if correlation is None:
             self._correlation += 1
             correlation = self._correlation
-        self.row(
-            "CUPTI_ACTIVITY_KIND_RUNTIME",
-            start=at,
-            end=at + 5,
-            globalTid=global_thread(process, thread),
-            correlationId=correlation,
-            nameId=self.string(name),
-        )
+        values = {"start": at, "end": at + 5, "correlationId": correlation, "nameId": self.string(name)}
+        self.row("CUPTI_ACTIVITY_KIND_RUNTIME", **values, globalTid=global_thread(process, thread))
         return correlation
 
     def ran(
         self, name: str, start: int, end: int, correlation: int, *, process: int = 100, node: int = 0, gpu: int = 0
     ) -> None:
         """A kernel on the GPU."""
-        self.row(
-            "CUPTI_ACTIVITY_KIND_KERNEL",
-            start=start,
-            end=end,
-            deviceId=gpu,
-            streamId=7,
-            correlationId=correlation,
-            globalPid=global_thread(process, 0),
-            demangledName=self.string(name),
-            shortName=self.string(name.partition("<")[0]),
-            graphNodeId=node,
-        )
+        values = {"start": start, "end": end, "deviceId": gpu, "streamId": 7, "correlationId": correlation}
+        values |= {"demangledName": self.string(name), "shortName": self.string(name.partition("<")[0])}
+        self.row("CUPTI_ACTIVITY_KIND_KERNEL", **values, globalPid=global_thread(process, 0), graphNodeId=node)
 
     def kernel(
         self, name: str, at: int, start: int, end: int, *, thread: int = 1, process: int = 100, gpu: int = 0
@@ -100,12 +85,14 @@ class NsysReport:
         self.ran(name, start, end, self.call(at, thread=thread, process=process), process=process, gpu=gpu)
 
     def copy(self, at: int, start: int, end: int, kind: int) -> None:
-        values = {"start": start, "end": end, "deviceId": 0, "correlationId": self.call(at), "bytes": 8}
-        self.row("CUPTI_ACTIVITY_KIND_MEMCPY", **values, globalPid=global_thread(100, 0), copyKind=kind)
+        self._moved("MEMCPY", at, start, end, copyKind=kind)
 
     def fill(self, at: int, start: int, end: int) -> None:
+        self._moved("MEMSET", at, start, end)
+
+    def _moved(self, activity: str, at: int, start: int, end: int, **more: int) -> None:
         values = {"start": start, "end": end, "deviceId": 0, "correlationId": self.call(at), "bytes": 8}
-        self.row("CUPTI_ACTIVITY_KIND_MEMSET", **values, globalPid=global_thread(100, 0))
+        self.row(f"CUPTI_ACTIVITY_KIND_{activity}", **values, globalPid=global_thread(100, 0), **more)
 
     def range(
         self,
@@ -118,15 +105,9 @@ class NsysReport:
         kind: int = START_END,
         registered: bool = False,
     ) -> None:
-        self.row(
-            "NVTX_EVENTS",
-            start=start,
-            end=end,
-            eventType=kind,
-            text=None if registered else name,
-            textId=self.string(name) if registered else None,
-            globalTid=global_thread(process, thread),
-        )
+        values = {"start": start, "end": end, "eventType": kind, "globalTid": global_thread(process, thread)}
+        text = {"textId": self.string(name)} if registered else {"text": name}
+        self.row("NVTX_EVENTS", **values, **text)
 
     def drop_column(self, table: str, column: str) -> None:
         self.database.execute(f'ALTER TABLE {table} DROP COLUMN "{column}"')

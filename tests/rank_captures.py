@@ -7,6 +7,7 @@ from pathlib import Path
 LAYERS = 6
 KERNEL_NS = 900_000
 TRANSFER_NS = 200_000
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
 
 
 def write_ranks(
@@ -59,17 +60,8 @@ def write_ranks(
                 launched = now[rank] + 3000
                 add(rank, "cuda_runtime", "cudaLaunchKernel", launched, launched + 5000, 1, correlation=correlation)
                 start = launched + 6000
-                add(
-                    rank,
-                    "kernel",
-                    f"gemm_{layer}",
-                    start,
-                    start + length,
-                    7,
-                    correlation=correlation,
-                    stream=7,
-                    device=0,
-                )
+                where = {"correlation": correlation, "stream": 7, "device": 0}
+                add(rank, "kernel", f"gemm_{layer}", start, start + length, 7, **where)
                 arrived.append(start + length + 1000)
             number += 1
             ends = max(arrived) + TRANSFER_NS * (1 + random_.gauss(0, 0.01))
@@ -78,20 +70,10 @@ def write_ranks(
                 launched = arrived[rank] - 20_000
                 add(rank, "cuda_runtime", "cudaLaunchKernel", launched, launched + 4000, 1, correlation=correlation)
                 end = ends + random_.uniform(0, 3000)
-                about = _about_all_reduce(ranks)
+                about = {"correlation": correlation, "stream": 20, "device": 0} | _about_all_reduce(ranks)
                 if sequence:
                     about["Seq"] = number
-                where = {"correlation": correlation, "stream": 20, "device": 0}
-                add(
-                    rank,
-                    "kernel",
-                    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
-                    arrived[rank],
-                    end,
-                    20,
-                    **where,
-                    **about,
-                )
+                add(rank, "kernel", ALL_REDUCE, arrived[rank], end, 20, **about)
                 now[rank] = end
         for rank in range(ranks):
             add(rank, "user_annotation", f"ProfilerStep#{step}", begins[rank], now[rank], 1)
@@ -122,7 +104,6 @@ def _write(folder: Path, events: list[list[dict]]) -> list[Path]:
     return paths
 
 
-ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
 JOIN = "join"
 TICK_US = 10
 
@@ -179,12 +160,8 @@ def _run(
     ranks = range(len(programs))
     work: list[list[tuple[str, int, int]]] = [[] for _ in ranks]
     # Of each rank: its next work, what remains of it, when that began, and which of its work are collectives.
-    place, left, begin, collectives = (
-        [0 for _ in ranks],
-        [0.0 for _ in ranks],
-        [0 for _ in ranks],
-        [[] for _ in ranks],
-    )
+    place, left, begin = [0 for _ in ranks], [0.0 for _ in ranks], [0 for _ in ranks]
+    collectives: list[list[int]] = [[] for _ in ranks]
     arrived: list[list[int]] = [[] for _ in ranks]
     ends: list[int] = []
     now = round(min(firsts))

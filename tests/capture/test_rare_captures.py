@@ -1,29 +1,15 @@
-"""Captures of thousands of kernels, reports that nsys has to export, and others that are seldom seen."""
+"""Reports that nsys has to export, and what else no row of figures.txt has."""
+
+import json
 
 import pytest
-from profile_files import NsysReport
+from profile_files import ChromeTrace, NsysReport
 from test_capture_figures import read
 
-from cs336sys.capture import analysis, nsys, reading
+from cs336sys.capture import nsys, reading
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.reading import read_captures
 from cs336sys.errors import UsageError
-
-
-def test_kernels_beyond_the_most_are_one_group(monkeypatch):
-    """Of 250 ns, 60 and 30 in the first step, and 7 in the second."""
-    monkeypatch.setattr(analysis, "_MOST_GROUPS", 1)
-    kernels = (
-        "kernel long 10 20 270 | kernel middle 280 300 360 | kernel short 380 400 430 | kernel short 1010 1020 1027"
-    )
-    (of_gpu,) = read(f"range step 0 1000 | range step 1000 2000 | {kernels}").analyses
-    longest, others = of_gpu.kernels
-    assert (longest.name, longest.count, longest.ms) == ("long", (1, 0), (250e-6, 0))
-    assert (others.name, others.kind) == ("(others)", "unclassified")
-    assert (others.module, others.operator, others.shape) == ("", "", "")
-    assert (others.count, others.ms) == ((2, 1), pytest.approx((90e-6, 7e-6)))
-    assert others.own_ms == pytest.approx((90e-6, 7e-6))
-    monkeypatch.setattr(analysis, "_MOST_GROUPS", 3)
-    (of_gpu,) = read(f"range step 0 1000 | range step 1000 2000 | {kernels}").analyses
-    assert [group.name for group in of_gpu.kernels] == ["long", "middle", "short"]
 
 
 def test_a_report_is_exported_and_read_under_its_own_name(tmp_path, monkeypatch):
@@ -54,3 +40,22 @@ def test_ranges_without_text_are_refused(tmp_path):
     )
     with pytest.raises(UsageError, match=r"^has no column text in its table NVTX_EVENTS: "):
         nsys.load_export(report.write())
+
+
+def test_reports_of_nsys_give_the_same_parts(tmp_path):
+    analyses = []
+    for recorder in (NsysReport(tmp_path / "report.sqlite"), ChromeTrace(tmp_path / "trace.json")):
+        recorder.range("step", 0, 1000)
+        recorder.kernel("gemm", 10, 100, 300)
+        recorder.kernel("gemm", 20, 310, 400)
+        recorder.kernel("elementwise", 500, 520, 1000)
+        analyses += read_captures([recorder.write()]).analyses
+    of_report, of_trace = analyses
+    assert (of_report.parts, of_report.kernels) == (of_trace.parts, of_trace.kernels)
+
+
+def test_an_analysis_survives_a_results_file():
+    (of_gpu,) = read(
+        "range step 0 1000 | kernel ncclAllReduce 10 100 300 | call cudaDeviceSynchronize 200 310"
+    ).analyses
+    assert Analysis.from_json(json.loads(json.dumps(of_gpu.to_json()))) == of_gpu

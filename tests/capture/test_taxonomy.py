@@ -17,37 +17,25 @@ KERNELS = {
             "cutlass_80_simt_sgemm_256x128_8x4_nn_align1"
         ),
         "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::cublasSplitKParams<float>)": "splitKreduce",
-        "void gemv2T_kernel_val<int, int, float, float, 128, 16, 4, 4, false>(x)": "gemv2T_kernel_val",
         "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const>>>(x)": "dot",
         "triton_tem_fused_mm_0": None,
     },
     "convolution": {
         "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, int)": "dgrad_engine",
-        "cudnn_infer_volta_scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt_v1": None,
-        "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int, int)": "wgrad_alg0_engine",
         "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4_warpsize2x2x1": None,
         "aten::cudnn_convolution": None,
-        "igemm_wrw_gtcx_nhwc_fp32_bx0_ex0_bt64x64x16": None,
     },
     "attention/softmax": {
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>, false>"
         "(pytorch_flash::Flash_fwd_params)": "flash_fwd",
-        "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)": (
-            "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
-        ),
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0": None,
         "compute_dot_do_o_specialized": None,
         "triton_tem_fused_flex_attention_0": None,
-        # FlashAttention 3. The forward kernel's name is from profiles, cut short; those of the others are put together
-        # from the types that hopper/flash_bwd_launch_template.h and its neighbours launch, and were not seen in one.
+        # FlashAttention 3, from profiles, cut short.
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwd"
         "Sm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, 128, cutlass::bfloat16_t> > > >(T1::Params)": (
             "FlashAttnFwdSm90"
         ),
-        "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<X, cutlass::bfloat16_t> >(T1::Params)": (
-            "FlashAttnBwdPreprocess"
-        ),
-        "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*)": "prepare_varlen_num_blocks",
         # FlashAttention 4, from profiles, cut short at the tensors; the second as a pull request proposes to call it.
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213": (
             "FlashAttentionForwardSm90"
@@ -65,24 +53,15 @@ KERNELS = {
         "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int, T2, T3)": (
             "vectorized_elementwise Mul<fp32>"
         ),
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
-        "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>)": "vectorized_elementwise add<bf16>",
         "void at::native::unrolled_elementwise_kernel<at::native::(anonymous namespace)::where_kernel_impl"
         "(at::TensorIterator&)::{lambda()#1}::operator()() const::{lambda(bool, float, float)#1}, std::array<char*, "
         "4ul>>(int)": "unrolled_elementwise where<bool>",
         "void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl<at::native::Binary"
         "Functor<float, float, float, at::native::binary_internal::MulFunctor<float>>>(at::TensorIteratorBase &, const "
         "T1 &)::[lambda(int) (instance 1)]>(int, T3)": "elementwise Mul<fp32>",
-        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::(anonymous "
-        "namespace)::CompareFunctor<long> >(at::TensorIteratorBase&, long const&)::{lambda(int)#1}>(int)": (
-            "elementwise Compare<int64>"
-        ),
         "void at::native::vectorized_elementwise_kernel<(int)4, at::native::addcmul_cuda_kernel(at::TensorIteratorBase "
         "&, const c10::Scalar &)::[lambda() (instance 2)]::operator ()() const::[lambda(float, float, float) (instance "
         "1)], std::array<char *, (unsigned long)4>>(int, T2, T3)": "vectorized_elementwise addcmul<fp32>",
-        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::<unnamed>::lerp_scalar_kernel(at::Tensor"
-        "IteratorBase &, const c10::Scalar &)::[lambda() (instance 2)]::operator ()() const::[lambda(float, float) "
-        "(instance 1)], std::array<char *, (unsigned long)3>>(int, T2, T3)": "vectorized_elementwise lerp_scalar<fp32>",
         "triton_poi_fused_add_mul_0": None,
         "aten::exp_": None,
     },
@@ -114,12 +93,10 @@ KERNELS = {
         "void split_embedding_codegen_forward_unweighted_kernel<float, float, float, long, 4>(float const*)": (
             "split_embedding_codegen_forward_unweighted"
         ),
-        "void fbgemm_gpu::permute_pooled_embs_kernel<float>(float const*, long const*)": "permute_pooled_embs",
         "aten::_embedding_bag": None,
     },
     "sorting": {
         "void cub::DeviceRadixSortOnesweepKernel<Policy, false, int>(int)": "DeviceRadixSortOnesweepKernel",
-        "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(x)": "gatherTopK",
         "void cub::DeviceUniqueByKeySweepKernel<Policy, long const*, long const*, long*>(x)": (
             "DeviceUniqueByKeySweepKernel"
         ),

@@ -197,14 +197,6 @@ def test_gradients_are_incomplete_in_the_backward_pass_alone(backward):
         assert incomplete(watcher, parameters["a"].grad) == [names]
 
 
-def test_empty_tensors_share_memory_with_no_gradient(backward):
-    watcher, parameters = backward
-    parameters["a"] = torch.nn.Parameter(torch.ones(0))
-    parameters["a"].grad = torch.zeros(0)
-    watcher.expect(parameters)
-    assert incomplete(watcher, torch.zeros(0)) == [()]
-
-
 def test_gradients_that_are_dtensors_are_left_out(backward):
     watcher, parameters = backward
     sharded = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Shard(0)])
@@ -241,10 +233,6 @@ def test_a_mode_is_called_around_collectives_and_after_other_operators():
     assert {"tensors", "process_group", "root_rank"} <= set(before[2])
     assert after == ("after", "c10d::broadcast_", before[2], "tuple")
     assert other == ("after", "aten::mul.Tensor", None, "Tensor")
-
-
-def test_a_mode_leaves_compiled_code_compiled():
-    assert CollectiveMode.ignore_compile_internals()
 
 
 def test_a_collective_without_a_known_group_has_no_ranks(monkeypatch):

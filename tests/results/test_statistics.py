@@ -41,6 +41,7 @@ def test_p_is_that_of_scipys_rank_sum_test(of_a, of_b):
         found = compare_sides([[[value] for value in a]], [[[value] for value in b]])
         method = "exact" if min(of_a, of_b) <= 20 else "asymptotic"
         assert found.p_value == pytest.approx(scipy.stats.mannwhitneyu(a, b, method=method).pvalue, rel=1e-9)
+        assert found.is_significant == (found.p_value <= 0.05) == (not found.ratio_low <= 1 <= found.ratio_high)
 
 
 def test_the_interval_is_by_enumeration_the_shifts_that_the_test_does_not_reject():
@@ -58,6 +59,7 @@ def test_the_interval_is_by_enumeration_the_shifts_that_the_test_does_not_reject
     for end, outwards in ((found.ratio_low, -1), (found.ratio_high, 1)):
         assert rejects(math.log(end) + outwards * 1e-9)
         assert not rejects(math.log(end) - outwards * 1e-9)
+    assert compare_sides(series(10, 11, 12), series(1, 2, 3), confidence_percent=90).is_significant, "p is 2 / 20"
 
 
 def test_drift_counts_and_noise_from_sample_to_sample_does_not():

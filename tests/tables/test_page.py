@@ -63,12 +63,6 @@ def test_a_page_says_what_the_table_says():
     assert reader.of("p")[1].startswith("!: the standard deviation is more than 20 %")
 
 
-def test_numbers_stand_right_and_words_left():
-    text = html_table(TABLE)
-    assert '<th>name</th><th class="number">step, ms</th>' in text
-    assert '<td>c</td><td class="number">-</td>' in text
-
-
 def test_a_page_loads_nothing():
     def draw(path):
         path.write_bytes(b"a picture")

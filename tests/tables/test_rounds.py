@@ -50,6 +50,8 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
         cell(2, (30.0, 60.0), peak_gib=0.7, gpu_busy_ms=21.0),
         cell(3, (40.0, 20.0), peak_gib=0.6, gpu_busy_ms=20.0),
     ]
+    for one, gib, clock in zip(rounds, (0.7, 0.9, 0.8), (1980, 1500, 1900), strict=True):
+        one.derived.update(peak_resident_gib=gib, gpu_readings={"time_s": [0.1], "sm_clock_mhz": [clock]})
     (pooled,) = pool_bench_rounds(rounds)
     assert pooled.configuration == cell(None, (10.0, 20.0)).configuration | {"rounds": 3}
     assert pooled.samples["step"] == Samples(
@@ -66,20 +68,8 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
         "tflops": pytest.approx(TINY_TFLOP / 30e-3),
         "mfu_percent": pytest.approx(100 * TINY_TFLOP / 30e-3 / 4.0),
         "gpu_busy_ms": 20.0,
-    }
-
-
-def test_readings_are_those_of_all_rounds():
-    readings = [{"time_s": [0.1, 0.2], "sm_clock_mhz": clocks} for clocks in ([1980, 1900], [1500, 1400])]
-    rounds = [
-        replace(one, derived=one.derived | {"peak_resident_gib": gib, "gpu_readings": read})
-        for one, gib, read in zip((cell(1, (10.0,)), cell(2, (30.0,))), (0.7, 0.6), readings, strict=True)
-    ]
-    (pooled,) = pool_bench_rounds(rounds)
-    assert pooled.derived["peak_resident_gib"] == 0.7
-    assert pooled.derived["gpu_readings"] == {
-        "time_s": [0.1, 0.2, 0.1, 0.2],
-        "sm_clock_mhz": [1980, 1900, 1500, 1400],
+        "peak_resident_gib": 0.9,
+        "gpu_readings": {"time_s": [0.1] * 3, "sm_clock_mhz": [1980, 1500, 1900]},
     }
 
 
@@ -89,14 +79,6 @@ def test_unknown_values_stay_unknown():
     (pooled,) = pool_bench_rounds([cell(1, (10.0,), **unknown), cell(2, (30.0,), **unknown)])
     assert {name: pooled.derived[name] for name in unknown} == unknown
     assert pooled.derived["tokens_per_s"] == pytest.approx(4 * 512 / 20e-3)
-
-
-def test_cells_without_a_round_stay_as_they_are():
-    cells = [cell(None, (10.0, 20.0)), cell(None, (10.0, 20.0), precision="bf16")]
-    assert pool_bench_rounds(cells) == cells
-    (table, _) = bench_tables(cells, None)
-    assert "round" not in table.title
-    assert not any("round" in note for note in table.notes)
 
 
 def test_table_has_a_row_for_each_configuration_and_names_the_rounds():

@@ -52,10 +52,6 @@ def test_columns_are_named_by_key_or_by_what_people_see():
     assert order(select_in_groups([[TIMES]], order="-Step")[0]) == ["dacb"]
 
 
-def test_tables_are_chosen_by_name():
-    assert select_in_groups([[TIMES, RATIOS]], ["ratios"])[0] == [RATIOS]
-
-
 def test_groups_stay_apart_and_what_one_lacks_another_may_have():
     groups = select_in_groups([[TIMES], [RATIOS, TIMES]], ["times"], ["size"], "-step_ms")
     assert [order(group) for group in groups] == [["dacb"], ["dacb"]]

@@ -14,7 +14,6 @@ from cs336sys.settings.profiling import LossWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 from cs336sys.tables.titles import interpreted_notes, steps_words
-from cs336sys.tables.training_plan import training_plan
 
 # What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
 # name says.
@@ -97,12 +96,6 @@ def test_a_title_names_what_is_not_as_usual(settings, words):
     usual, other = (failed("bench", TRAINING.configuration() | more) for more in ({}, settings))
     assert words in bench_tables([other], None)[0].title
     assert words not in bench_tables([usual], None)[0].title
-
-
-def test_a_plan_has_no_column_for_what_changes_no_memory():
-    keys = {column.key for column in training_plan([TRAINING]).columns}
-    assert {"context", "attention", "mode"} <= keys
-    assert not keys & {"tf32", "synchronize", "seed"}
 
 
 def test_one_step_is_one_step():
