@@ -31,27 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import cs336sys
-from cs336sys import Interrupted, Results, Tables, account, allreduce, api, bench, compare, ddp, flash, memprof, read
-from cs336sys import shard, trace, tune, verify
+from cs336sys import Interrupted, Results, Tables, account, api, bench, compare, flash, read, trace, verify
 
 
-def build(size: Any) -> Any:
-    raise NotImplementedError
-
-
-def measure(folder: Path) -> list[Results]:
+def measure(build: Any, folder: Path) -> list[Results]:
     return [
-        bench("tiny", precision=["fp32", "bf16"], steps=2, percentiles=[50, 90.5]),
-        bench(build, device="cpu"),
-        memprof(["tiny"], dry_run=True),
+        bench("tiny", precision=["fp32", "bf16"], steps=2, percentiles=[50, 90.5], plot=folder / "bench.png"),
+        bench(build, device="cpu", dry_run=True),
         flash(context=512, causal=True),
         api.kernels(op="rms-norm"),
-        allreduce(world_size=2),
-        ddp("tiny", plot=folder / "ddp.png"),
-        shard("tiny", strategy=("fsdp", "tensor")),
-        tune("tiny", measure=3),
         trace([folder / "a.json", folder / "b.json"], top=3),
-        read(folder / "saved.jsonl"),
     ]
 
 
@@ -64,7 +53,7 @@ def show(results: Results, other: Results) -> Tables:
         print(account("memory", size="xl"), verify("mine.py:wrap", world_size=2).ok)
     except Interrupted as stop:
         print(stop.results.runs[0].machine)
-    return compare(results, other, fail_above="5%")
+    return compare(results, read("other.jsonl"), fail_above="5%")
 """
 
 

@@ -34,15 +34,6 @@ def test_training_example_runs_on_two_ranks(example, last, tmp_path, monkeypatch
     assert first.stdout.splitlines()[-1].startswith(last)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("example", "last"), TRAINING)
-def test_training_example_runs_under_torchrun(example, last):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--rdzv-backend", "c10d")
-    done = run(*launcher, "--rdzv-endpoint", "localhost:0", EXAMPLES / f"{example}.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(last)
-
-
 def test_own_attention_stands_beside_ours(tmp_path):
     (done,) = run_scripts(EXAMPLES / "own_kernel.py", folder=tmp_path)
     assert done.exit_code == 0, done.stderr

@@ -22,45 +22,15 @@ LIMITS = Path(__file__).parents[1] / "limits.json"
 # Identifiers that point at a thing and do not name it.
 VAGUE = frozenset(
     (
-        "one",
-        "ones",
-        "own",
-        "found",
-        "told",
-        "known",
-        "asked",
-        "given",
-        "held",
-        "what",
-        "such",
-        "said",
-        "here",
-        "there",
-        "made",
-        "words",
-        "otherwise",
-        "apart",
-        "again",
-        "beside",
-        "often",
-        "less",
-        "wrong",
-        "taken",
+        *("one", "ones", "own", "found", "told", "known", "asked", "given", "held", "what", "such", "said"),
+        *("here", "there", "made", "words", "otherwise", "apart", "again", "beside", "often", "less", "wrong", "taken"),
     )
 )
 # Settings whose names should be compared in one place, the setting's record.
 SETTINGS = frozenset(
     (
-        "strategy",
-        "mode",
-        "kernels",
-        "attention",
-        "optimizer",
-        "checkpoint",
-        "compile",
-        "precision",
-        "state_dtype",
-        "transport",
+        *("strategy", "mode", "kernels", "attention", "optimizer"),
+        *("checkpoint", "compile", "precision", "state_dtype", "transport"),
     )
 )
 LONG_FUNCTION_LINES = 60

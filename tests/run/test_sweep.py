@@ -56,16 +56,6 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
     assert results.cells == measured.cells
 
 
-def test_resume_measures_only_what_is_missing_or_may_succeed_now(tmp_path):
-    path = tmp_path / "r.jsonl.gz"
-    first = sweep(("measure", "out of memory", "raise", "unsupported"), save=path)
-    second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=True)
-    assert [cell.status for cell in second.cells] == ["ok", "oom", "error", "unsupported", "ok"]
-    assert second.cells[:2] == first.cells[:2]
-    measured_again = read_results(path).cells[len(first.cells) :]
-    assert [cell.configuration["action"] for cell in measured_again] == ["raise", "print"]
-
-
 def test_resume_measures_again_what_was_measured_under_other_conditions(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path)
