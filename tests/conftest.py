@@ -23,6 +23,9 @@ import hypothesis
 import pytest
 import torch
 
+# Of a figure that is another, the difference is shown.
+pytest.register_assert_rewrite("written_figures")
+
 # Who builds a model with another attention leaves that in the module; this is read before any test runs.
 OWN_ATTENTION = cs336_basics.model.scaled_dot_product_attention
 

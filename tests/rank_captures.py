@@ -16,7 +16,7 @@ def write_ranks(
     ranks: int = 8,
     steps: int = 10,
     seed: int = 0,
-    straggler: int | tuple[int, ...] | None = None,
+    straggler: int | None = None,
     excess: float = 0.01,
     noise: float = 0.003,
     skewed: bool = True,
@@ -25,7 +25,7 @@ def write_ranks(
     """One file a rank of steps that each end in collectives, which all ranks leave together; their clocks differ.
 
     Args:
-        straggler: the rank, or the ranks, whose kernels take longer, by ``excess`` of a step.
+        straggler: the rank whose kernels take longer, by ``excess`` of a step.
         noise: standard deviation of a kernel's time, as a share.
     """
     random_ = random.Random(seed)
@@ -54,7 +54,7 @@ def write_ranks(
             arrived = []
             for rank in range(ranks):
                 length = KERNEL_NS * (1 + random_.gauss(0, noise))
-                if rank == straggler or (isinstance(straggler, tuple) and rank in straggler):
+                if rank == straggler:
                     length += excess * (KERNEL_NS + TRANSFER_NS)
                 correlation += 1
                 launched = now[rank] + 3000
@@ -108,24 +108,24 @@ JOIN = "join"
 TICK_US = 10
 
 
-def backward_step(*, before: int = 0, within: int = 0, scale: float = 1.0) -> list[tuple[str, float]]:
+def backward_step(*, before: int = 0, scale: float = 1.0) -> list[tuple[str, float]]:
     """A step whose backward pass launches all-reduces, as of DDP, and whose optimizer joins them.
 
     Args:
-        before, within: how many more products it has before the backward pass, and in it.
+        before: how many more products it has before the backward pass.
         scale: how much longer the kernels of both passes take.
     """
     block = [("gemm_backward", 500 * scale), ("elementwise_kernel_backward", 300 * scale)]
     bucket = [*block, *block, (ALL_REDUCE, 0)]
     ends = [(JOIN, 0), ("multi_tensor_adam", 300)]
     forward = [("gemm_forward", 400 * scale), ("elementwise_kernel_forward", 200 * scale)] * 8
-    return [*forward, *[("gemm_forward", 500)] * before, *bucket, *[("gemm_more", 500)] * within, *bucket * 4, *ends]
+    return [*forward, *[("gemm_forward", 500)] * before, *bucket * 5, *ends]
 
 
 def write_overlapping_ranks(
-    folder: Path, programs: list[list[tuple[str, float]]], sleep_us: tuple[int, ...], slowdown: float = 1.4
+    folder: Path, programs: list[list[tuple[str, float]]], sleep_us: tuple[int, ...]
 ) -> list[Path]:
-    """One file a rank of 8 steps whose kernels take ``slowdown`` times as long while a collective of the rank waits.
+    """One file a rank of 8 steps whose kernels take 1.4 times as long while a collective of the rank waits.
 
     Args:
         programs: of each rank, name and us of the work of a step.
@@ -137,7 +137,7 @@ def write_overlapping_ranks(
     for step in range(8):
         begins = list(now)
         firsts = [begin + sleep + abs(random_.gauss(0, 50)) for begin, sleep in zip(begins, sleep_us, strict=True)]
-        for rank, work in enumerate(_run(programs, firsts, slowdown, random_)):
+        for rank, work in enumerate(_run(programs, firsts, random_)):
             now[rank] = max(stop for *_, stop in work)
             for place, (name, start, stop) in enumerate(work):
                 about: dict = {"correlation": (step + 1) * 1000 + place}
@@ -154,7 +154,7 @@ def write_overlapping_ranks(
 
 
 def _run(
-    programs: list[list[tuple[str, float]]], firsts: list[float], slowdown: float, random_: random.Random
+    programs: list[list[tuple[str, float]]], firsts: list[float], random_: random.Random
 ) -> list[list[tuple[str, int, int]]]:
     """Run a step on all ranks: name, start and stop of the work of each, in us, in the order of its launches."""
     ranks = range(len(programs))
@@ -183,7 +183,7 @@ def _run(
             elif name != JOIN:
                 if left[rank] <= 0:
                     left[rank], begin[rank] = us * (1 + random_.gauss(0, 0.003)), now
-                left[rank] -= TICK_US / (slowdown if len(arrived[rank]) > len(ends) else 1)
+                left[rank] -= TICK_US / (1.4 if len(arrived[rank]) > len(ends) else 1)
                 if left[rank] > 0:
                     continue
                 work[rank].append((name, begin[rank], now + TICK_US - 1))

@@ -2,17 +2,18 @@
 
 The tests of a room evaluate them with the names of their own module. ``PYTHONPATH=tests python
 tests/ROOM/test_ROOM_figures.py`` writes the values of today, whatever they are: read the difference before you commit
-it. Numbers have nine digits, so that they are the same on every machine.
+it. Numbers have nine digits, so that they are the same on every machine. A module ends in ``figures_test``.
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cs336sys.accounting.derivation import Derived
 from cs336sys.errors import UsageError
@@ -81,3 +82,16 @@ def write_figures(path: Path, names: dict[str, Any]) -> None:
             except Exception as error:
                 print(f"{line}\n{_INDENT}{type(error).__name__}: {error}", file=sys.stderr)
     path.write_text("\n".join(lines) + "\n")
+
+
+def figures_test(names: dict[str, Any]) -> Callable[[str, list[str]], None]:
+    """Return the test of the file next to a module with these names; run as a program, the module writes it."""
+    path = Path(names["__file__"]).with_name("figures.txt")
+    if names["__name__"] == "__main__":
+        write_figures(path, names)
+
+    @pytest.mark.parametrize(("expression", "rows"), list(read_figures(path)), ids=lambda value: str(value)[:60])
+    def test_figures(expression: str, rows: list[str]) -> None:
+        assert rows_of(expression, names) == rows
+
+    return test_figures

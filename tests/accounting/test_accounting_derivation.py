@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cs336sys.accounting.derivation import Expression, expression_of, log2, maximum, minimum, number_of, symbol
+from cs336sys.accounting.derivation import Expression, expression_of, maximum, minimum, number_of, symbol
 
 N, S, W, B = symbol("N", 4), symbol("S", 96), symbol("W", 8), symbol("B", 3)
 
@@ -19,13 +19,9 @@ N, S, W, B = symbol("N", 4), symbol("S", 96), symbol("W", 8), symbol("B", 3)
         (S / 2 * B, 144, "S / 2 x B", "96 / 2 x 3"),
         (W / N**2 * B, 1.5, "W / N^2 x B", "8 / 4^2 x 3"),
         (S - (N - B), 95, "S - (N - B)", "96 - (4 - 3)"),
-        (S - (N + B), 89, "S - (N + B)", "96 - (4 + 3)"),
-        (1 / N, 0.25, "1 / N", "1 / 4"),
         ((B + N) ** 2, 49, "(B + N)^2", "(3 + 4)^2"),
         ((S * W / B) ** 0.5, 16.0, "sqrt(S W / B)", "sqrt(96 x 8 / 3)"),
-        (B * log2(N), 6.0, "B x log2(N)", "3 x log2(4)"),
         (maximum(S / N, B * W), 24, "max(S / N, B W)", "max(96 / 4, 3 x 8)"),
-        (minimum(S, 7) * B, 21, "min(S, 7) B", "min(96, 7) x 3"),
         (sum([B, N, 2]), 9, "B + N + 2", "3 + 4 + 2"),
         (4e14 * B, 1.2e15, "4e14 B", "4e14 x 3"),
         (1234567 * B, 3703701, "1234567 B", "1234567 x 3"),

@@ -9,10 +9,8 @@ of a model whose dimensions share few factors, with rates that all differ.
 
 import math
 from dataclasses import astuple, fields, replace
-from pathlib import Path
 
-import pytest
-from written_figures import outcome, read_figures, rows_of, write_figures
+from written_figures import figures_test, outcome
 
 import cs336sys.accounting.checkpointing
 from cs336sys.accounting import (
@@ -36,7 +34,6 @@ from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import Workload
 
 checkpoints = cs336sys.accounting.checkpointing
-PATH = Path(__file__).with_name("figures.txt")
 HAND = ModelSize("hand", d_model=30, d_ff=70, num_layers=5, num_heads=6, vocab_size=110, context=14, batch_size=4)
 LAYER = parallelism.Layer(64, 4, 8, 100, 10)
 # Of every term another number of seconds, and launches as long as most of its work.
@@ -194,10 +191,4 @@ def held(settings):
     return widest, step_memory.step_peak_bytes(settings) - widest.total
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

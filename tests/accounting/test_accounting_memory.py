@@ -12,7 +12,6 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 
 from cs336sys.accounting.activations import attention_memory, saved_activations
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import widest_moments
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention
 from cs336sys.settings.sizes import ModelSize
@@ -31,19 +30,13 @@ ATTENTION_FUNCTIONS = {
 class Step:
     """A model with its batch, and the forward pass, backward pass and update of one training step."""
 
-    def __init__(self, size, precision, attention, monkeypatch, device="cpu", autocast=True):
+    def __init__(self, size, precision, attention, monkeypatch, autocast=True):
         monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", ATTENTION_FUNCTIONS[attention])
-        with torch.device(device):
-            self.model = BasicsTransformerLM(
-                size.vocab_size, size.context, size.d_model, size.num_layers, size.num_heads, size.d_ff
-            )
-            self.inputs = torch.randint(size.vocab_size, (size.batch_size, size.context))
-            self.targets = torch.randint(size.vocab_size, (size.batch_size, size.context))
-        self.autocast = (
-            torch.autocast(device, dtype=DTYPES[precision])
-            if autocast and precision != "fp32"
-            else contextlib.nullcontext()
+        self.model = BasicsTransformerLM(
+            size.vocab_size, size.context, size.d_model, size.num_layers, size.num_heads, size.d_ff
         )
+        self.inputs, self.targets = torch.randint(size.vocab_size, (2, size.batch_size, size.context)).clone().unbind()
+        self.autocast = torch.autocast("cpu", DTYPES[precision], enabled=autocast and precision != "fp32")
         if not autocast:
             self.model.to(DTYPES[precision])
         self.optimizer = AdamW(self.model.parameters())
@@ -132,20 +125,14 @@ PEAKS = {
     # Precision "half": the model is in bf16, without autocast.
     [
         ("scores", "fp32", "forward", "reference", "softmax"),
-        ("scores", "bf16", "forward", "reference", "softmax"),
-        ("inner", "fp32", "forward", "sdpa", "feed-forward"),
         ("inner", "bf16", "forward", "sdpa", "feed-forward"),
         ("vocab", "fp32", "forward", "sdpa", "loss"),
-        ("scores", "fp32", "forward-backward", "reference", "softmax backward, last block"),
         ("scores", "bf16", "forward-backward", "reference", "softmax backward, last block"),
-        ("inner", "fp32", "train", "sdpa", "feed-forward backward, last block"),
         ("inner", "bf16", "train", "reference", "feed-forward backward, last block"),
         ("even", "fp32", "forward-backward", "reference", "feed-forward backward, first block"),
         ("vocab", "fp32", "train", "reference", "loss"),
         ("weights", "fp32", "forward-backward", "sdpa", "end of backward"),
-        ("weights", "bf16", "forward-backward", "reference", "end of backward"),
         ("weights", "bf16", "train", "reference", "optimizer"),
-        ("scores", "half", "forward", "reference", "softmax"),
         ("inner", "half", "forward", "sdpa", "feed-forward"),
         ("scores", "half", "forward-backward", "reference", "softmax backward, last block"),
         ("inner", "half", "forward-backward", "sdpa", "feed-forward backward, last block"),
@@ -197,22 +184,3 @@ def test_flash_attention_holds_what_is_predicted(dtype, tmp_path):
     predicted = attention_memory(batch, context, head_dim, dtype, causal=True, implementation="flash")
     _, held = allocated_bytes(lambda: FlashAttentionTorch.apply(*qkv, True), tmp_path / "trace.json")
     assert held + predicted.inputs == predicted.held
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["forward", "forward-backward", "train"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("attention", "tolerance"), [("reference", 0.05), ("sdpa", 0.1)])
-def test_gpu_peak_is_the_predicted_one(mode, precision, attention, tolerance, monkeypatch):
-    """sdpa is given more room because its backends lay out their output differently, with or without a copy."""
-    size = ModelSize("gpu", 512, 2048, 4, 8, vocab_size=10_000, context=512, batch_size=4)
-    step = Step(size, precision, attention, monkeypatch, device="cuda")
-    step.run("train")
-    # cuBLAS workspaces stay allocated after the first step, so they are in both figures and cancel.
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step.run(mode)
-    added = torch.cuda.max_memory_allocated() - before
-    predicted = predicted_peak(size, precision, mode, attention)
-    expected = predicted.total - predicted.parameters - predicted.optimizer_state - resident_bytes(step)
-    assert added == pytest.approx(expected, rel=tolerance)

@@ -49,20 +49,6 @@ def test_at_the_batch_computing_takes_as_long_as_communication(mesh):
     assert computing == pytest.approx(along_x + along_y)
 
 
-def test_more_tp_than_hides_is_never_compute_bound():
-    wide = TpuMesh(2, 32, 2, 1, 4.6e14, 1.8e11)
-    answers = {answer.quantity: answer for answer in batch_answers(XXL, wide)}
-    for axes in ("overlapped", "sharing the links"):
-        assert answers[f"per-device batch, axes {axes}"].value == math.inf
-        assert answers[f"per-device batch, axes {axes}"].reason.startswith("Never")
-    computing, _, along_y = forward_times(1e9, XXL, wide)
-    assert along_y > computing
-    # F M_Y / alpha is 4: with as many, FSDP has no time left after TP, and none is needed beside it.
-    limit = by_quantity(batch_answers(FeedForwardStack(1, 8, 1), TpuMesh(2, 4, 1, 1, 2, 1)))
-    assert limit["per-device batch, axes overlapped"] == 0.5
-    assert limit["per-device batch, axes sharing the links"] == math.inf
-
-
 @pytest.mark.parametrize(
     ("rates", "sentence"),
     [

@@ -7,8 +7,7 @@ import pickle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-from written_figures import outcome, read_figures, rows_of, write_figures
+from written_figures import figures_test, outcome
 
 from cs336sys.allocations.dump import Frame, read_dump
 from cs336sys.allocations.inference import FORWARD, NOTHING, code_of, role
@@ -25,7 +24,6 @@ from cs336sys.allocations.timeline import (
     thinned,
 )
 
-PATH = Path(__file__).with_name("figures.txt")
 # A train step of one layer: weight 100, moments 200, activation 40 and a temporary 7 in the forward pass, a gradient of
 # 100 and a temporary 30 in the backward pass, a temporary 90 in the update.
 STEP = ((1, 40), (2, 7), (2, -7), (3, 30), (4, 100), (3, -30), (1, -40), (2, 90), (2, -90), (4, -100))
@@ -60,10 +58,4 @@ def read(snapshot):
         return outcome(read_dump, path).replace(f"{folder}/", "")
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

@@ -8,7 +8,6 @@ import torch
 from cuda_snapshots import MIB, VERSIONS, fake_cuda, write
 from memory_causes import CAUSES, diagnoses, run
 from snapshot_programs import KINDS, Program, program
-from torch import nn
 
 from cs336sys.allocations.diagnosis import changes, diagnose_memory
 from cs336sys.allocations.dump import parse_dump, read_dump
@@ -189,37 +188,6 @@ def test_record_that_begins_late_counts_what_was_there(plain):
     by_sizes = diagnose_memory("s", *parse_dump(snapshot)).by_category
     for category in ("parameters", "optimizer state"):
         assert by_sizes[category] == pytest.approx(late.by_category[category], rel=0.05), "found by sizes alone"
-
-
-class Scaled(nn.Module):
-    """Weights of one size each: two in half precision, with moments in fp32, and one in fp32."""
-
-    def __init__(self):
-        super().__init__()
-        sizes = ((1, torch.bfloat16), (3, torch.bfloat16), (5, torch.float32))
-        self.weights = nn.ParameterList(torch.empty(size, MIB, dtype=dtype) for size, dtype in sizes)
-        self.moments = [torch.zeros(size, MIB) for size, _ in sizes for _ in range(2)]
-
-    def forward(self, x):
-        return sum((weight.float() * x).sum() for weight in self.weights)
-
-
-def test_older_memory_whose_sizes_contradict_each_other_is_unknown():
-    """By most sizes there is one block for each gradient, and of the fp32 weight's size there are three."""
-    with fake_cuda() as allocator:
-        net = Scaled()
-        before = len(allocator.trace)
-        for _ in range(3):
-            net(torch.ones(MIB)).backward()
-            for weight in net.weights:
-                weight.grad = None
-    snapshot = allocator.snapshot(entries=len(allocator.trace) - before)
-    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
-        block["frames"] = []
-    found = diagnose_memory("s", *parse_dump(snapshot)).by_category
-    assert found["parameters"] == (1 + 3) * 2 * MIB
-    assert found["optimizer state"] == 2 * (1 + 3) * 4 * MIB
-    assert found["unknown"] >= 3 * 5 * 4 * MIB
 
 
 def test_snapshot_without_stacks_or_history(plain):

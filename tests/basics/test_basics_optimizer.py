@@ -138,24 +138,6 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned():
     assert optimizer.step() is None
 
 
-def test_state_dict_round_trip_continues_the_same_run(tmp_path):
-    ours = make_parameters()
-    optimizer = AdamW(ours, lr=0.02, weight_decay=0.1)
-    for step in range(5):
-        set_gradients(ours, step)
-        optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    resumed = copy.deepcopy(ours)
-    other = AdamW(resumed, lr=0.9)
-    other.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    for step in range(5, 10):
-        for parameters, each in ((ours, optimizer), (resumed, other)):
-            set_gradients(parameters, step)
-            each.step()
-    for parameter, expected in zip(resumed, ours, strict=True):
-        assert torch.equal(parameter, expected)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

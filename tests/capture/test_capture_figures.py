@@ -13,7 +13,6 @@ import gzip
 import json
 import os
 import shlex
-import sqlite3
 from array import array
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,9 +22,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 from profile_files import NsysReport
-from written_figures import outcome, read_figures, rows_of, write_figures
+from written_figures import figures_test, outcome
 
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.capture import breakdown, chrome_trace, integrity, intervals, nsys, operators, range_names, ranks, reading
@@ -38,7 +36,6 @@ from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.commands.trace.verdict import rank_sentence
 from cs336sys.errors import CapabilityError, UsageError
 
-PATH = Path(__file__).with_name("figures.txt")
 # A tenth of a second each.
 QUANTILE = functools.cache(ranks._t_quantile)
 CATEGORIES = {
@@ -263,10 +260,4 @@ def of_ranks(local_ms, **settings):
     return (*findings, rank_sentence(len(analyses), findings))
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

@@ -13,14 +13,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_tools import GPU_0, GPU_1, IDLE, NVLINK, THROTTLED, only_on_path, pretend_gpus, put_nvidia_smi, put_tool
-from written_figures import read_figures, rows_of, write_figures
+from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, pretend_gpus, put_nvidia_smi, put_tool
+from written_figures import figures_test
 
 from cs336sys.machine import system
 from cs336sys.machine.diagnosis import gpu, software
 from cs336sys.machine.system import read_gpus
 
-PATH = Path(__file__).with_name("figures.txt")
 TWO = (f"{GPU_0}, {IDLE}", f"{GPU_1}, {IDLE}")
 BUSY = GPU_0.replace("143156", "102196")
 GPU_2 = GPU_0.replace("0, GPU", "2, GPU", 1).replace("555555555550", "555555555552")
@@ -125,11 +124,6 @@ def gpus(*rows, **answers):
         return read_gpus()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton and what the system tells are Linux's")
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = pytest.mark.skipif(
+    sys.platform != "linux", reason="Triton and what the system tells are Linux's"
+)(figures_test(globals()))

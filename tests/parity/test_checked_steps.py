@@ -363,28 +363,21 @@ PEAK = workload().predicted_peak().total
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "waits"), [(PEAK * 5 // 4 + 1, False), (PEAK * 5 // 4, True), (PEAK, True), (0, True)]
+    ("free_bytes", "user", "waits"),
+    [(PEAK * 5 // 4 + 1, None, False), (PEAK * 5 // 4, None, True), (0, None, True), (1 << 40, "Somebodys", True)],
 )
-def test_weights_wait_in_host_memory_where_a_gpu_lacks_room(monkeypatch, free_bytes, waits):
-    """Of its free memory training may take four fifths."""
+def test_weights_wait_in_host_memory_where_a_gpu_lacks_room(monkeypatch, free_bytes, user, waits):
+    """Of its free memory training may take four fifths; of the memory of a user's model nothing is known."""
     freed = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 100 * PEAK))
     monkeypatch.setattr(step, "free_gpu_memory", lambda: freed.append("memory"))
     check, weights = SimpleNamespace(device=torch.device("cuda")), {"w": torch.ones(2)}
     trained = dict(weights)
-    waiting = step._StepCheck._free_for_training(check, trained, workload())
+    waiting = step._StepCheck._free_for_training(check, trained, workload(**({"user": USER} if user else {})))
     assert (waiting is trained) == (not waits)
     assert waiting.keys() == weights.keys()
     assert trained.keys() == (set() if waits else weights.keys()), "nothing else may keep them on the GPU"
     assert len(freed) == (2 if waits else 1)
-
-
-def test_nothing_is_known_of_the_memory_of_a_users_model(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
-    monkeypatch.setattr(step, "free_gpu_memory", lambda: None)
-    trained = {"w": torch.ones(2)}
-    check = SimpleNamespace(device=torch.device("cuda"))
-    assert step._StepCheck._free_for_training(check, trained, workload(user=USER)) is not trained
 
 
 class Somebodys(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cs336sys.parity import collectives
-from cs336sys.parity.collectives import LATE_S, OBSERVED, CollectiveMode, CollectiveWatcher
+from cs336sys.parity.collectives import LATE_S, OBSERVED, CollectiveWatcher
 
 HERE = Path(__file__)
 
@@ -205,34 +205,6 @@ def test_gradients_that_are_dtensors_are_left_out(backward):
     parameters["b"].grad = torch.zeros(2)
     watcher.expect(parameters)
     assert incomplete(watcher, parameters["b"].grad) == [("b",)]
-
-
-class Recorded(CollectiveMode):
-    """Keeps what it is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def before(self, operator, arguments):
-        self.calls.append(("before", operator.name(), sorted(arguments)))
-
-    def after(self, operator, arguments, result):
-        name = operator.name()
-        self.calls.append(("after", name, None if arguments is None else sorted(arguments), type(result).__name__))
-
-
-def test_a_mode_is_called_around_collectives_and_after_other_operators():
-    tensor = torch.ones(2)
-    mode = Recorded()
-    with mode:
-        dist.broadcast(tensor, src=0)
-        tensor.mul(2)
-    before, after, other = mode.calls
-    assert before[:2] == ("before", "c10d::broadcast_")
-    assert {"tensors", "process_group", "root_rank"} <= set(before[2])
-    assert after == ("after", "c10d::broadcast_", before[2], "tuple")
-    assert other == ("after", "aten::mul.Tensor", None, "Tensor")
 
 
 def test_a_collective_without_a_known_group_has_no_ranks(monkeypatch):

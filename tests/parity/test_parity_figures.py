@@ -9,13 +9,10 @@ order has a row (tests/written_figures.py).
 
 import math
 import random
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from written_figures import read_figures, rows_of, write_figures
+from written_figures import figures_test
 
 from cs336sys.parity import rounding, training, weights
 from cs336sys.parity.assembly import assemble, model_name
@@ -27,7 +24,6 @@ from cs336sys.parity.weights import Distance, TensorComparison, WeightDifference
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 
-PATH = Path(__file__).with_name("figures.txt")
 TINY = choose_size("tiny")
 WRAPPERS = (
     *("module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"),
@@ -111,11 +107,6 @@ def notices(draw):
     return random_state(torch.device("cpu")) != before
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
 def test_random_numbers_of_a_gpu_count(monkeypatch):
     drawn_numbers = [0]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor(drawn_numbers))
@@ -133,5 +124,4 @@ def test_tensors_far_off_stay_as_they_were_compared():
     assert [tensor.tolist() for tensor in comparison.far["w"]] == [[1, 1], [0, 0]]
 
 
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

@@ -59,21 +59,31 @@ def saved(count: int, *arguments: str, **settings: int) -> Results:
     return Results(runs, tuple(cells))
 
 
-@pytest.mark.parametrize("arguments", [(), ("--resume",), ("--resume-any",)], ids=str)
-def test_invocations_grow_with_their_runs(arguments):
-    require_linear(lambda count: lambda results=saved(count, *arguments): invocations([results]))
+def of_one_code(results: Results) -> Results:
+    runs = {run_id: replace(run, environment={"source_digest": "0"}) for run_id, run in results.runs.items()}
+    return replace(results, runs=runs)
 
 
-@pytest.mark.parametrize("same_code", [False, True])
-def test_matching_grows_with_the_runs_of_a_configuration(same_code):
-    def make(count: int) -> Callable[[], object]:
-        results = saved(count)
-        if same_code:
-            runs = {run_id: replace(run, environment={"source_digest": "0"}) for run_id, run in results.runs.items()}
-            results = replace(results, runs=runs)
-        return lambda: match_cells(results, results)
+TABLE = Table("times", "times", (Column("step_ms", "step", "ms"),), [{"step_ms": 1.0}])
+# What is done with so many runs, settings or tables.
+WORK = {
+    "invocations": lambda count: lambda results=saved(count): invocations([results]),
+    "invocations that resume": lambda count: lambda results=saved(count, "--resume"): invocations([results]),
+    "invocations that resume any": lambda count: lambda results=saved(count, "--resume-any"): invocations([results]),
+    "matching": lambda count: lambda results=saved(count): match_cells(results, results),
+    "matching of one code": lambda count: lambda results=of_one_code(saved(count)): match_cells(results, results),
+    "settings": lambda count: (
+        lambda settings=dict.fromkeys(map(str, range(count)), 1): distinguishing_settings(
+            [settings | {"seed": seed} for seed in range(3)]
+        )
+    ),
+    "tables": lambda count: lambda: select_in_groups([[TABLE]] * count, ["times"], ["step_ms"], "step_ms"),
+}
 
-    require_linear(make)
+
+@pytest.mark.parametrize("name", WORK)
+def test_work_grows_with_the_number_of_runs_settings_and_tables(name):
+    require_linear(WORK[name])
 
 
 def test_nearest_difference_is_bounded():
@@ -83,19 +93,6 @@ def test_nearest_difference_is_bounded():
 
     few, many = (calls(make(count)) for count in (COUNT, 4 * COUNT))
     assert many == few
-
-
-def test_distinguishing_settings_grow_with_the_settings():
-    def make(count: int) -> Callable[[], object]:
-        settings = {f"setting {number}": number for number in range(count)}
-        return lambda: distinguishing_settings([{**settings, "seed": seed} for seed in range(3)])
-
-    require_linear(make)
-
-
-def test_selecting_grows_with_the_tables():
-    table = Table("times", "times", (Column("step_ms", "step", "ms"),), [{"step_ms": 1.0}])
-    require_linear(lambda count: lambda: select_in_groups([[table]] * count, ["times"], ["step_ms"], "step_ms"))
 
 
 def test_categories_of_a_checkpointed_step_are_linear_in_blocks():

@@ -1,16 +1,13 @@
 """Differences that the noise may have made are not shown as if they were known."""
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
 from cs336sys.commands.bench.tables import bench_tables
-from cs336sys.commands.ddp.tables import ddp_tables
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.results.statistics import Interval
-from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 from cs336sys.tables.numbers import format_value
@@ -83,34 +80,3 @@ def test_speedups_of_a_saved_sweep_on_an_h200_are_decided():
     (launched, *_) = bench_tables(cells, None, baseline="cuda-graph=on")[1].rows
     assert (launched["cuda_graph"], launched["over"]) == ("off", "on")
     assert launched["step_speedup"].estimate == pytest.approx(1 / intervals["small", "step_speedup"].estimate)
-
-
-def ddp_cell(step_ms, unsynchronized_ms, communication_ms):
-    workload = ParallelWorkload(Workload(choose_size("tiny")), "naive")
-    times = {"step": ms(*step_ms), "unsynchronized": ms(*unsynchronized_ms), "communication": ms(*communication_ms)}
-    exposed = statistics.median(step_ms) - statistics.median(unsynchronized_ms)
-    hidden = min(max(100 * (1 - exposed / statistics.median(communication_ms)), 0), 100)
-    phases = {name: ms(1.0, 1.0) for name in ("forward", "backward", "optimizer", "wall")}
-    derived = {"exposed_ms": exposed, "hidden_percent": hidden, "calls": 1, "overlap_percent": 0.0}
-    return Cell("ddp", workload.configuration(), "ok", times | phases, derived)
-
-
-def test_naive_on_a_busy_cpu_hides_no_one_knows_how_much():
-    """What was seen: exposed -11.8 ms, hidden 100 %, of a mode that hides nothing."""
-    busy = ddp_cell((60.0, 95.0, 88.2, 130.0, 70.0), (100.0, 61.0, 120.0, 140.0, 75.0), (20.0, 21.0, 22.0))
-    (row,) = ddp_tables([busy], None)[0].rows
-    text = render(ddp_tables([busy], None)[:1], "markdown")
-    assert row["exposed_ms"].estimate == pytest.approx(-11.8)
-    # The estimate is below nothing, which communication cannot cost.
-    assert "-11.80" not in text
-    assert f"< {row['exposed_ms'].high:.2f}" in text
-    assert "0.00 to 100" in text
-    assert "steadier: --rounds 3, more --steps" in text
-
-
-def test_a_step_that_communication_made_shorter_is_noise_however_sure_it_looks():
-    drifted = ddp_cell((64.9, 65.0, 65.1, 65.0, 64.9, 65.0), (95.0, 95.1, 95.2, 95.0, 95.1, 95.2), (30.0, 30.1, 30.2))
-    (row,) = ddp_tables([drifted], None)[0].rows
-    assert row["exposed_ms"].is_noise
-    assert (row["hidden_percent"].low, row["hidden_percent"].high) == (0.0, 100.0)
-    assert row["hidden_percent"].is_range

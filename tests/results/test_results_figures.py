@@ -15,14 +15,13 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
-from written_figures import outcome, read_figures, rows_of, write_figures
+from written_figures import figures_test, outcome
 
 from cs336sys.errors import UsageError
 from cs336sys.results import comparison, foreign, gzip_members, model, plain_pickle, recording, schema, statistics
 from cs336sys.results.file import ResultsFile, check_appendable
 from cs336sys.results.model import Cell, Results, Run, Samples
 
-PATH = Path(__file__).with_name("figures.txt")
 RISING = [1.0, 2.0, 4.0, 7.0, 11.0, 16.0]
 MIXED = [3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0, 6.0]
 RUN = (
@@ -157,10 +156,4 @@ def recorded():
     return started.cells, list(started.runs), inside, recording.command_line() == tuple(sys.argv[1:])
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

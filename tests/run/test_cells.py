@@ -4,14 +4,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from forked_processes import started_as_by_users
-from running import is_held, is_running, wait_for_ids, wait_until
+from running import is_held, is_running, wait_for_ids
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
 from cs336sys.processes import parent
@@ -215,25 +213,6 @@ def test_output_of_a_cell_goes_to_stderr(worker, capfd):
 def test_worker_that_cannot_start_is_one_sentence():
     with pytest.raises(CapabilityError, match=r"the measuring process did not start: .* exit code 1"):
         Worker("no_such_module:measure").start()
-
-
-def test_worker_dies_with_its_parent_and_so_does_what_it_started(tmp_path):
-    """A killed parent leaves no orphan, even in the middle of a cell."""
-    script = (
-        "import sys; from cs336sys.run.cells import Worker\n"
-        "worker = Worker('fake_cells:measure')\n"
-        "configuration = {'action': 'sleep beside others', 'folder': sys.argv[1]}\n"
-        "worker.measure(configuration, timeout_s=None, progress=lambda stage: print(stage, flush=True))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
-        ids = wait_for_ids(tmp_path, ("program", "target", "daemon"))
-        assert parent.stdout.readline() == "forward\n"
-        folder = Path(parent.stdout.readline().strip())
-        parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, ids)), 60)
-    wait_until(lambda: not folder.exists(), 60)
 
 
 def test_worker_that_stops_before_its_first_message_is_ended(tmp_path):

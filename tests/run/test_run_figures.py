@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import typer
-from written_figures import read_figures, rows_of, write_figures
+from written_figures import figures_test
 
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError
 from cs336sys.processes import parent
@@ -17,7 +16,6 @@ from cs336sys.processes.parent import cause_of_death
 from cs336sys.results.model import Cell, Results, Run, configuration_key, read_results
 from cs336sys.run.sweep import Sweep, known_cells, run_of_one_machine
 
-PATH = Path(__file__).with_name("figures.txt")
 ENVIRONMENT = {"torch_threads": 1, "git_commit": "15ad9114a32c", "source_digest": "0123456789abcdef"}
 
 
@@ -89,11 +87,6 @@ def died(exit_code, before, now):
         return cause_of_death(exit_code, before)
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
 def test_the_results_in_the_documentation_can_be_resumed():
     """Their runs say little of the code, so only --resume-any takes them."""
     for path in sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz")):
@@ -106,5 +99,4 @@ def test_the_results_in_the_documentation_can_be_resumed():
         assert known_cells(results, command, configurations, NOW, take_any=False)[0] == {}
 
 
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

@@ -14,10 +14,7 @@ from cs336sys.commands.bench import tables as bench
 from cs336sys.commands.ddp import tables as ddp
 from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
 from cs336sys.commands.trace import kernel_tables as kernels
-from cs336sys.results.model import Cell, Samples, read_results
-from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.sizes import choose_size
-from cs336sys.settings.training import Workload
+from cs336sys.results.model import Cell, read_results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -160,24 +157,3 @@ def test_legend_of_many_implementations_beside_one_head_dimension(figures):
     attention.plot_flash(cells, Path("flash.png"))
     assert_whole(figures[0])
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == names
-
-
-def test_label_of_a_bucket_that_holds_everything(figures):
-    derived = {"communicated_bytes": 8_000_000_000, "link_latency_s": 20e-6, "link_bytes_per_s": 320e9}
-    cells = [
-        Cell(
-            "ddp",
-            ParallelWorkload(Workload(choose_size("xl")), "bucketed", bucket_mb=bucket_mb).configuration(),
-            "ok",
-            {"step": Samples("ms", "cuda events", (90.0,))},
-            derived | {"gradient_calls": calls, "exposed_ms": 30.0},
-        )
-        for bucket_mb, calls in ((1000.0, 8), (8000.0, 1))
-    ]
-    ddp.plot_buckets(cells, Path("buckets.png"))
-    assert_whole(figures[0])
-    (axes,) = figures[0].axes
-    renderer = figures[0].canvas.get_renderer()
-    plot, boxes = axes.get_window_extent(renderer), [text.get_window_extent(renderer) for text in axes.texts]
-    assert len(boxes) == 2
-    assert all(box.x1 <= plot.x1 and box.y1 <= plot.y1 for box in boxes)

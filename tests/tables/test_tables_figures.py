@@ -9,12 +9,10 @@ Lines of a text end in ``|`` there (tests/written_figures.py).
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from rich.console import Console
 from test_selection import RATIOS, TIMES, order
-from written_figures import outcome, read_figures, rows_of, write_figures
+from written_figures import figures_test, outcome
 
 from cs336sys.accounting.derivation import Derived
 from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
@@ -33,8 +31,6 @@ from cs336sys.tables.numbers import (
 from cs336sys.tables.render import render
 from cs336sys.tables.table import Column, Table, select_in_groups
 from cs336sys.tables.terminal import print_tables
-
-PATH = Path(__file__).with_name("figures.txt")
 
 
 def ms(*measured):
@@ -113,10 +109,4 @@ def drawn(table, width):
     return lines(text)
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

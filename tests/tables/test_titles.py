@@ -148,21 +148,3 @@ def test_attention_that_a_cpu_computes_by_tiles_is_not_called_interpreted():
             "implementation triton, kernels fused, optimizer adamw: in Triton's interpreter",
             "attention flash, implementation auto: on a CPU FlashAttention-2 by tiles in PyTorch",
         ]
-
-
-@pytest.mark.parametrize(
-    ("command", "workload", "tables_of"),
-    [
-        ("flash", AttentionWorkload("triton", 1, 2, 16, 8), lambda *arguments: flash_tables(*arguments, "eager")),
-        ("kernels", KernelWorkload("rope", "ours", 4, 8, head_dim=4), lambda *found: kernel_tables(*found, "eager")),
-        ("bench", TRAINING, bench_tables),
-    ],
-)
-def test_tables_of_times_say_whose_they_are(command, workload, tables_of):
-    names = ("forward", "backward", "optimizer", "step", "end_to_end")
-    times = {name: Samples("ms", "cpu clock", (1.0, 2.0)) for name in names}
-    cell = Cell(command, workload.configuration(), "ok", times, {"tflops": 1.0, "gpu_busy_ms": None})
-    for variable in ("1", None):
-        run = Run("1", "", (), {"gpu": None, "cpu": "a CPU", "torch": "2"}, {"TRITON_INTERPRET": variable})
-        notes = tables_of([cell], run)[0].notes
-        assert any("in Triton's interpreter" in note for note in notes) == (variable == "1")
