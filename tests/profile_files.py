@@ -20,7 +20,7 @@ TABLES = {
     "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, "
     "globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER",
 }
-PUSH_POP, START_END = 59, 60
+START_END = 60
 
 
 def global_thread(process: int, thread: int) -> int:

@@ -3,6 +3,7 @@
 import pytest
 
 from cs336sys.accounting.activations import attention_memory
+from cs336sys.accounting.checkpointing import best_group_size, parse_checkpointing, predicted_peak
 from cs336sys.accounting.communication import bucket_answers, ring_answers
 from cs336sys.accounting.one_device import (
     attention_answers,
@@ -11,7 +12,8 @@ from cs336sys.accounting.one_device import (
     flops_answers,
     tensor_answers,
 )
-from cs336sys.settings.sizes import SIZES
+from cs336sys.errors import UsageError
+from cs336sys.settings.sizes import SIZES, ModelSize
 
 MIB = 2**20
 # The 2026 handout's xl at its reference batch of 4 and context of 512.
@@ -55,3 +57,23 @@ def test_every_answer_names_its_source():
         *bucket_answers(1e9, 2, 1e9, 1e-6),
     ]
     assert [answer.quantity for answer in answers if not answer.source] == []
+
+
+def test_strategies_have_one_spelling():
+    assert [parse_checkpointing(text) for text in ("every=1", "every=04", "nested")] == ["block", "every=4", "nested"]
+
+
+@pytest.mark.parametrize("text", ["every=0", "every=two", "nested=2", ""])
+def test_unknown_strategy_is_refused(text):
+    with pytest.raises(UsageError, match=r"choose from none, block, every=K|a whole number of blocks"):
+        parse_checkpointing(text)
+
+
+def test_best_group_is_larger_where_inputs_outweigh_activations():
+    """With hardly an inner layer a block saves 11 tensors as large as its input: norms (6), q, k, v, output, heads."""
+    size = ModelSize("wide", d_model=64, d_ff=2, num_layers=100, num_heads=1, vocab_size=10, context=64, batch_size=99)
+    found = best_group_size(size, "fp32", "forward-backward", "sdpa")
+    peaks = {k: predicted_peak(size, "fp32", "forward-backward", "sdpa", f"every={k}").total for k in range(1, 101)}
+    assert peaks[found.best] == min(peaks.values())
+    assert found.rule == pytest.approx((100 / 11) ** 0.5, rel=0.01)
+    assert found.best in (2, 3, 4)

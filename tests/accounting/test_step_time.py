@@ -12,7 +12,7 @@ from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time import rates, work
 from cs336sys.accounting.step_time.memory import step_peak_bytes
-from cs336sys.accounting.step_time.prediction import StepConfiguration
+from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step
 from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
 from cs336sys.settings.profiling import MemoryWorkload
@@ -159,3 +159,26 @@ def test_memory_is_that_of_saved_cells(saved):
     assert statistics.fmean(abs(error) for error, _ in errors.values()) < 1
     under = {key: error for key, error in errors.items() if error[0] < -2}
     assert not under
+
+
+def test_unseen_sweeps_are_predicted_and_their_fastest_steps_found():
+    """No rate was derived from this file. ``-n0 -s -k unseen_sweeps`` prints the table of docs/results/tune-h200.md."""
+    sweep = FOLDER / "validation" / "tune-exhaustive-h200.jsonl.gz"
+    steps: dict[str, list[tuple[float, float, str]]] = {}
+    errors: dict[str, list[float]] = {}
+    for step in fit_rates.measured_steps(read_results(sweep)):
+        predicted_s = predict_step(step.configuration, rates.h200_rates()).step_s
+        training = step.configuration.training
+        steps.setdefault(training.size.name, []).append((step.seconds, predicted_s, step.label))
+        errors.setdefault(training.cuda_graph, []).append(100 * (predicted_s / step.seconds - 1))
+    for size, found in steps.items():
+        assert len(found) == 24
+        best, chosen = min(found), min(found, key=lambda one: one[1])
+        words = f"measured {1e3 * best[0]:.2f} ms, predicted {1e3 * chosen[1]:.2f} ms"
+        print(f"\n{size}: fastest of 24: {best[2]}; predicted to be: {chosen[2]}; {words}", end="")
+        assert chosen[0] <= 1.03 * best[0]
+    for graph, percents in errors.items():
+        mean, worst = statistics.fmean(map(abs, percents)), max(percents, key=abs)
+        print(f"\nCUDA graph {graph}: {len(percents)} steps, mean {mean:.1f} %, worst {worst:+.1f} %", end="")
+    assert statistics.fmean(map(abs, errors["on"])) <= 6
+    assert max(map(abs, errors["on"])) <= 20

@@ -132,27 +132,6 @@ def test_damage_is_said_first_and_decides_nothing(tmp_path, truth, name):
         assert "Idle time cannot be told" in sentences[-1]
 
 
-TEXTS = {
-    "no bracket": (lambda text: text[text.index("[") : text.rindex("]")], ()),
-    "escape": (lambda text: text.replace("softmax", r"so\ft\max", 3), ()),
-    "control": (lambda text: text.replace("softmax", "soft\x01max", 3), ()),
-    "garbage": (lambda text: text.replace("}}, {", "}}, {]}, {", 1), ("1 event left out",)),
-    "cut": (lambda text: text[: 2 * len(text) // 3], ("The file ends within its events", "1 event left out")),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_damaged_text_costs_the_event_and_not_the_file(tmp_path, truth, name):
-    damage, beginnings = TEXTS[name]
-    path = tmp_path / "t.json"
-    path.write_text(damage(json.dumps({"traceEvents": whole_events()})))
-    (analysis,) = read_captures([path]).analyses
-    for sentence, beginning in zip(analysis.damage, beginnings, strict=False):
-        assert sentence.startswith(beginning)
-    assert bool(analysis.damage) == bool(beginnings)
-    assert analysis.median_step_ms == pytest.approx(truth[True].median_step_ms, rel=0.05)
-
-
 def test_a_zipped_trace_is_read(tmp_path):
     path = tmp_path / "t.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -162,18 +141,6 @@ def test_a_zipped_trace_is_read(tmp_path):
         archive.writestr("other.json", "{}")
     with pytest.raises(UsageError, match="is a zip archive of 2 files"):
         open_capture(path)
-
-
-def test_wrong_escape_where_the_text_that_is_read_ends(tmp_path, monkeypatch):
-    """The event was lost, and the file called cut."""
-    monkeypatch.setattr("cs336sys.capture.chrome_trace._CHUNK_CHARACTERS", 1000)
-    event = {"ph": "X", "cat": "cpu_op", "name": "f", "ts": 1, "dur": 1, "pid": 1, "tid": 1}
-    wrong = json.dumps(event | {"name": "C:/Users", "args": {"x": 300 * "x"}}).replace("/", "\\")
-    path = tmp_path / "trace.json"
-    path.write_text(f"[{', '.join([json.dumps(event)] * 9 + [wrong] + [json.dumps(event)] * 9)}]")
-    capture = open_capture(path)
-    assert len(capture.operations) == 19
-    assert capture.damage.sentences == ()
 
 
 def test_an_export_of_nsys_is_checked_alike(tmp_path):

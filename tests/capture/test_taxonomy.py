@@ -36,12 +36,10 @@ KERNELS = {
         "Sm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, 128, cutlass::bfloat16_t> > > >(T1::Params)": (
             "FlashAttnFwdSm90"
         ),
-        # FlashAttention 4, from profiles, cut short at the tensors; the second as a pull request proposes to call it.
+        # FlashAttention 4, from profiles, cut short at the tensors.
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213": (
             "FlashAttentionForwardSm90"
         ),
-        "flash_bwd_sm100_bf16_head_dim128_kernel_cutlass_kernel_flash_attncuteflash_bwd_sm100FlashAttentionBackwardSm100"
-        "_object_at__tensor0000o11101213_0": "FlashAttentionBackwardSm100",
         "void at::native::<unnamed>::cunn_SoftMaxForward<(int)4, float, float, float, X>(T4 *, const T2 *, int)": (
             "cunn_SoftMaxForward"
         ),
@@ -53,9 +51,6 @@ KERNELS = {
         "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int, T2, T3)": (
             "vectorized_elementwise Mul<fp32>"
         ),
-        "void at::native::unrolled_elementwise_kernel<at::native::(anonymous namespace)::where_kernel_impl"
-        "(at::TensorIterator&)::{lambda()#1}::operator()() const::{lambda(bool, float, float)#1}, std::array<char*, "
-        "4ul>>(int)": "unrolled_elementwise where<bool>",
         "void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl<at::native::Binary"
         "Functor<float, float, float, at::native::binary_internal::MulFunctor<float>>>(at::TensorIteratorBase &, const "
         "T1 &)::[lambda(int) (instance 1)]>(int, T3)": "elementwise Mul<fp32>",
@@ -79,14 +74,8 @@ KERNELS = {
         ),
         "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3": None,
         "kernel_cutlass_kernel_flashinfernormkernelsrmsnormRMSNormKernel_object_at__tensorptrbf16gmem": "RMSNormKernel",
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int)": (
-            "vectorized_layer_norm"
-        ),
     },
     "pooling": {
-        "void at::native::(anonymous namespace)::max_pool_backward_nchw<float, float>(float const*)": (
-            "max_pool_backward_nchw"
-        ),
         "aten::adaptive_avg_pool2d": None,
     },
     "embedding bag": {
@@ -97,9 +86,6 @@ KERNELS = {
     },
     "sorting": {
         "void cub::DeviceRadixSortOnesweepKernel<Policy, false, int>(int)": "DeviceRadixSortOnesweepKernel",
-        "void cub::DeviceUniqueByKeySweepKernel<Policy, long const*, long const*, long*>(x)": (
-            "DeviceUniqueByKeySweepKernel"
-        ),
     },
     "quantization": {
         "void fbgemm_gpu::_float_to_fused8bitrowwise_cuda_kernel<float>(float const*)": (

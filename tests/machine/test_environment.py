@@ -1,4 +1,4 @@
-"""The record of a run: complete and publishable."""
+"""The record of a run: complete and publishable; and what the system's tools say, also when they say nothing."""
 
 import getpass
 import json
@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
+from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
 
 import cs336sys
+from cs336sys.machine import system
 from cs336sys.machine.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
 from cs336sys.processes.caches import kept_settings_file
 
@@ -178,3 +179,27 @@ def test_source_digest_changes_with_any_source_and_with_nothing_else(tmp_path, m
     assert len(set(digests)) == len(digests)
     assert {len(digest) for digest in digests} == {16}
     assert describe_environment()["source_digest"] == digests[-1]
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_tool_that_is_missing_fails_or_hangs_has_no_answer(tmp_path):
+    assert system.run_tool([str(tmp_path / "nothing")]) is None
+    assert system.run_tool([sys.executable, "-c", "print('half'); raise SystemExit(3)"]) is None
+    assert system.run_tool(["sleep", "3600"], timeout_s=0.2) is None
+
+
+def test_a_tool_gets_the_variables_besides_its_own():
+    script = "import os; print(os.environ['TRITON_INTERPRET'], 'PATH' in os.environ)"
+    assert system.run_tool([sys.executable, "-c", script], variables={"TRITON_INTERPRET": "7"}) == "7 True"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lscpu is a Linux tool")
+def test_cpu_model_comes_from_lscpu(tmp_path, monkeypatch):
+    put_tool(tmp_path, "lscpu", {"": "Architecture:    aarch64\nModel name:      Neoverse-V2\n  Model:   0"})
+    only_on_path(monkeypatch, tmp_path)
+    assert system.cpu_model() == "Neoverse-V2"
+
+
+def test_a_library_loads_or_not():
+    assert system.library_loads(None if sys.platform == "darwin" else "libc.so.6")
+    assert not system.library_loads("libnothing.so.1")

@@ -177,16 +177,6 @@ def test_what_the_scaled_reference_explains_is_right_and_noted(trainings):
     assert trainings.describe("attention") == [("sdpa",), ("flash",), ("sdpa",), ("sdpa",), ("sdpa",)]
 
 
-def test_memory_is_given_back_around_each_training(trainings, monkeypatch):
-    """A GPU may have room for no more than a training, and what was cached before it."""
-    events = []
-    monkeypatch.setattr(step, "_free_memory", lambda device: events.append("free"))
-    trainings.off = lambda step, count: events.append("trained") or 0.05 * (is_flash(step) or scaled(step))
-    check(attention="flash")
-    launched, compared, again = ["trained", "free", "free", "trained"], ["free", "free"], ["trained", "free"]
-    assert events == launched + compared + 3 * again
-
-
 @pytest.mark.parametrize(("factor", "explains"), [(1.0005, True), (0.9995, True), (1.003, False), (0.997, False)])
 def test_a_reference_whose_loss_runs_away_explains_nothing(trainings, factor, explains):
     trainings.off = lambda step, count: 0.05 * (is_flash(step) or scaled(step))

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,39 +158,21 @@ def test_gradients_are_kept_beyond_the_step():
     torch.testing.assert_close(result.gradients["slope"], by_hand()[2])
 
 
-class Calls:
-    """A step that counts, and says what is called: its loss is the number of updates before it."""
+def counting_step(cuda_graph="off"):
+    """A step whose loss is the number of updates before it."""
+    step = Mock(workload=Workload(SIZE, device="cpu", cuda_graph=cuda_graph, optimizer="fused"))
+    step.loss, step.warmup_of_capture = torch.tensor(0.0), 2
+    step.phases = {name: getattr(step, name) for name in ONE_STEP}
+    # In the same memory, as replays do.
+    step.update.side_effect = lambda: step.loss.add_(1)
+    step.side_effect = lambda: [phase() for phase in step.phases.values()]
+    step.weights.side_effect = lambda parameters: (dict(parameters), {"the copy of w": torch.zeros(1)})
+    return step
 
-    warmup_of_capture = 2
 
-    def __init__(self, cuda_graph="off"):
-        self.workload = Workload(SIZE, device="cpu", cuda_graph=cuda_graph, optimizer="fused")
-        self.calls, self.loss = [], torch.tensor(0.0)
-        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
-
-    def forward(self):
-        self.calls.append("forward")
-
-    def backward(self):
-        self.calls.append("backward")
-
-    def update(self):
-        self.calls.append("update")
-        # In the same memory, as replays do.
-        self.loss += 1
-
-    def capture(self):
-        self.calls.append("capture")
-
-    def use_batch(self, number):
-        self.calls.append(number)
-
-    def __call__(self):
-        for phase in self.phases.values():
-            phase()
-
-    def weights(self, parameters):
-        return dict(parameters), {"the copy of w": torch.zeros(1)}
+def calls_of(step):
+    """Return what was called of a step, and the numbers of batches."""
+    return [arguments[0] if name == "use_batch" else name for name, arguments, _ in step.mock_calls if name]
 
 
 ONE_STEP = ["forward", "backward", "update"]
@@ -197,26 +180,26 @@ ONE_STEP = ["forward", "backward", "update"]
 
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 def test_steps_have_a_batch_each_after_the_warm_up_and_the_first_is_looked_at(warmup):
-    step = Calls()
-    begin, look = (lambda number: step.calls.append(f"begin {number}")), (lambda: step.calls.append("look"))
-    losses = run_steps(step, warmup, begin=begin, before_update=look)
+    step = counting_step()
+    losses = run_steps(step, warmup, begin=lambda number: step.begin(number), before_update=lambda: step.look())
     assert torch.stack(losses).tolist() == [warmup + number for number in range(1, 6)]
-    first = [1, "begin 1", "forward", "backward", "look", "update"]
-    others = [call for number in range(2, 6) for call in (number, f"begin {number}", *ONE_STEP)]
-    assert step.calls == ONE_STEP * warmup + first + others
+    first = [1, "begin", "forward", "backward", "look", "update"]
+    others = [call for number in range(2, 6) for call in (number, "begin", *ONE_STEP)]
+    assert calls_of(step) == ONE_STEP * warmup + first + others
+    assert [call.args for call in step.begin.call_args_list] == [(1,), (2,), (3,), (4,), (5,)]
 
 
 def test_captured_steps_are_warmed_up_by_the_capture():
-    step = Calls("on")
+    step = counting_step("on")
     assert torch.stack(run_steps(step, 2)).tolist() == [1, 2, 3, 4, 5]
-    assert step.calls == ["capture"] + [call for number in range(1, 6) for call in (number, *ONE_STEP)]
+    assert calls_of(step) == ["capture"] + [call for number in range(1, 6) for call in (number, *ONE_STEP)]
     with pytest.raises(AssertionError):
-        run_steps(Calls("on"), 3)
+        run_steps(counting_step("on"), 3)
 
 
 def test_a_training_returns_losses_by_number_weights_and_copies():
     model = nn.Linear(1, 1, bias=False)
-    result = train(Calls(), model, 1)
+    result = train(counting_step(), model, 1)
     assert [(name, result[f"the loss of step {name}"].item()) for name in range(1, 6)] == [
         (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)
     ]  # fmt: skip

@@ -353,30 +353,6 @@ def test_output_of_workers_stands_above_the_bar():
     assert not any("USDT" in line for line in lines)
 
 
-def test_bar_is_not_redrawn_while_a_line_is_printed_above_it():
-    lines = on_a_terminal(
-        "import os, threading\n"
-        "from rich.live import Live\n"
-        "from cs336sys.run.progress import showing_progress\n"
-        "main, process = threading.main_thread(), Live.process_renderables\n"
-        "def try_lock(lock):\n"
-        "    free = lock.acquire(blocking=False)\n"
-        "    os.write(end, b'free' if free else b'held')\n"
-        "    if free: lock.release()\n"
-        "def processed(live, renderables):\n"
-        "    found = process(live, renderables)\n"
-        "    if threading.current_thread() is not main and len(found) > 2:\n"
-        "        other = threading.Thread(target=try_lock, args=[live._lock])\n"
-        "        other.start(); other.join()\n"
-        "    return found\n"
-        "Live.process_renderables, end = processed, os.dup(2)\n"
-        "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True):\n"
-        "    os.system('echo a warning >&2')\n"
-    )
-    assert "held" in "".join(lines)
-    assert "free" not in "".join(lines)
-
-
 def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path):
     """In its order, to the last byte, also while the process that writes lives on."""
     script = (

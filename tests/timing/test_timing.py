@@ -1,4 +1,6 @@
+import json
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ import torch.utils.benchmark
 
 from cs336sys.timing import calls, phases
 from cs336sys.timing.calls import time_calls
-from cs336sys.timing.phases import covered, time_phases
+from cs336sys.timing.phases import TorchProfiler, covered, time_phases
 
 CPU = torch.device("cpu")
 
@@ -128,3 +130,15 @@ def test_idle_gpu_is_not_busy():
     started = time.perf_counter()
     busy_ms = gpu_busy_ms(step)
     assert 10 < busy_ms < (time.perf_counter() - started) * 1e3 - 90
+
+
+def test_events_are_read_from_kineto_and_no_python_object_is_made_of_each(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profiler = TorchProfiler([torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        with profiler:
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    assert profiler.profiler._function_events is None
+    assert "aten::mm" in {event.name() for event in profiler.profiler.kineto_results.events()}
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "aten::mm" in {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}

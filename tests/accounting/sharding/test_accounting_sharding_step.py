@@ -1,10 +1,11 @@
-"""What a rank holds in a step, against measured ranks."""
+"""What a rank holds in a step, against measured ranks and the ZeRO paper."""
 
 from pathlib import Path
 
 import pytest
 
 from cs336sys.accounting.sharding.cells import memory_of
+from cs336sys.accounting.sharding.ideal import ideal_state
 from cs336sys.results.model import read_results
 from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES
 from cs336sys.settings.strategies import STRATEGIES
@@ -58,3 +59,10 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
             has_multiplied = name != "2.7b" or held.moment != "initialized"
             total = held.total - has_multiplied * 64 * 2**20
             assert low <= total / predicted[held.moment].total - 1 <= high, held.moment
+
+
+def test_state_of_the_zero_paper():
+    # ZeRO, figure 1: 7.5 B parameters in fp16 on 64 ranks: 120 GB, 31.4 GB with stage 1; all shared out 1.9 GB.
+    assert ideal_state("none", 7.5e9, 64, 2).total == 120e9
+    assert ideal_state("optimizer", 7.5e9, 64, 2).total == pytest.approx(31.4e9, rel=1e-3)
+    assert ideal_state("fsdp", 7.5e9, 64).total == pytest.approx(1.9e9, rel=2e-2)
