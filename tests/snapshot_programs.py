@@ -261,36 +261,6 @@ for _way in WAYS:
 
 
 @kind()
-def muon(p):
-    p.build()
-    stack = [*own(44, "step", "muon"), *WRAPPER, *own(130, "train_step"), *MAIN]
-    state = p.train(1, way="two lines")
-    [p.allocate(p.width, stack) for _ in range(p.layers)]
-
-    def orthogonalize(step):
-        p.free(*[p.allocate(p.width / 2, [*own(20, "newton_schulz", "muon"), *stack]) for _ in range(5)])
-
-    p.train(p.draw.randint(3, 6), state=state, each=orthogonalize)
-
-
-@kind()
-def shampoo(p):
-    p.build()
-    inner = [*own(60, "step", "shampoo"), *WRAPPER, *own(130, "train_step"), *MAIN]
-    statistics, roots = [], []
-
-    def precondition(step):
-        if not statistics:
-            statistics.extend(p.allocate(p.width / 4, inner) for _ in range(2 * p.layers))
-        if step % 2:
-            new = [p.allocate(p.width / 4, [*own(80, "inverse_root", "shampoo"), *inner]) for _ in range(2 * p.layers)]
-            p.free(*roots)
-            roots[:] = new
-
-    p.train(8, each=precondition)
-
-
-@kind()
 def ema(p):
     p.build()
     stack = [frame("/usr/lib/python3.11/copy.py", 153, "deepcopy"), *own(33, "start_ema"), *MAIN]
@@ -298,22 +268,6 @@ def ema(p):
     [p.allocate(p.width, stack) for _ in range(p.layers + 1)]
     p.train(3, state=state)
     too_large(p)
-
-
-@kind()
-def lora(p):
-    p.build()
-    adapters = [p.allocate(p.width / 16, [*own(25, "__init__", "lora"), *MAIN]) for _ in range(2 * p.layers)]
-    for step in range(5):
-        saved = p.forward(AT_STEP)
-        for address in reversed(saved[:-1]):
-            p.free(address, p.allocate(p.live[address][0]))
-        p.free(saved[-1])
-        gradients = [p.allocate(p.width / 16) for _ in adapters]
-        if not step:
-            stack = [frame("/home/u/run/optimizer.py", 31, "step"), *WRAPPER, *own(130, "train_step"), *MAIN]
-            [p.allocate(p.width / 16, stack) for _ in range(2 * len(adapters))]
-        p.free(*gradients)
 
 
 @kind()
@@ -391,13 +345,6 @@ def bounded_cache(p):
 def list_of_losses(p):
     p.build()
     p.train(p.draw.randint(5, 8), each=lambda step: p.forward(own(144, "train_step")))
-
-
-@kind("leak")
-def hooks_that_keep(p):
-    p.build()
-    stack = [*own(70, "hook"), *p.in_model(40, layer=True, caller=AT_STEP)]
-    p.train(p.draw.randint(5, 8), each=lambda step: [p.allocate(p.activation, stack) for _ in range(p.layers)])
 
 
 @kind("leak")

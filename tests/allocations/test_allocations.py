@@ -15,13 +15,7 @@ from torch.cuda import _memory_viz
 from cs336sys.allocations.dump import as_snapshot, write_snapshot
 from cs336sys.allocations.history import CpuHistory, CudaHistory, FakeHistory
 from cs336sys.allocations.recorder import StepRecorder
-from cs336sys.allocations.timeline import (
-    RECOMPUTATION,
-    Origin,
-    Region,
-    Span,
-    build_timeline,
-)
+from cs336sys.allocations.timeline import RECOMPUTATION, Origin, Region, Span, build_timeline
 from cs336sys.allocations.without_values import WithoutValues, code_line
 from cs336sys.errors import UsageError
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from profile_files import ChromeTrace, NsysReport, train_step
@@ -12,6 +13,7 @@ from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.range_names import run_name
 from cs336sys.capture.reading import read_captures
 from cs336sys.capture.summary import Profile, summarize
+from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB
 
@@ -136,3 +138,35 @@ def test_an_event_of_many_chunks_is_decoded_a_few_times(tmp_path, monkeypatch):
     monkeypatch.setattr(chrome_trace._Events, "_read", lambda self, size: reads.append(size) or read(self, size))
     reading.open_capture(trace.write())
     assert len(reads) < 100
+
+
+# What runs on an H200 left: `nsys --size tiny --context 128 --batch-size 1 --steps 1 --warmup 2`, and a graph. Tables
+# of exports that nobody reads here, and their strings, were taken out.
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize("name", ["step.sqlite", "step.trace.json.gz"])
+def test_a_training_step(name):
+    profile = summarize(reading.open_capture(DATA / name))
+    kernels = {row.name: row.kernels for row in profile.phases}
+    assert list(kernels) == ["forward", "loss", "backward", "optimizer"]
+    assert kernels["backward"] > kernels["forward"] > 0
+    assert profile.attributed_percent > 99
+    assert sum(row.kernel_ns for row in profile.phases) == pytest.approx(profile.step.kernel_ns, rel=0.01)
+    kinds = {category_of(kernel.kernel) for kernel in profile.kernels}
+    assert Category.MATMUL in kinds
+    assert Category.UNCLASSIFIED not in kinds
+    assert profile.configuration["size"] == "tiny"
+
+
+def test_kernels_of_a_graph_that_was_traced_by_node():
+    profile = summarize(reading.open_capture(DATA / "graph-node.sqlite"))
+    (phase,) = profile.phases
+    # Two replays of a matrix product, ReLU and a sum.
+    assert (phase.name, phase.count, phase.kernels) == ("forward", 2, 8)
+    assert profile.attributed_percent == 100
+
+
+def test_a_graph_that_was_traced_as_a_whole_is_refused():
+    with pytest.raises(UsageError, match="--cuda-graph-trace=node"):
+        summarize(reading.open_capture(DATA / "graph-whole.sqlite"))

@@ -9,11 +9,7 @@ import pytest
 import scipy
 
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import (
-    autocorrelation,
-    compare_sides,
-    ratio_of_pairs,
-)
+from cs336sys.results.statistics import autocorrelation, compare_sides, ratio_of_pairs
 
 TIMES_A = (10.0, 10.4, 9.9, 10.1, 10.3, 9.8, 10.2)
 TIMES_B = (10.6, 10.25, 10.35, 10.8, 10.45)

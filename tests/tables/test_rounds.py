@@ -1,14 +1,17 @@
-"""The rounds of ``bench``, pooled from made-up cells; those of ``flash`` are in ``test_attention_commands.py``."""
+"""The rounds of ``bench``, pooled from made-up cells, and differences that noise may have made."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cs336sys.commands.bench.tables import bench_tables, pool_bench_rounds
-from cs336sys.results.model import Cell, Samples
+from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
+from cs336sys.tables.numbers import format_value
+from cs336sys.tables.render import render
 from cs336sys.tables.table import with_rows
 from cs336sys.tables.titles import largest_known
 
@@ -148,3 +151,29 @@ def test_no_second_time_by_the_cpu_where_the_step_is_timed_by_it():
 
     assert "wall_ms" in headers("cuda events")
     assert "wall_ms" not in headers("cpu clock")
+
+
+def test_bench_on_a_busy_machine_tells_no_speed_up():
+    """What was seen: 0.038x, with a standard deviation of 381 ms of 506."""
+    cells = [cell(None, (18.0, 19.0, 20.0)), cell(None, (19.0, 500.0, 1000.0), attention="sdpa")]
+    times, speedups = bench_tables(cells, None)
+    assert speedups.rows[0]["step_speedup"].is_noise
+    text = render([times, speedups], "markdown")
+    assert "undecided" in text
+    assert "about 4 samples of each would decide all ratios" in text
+    assert "506 ± 491 !" in text
+    assert "--interleave SETTING, --rounds 5 or more --steps" in text
+
+
+def test_speedups_of_a_saved_sweep_on_an_h200_are_decided():
+    """It printed 0.328x for three times faster, and "within the noise" of 1.84 ms against 7.1."""
+    cells = read_results(Path(__file__).parents[2] / "docs" / "results" / "bench-graph-h200.jsonl.gz").cells
+    speedups = bench_tables(cells, None)[1]
+    assert {(row["cuda_graph"], row["over"]) for row in speedups.rows} == {("on", "off")}
+    intervals = {(row["size"], key): row[key] for row in speedups.rows for key in row if key.endswith("_speedup")}
+    assert all(interval.low > 1 for interval in intervals.values())
+    assert format_value(intervals["small", "forward_speedup"], "ratio") == "at least 3.819x"
+    assert format_value(intervals["small", "step_speedup"], "ratio") == "3.046x (2.969 to 3.128)"
+    (launched, *_) = bench_tables(cells, None, baseline="cuda-graph=on")[1].rows
+    assert (launched["cuda_graph"], launched["over"]) == ("off", "on")
+    assert launched["step_speedup"].estimate == pytest.approx(1 / intervals["small", "step_speedup"].estimate)

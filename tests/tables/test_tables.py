@@ -1,4 +1,4 @@
-"""Tables in files, in pipes and on terminals; what they look like there is in ``figures.txt``."""
+"""Tables in files, in pipes and on terminals, and parts of them; what they look like is in ``figures.txt``."""
 
 import csv
 import io
@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_tables_figures import EMPTY, HOSTILE, HOSTILE_TEXT, SWEEP, ms
+from test_tables_figures import EMPTY, HOSTILE, HOSTILE_TEXT, RATIOS, SWEEP, TIMES, ms, order
 
 from cs336sys.errors import OutputError, UsageError
+from cs336sys.results.statistics import Interval
 from cs336sys.tables.outputs import FORMATS, read_output
 from cs336sys.tables.render import check_output, emit, render
 from cs336sys.tables.table import Column, Table, grid_of, select_columns, select_in_groups
@@ -200,3 +201,63 @@ def test_a_column_of_zeros_takes_the_unit_of_its_neighbours_and_gaps_leave_that_
     # The largest of a column counts, whatever else stands in it.
     assert header((0.046875, "oom"), (0.0, 0.015625)) == [("peak", "MiB"), ("state", "MiB")]
     assert header((0.046875, 0.0), (1.5, 0.0)) == [("peak", "GiB"), ("state", "GiB")]
+
+
+NOISY = Table(
+    "t",
+    "T",
+    (Column("step_ms", "step", "ms"), Column("over", "over", "ratio")),
+    [{"step_ms": ms(1.0, 3.0), "over": Interval(1.1, 0.5, 2.0, 1.0, to_decide=40)}, {"over": 1.0}],
+    steadier="more --steps",
+)
+
+
+def test_marks_are_explained_with_what_to_do():
+    for format in ("table", "markdown", "latex", "typst", "json"):
+        text = render([NOISY], format)
+        assert text.count("steadier: more --steps, and nothing else running") in (1, 2), format
+        assert "about 40 samples of each would decide all ratios" in text
+    quiet = Table("t", "T", NOISY.columns, [{"step_ms": ms(1.0, 1.1), "over": 1.5}], steadier="more --steps")
+    assert "noise" not in render([quiet], "markdown")
+
+
+def test_programs_get_the_interval():
+    (row, other) = json.loads(render([NOISY], "json"))["tables"][0]["rows"]
+    assert (row["over"], row["over_low"], row["over_high"]) == (1.1, 0.5, 2.0)
+    assert (other["over"], other["over_low"]) == (1.0, None)
+    assert (
+        render([NOISY], "csv").splitlines()[0]
+        == "table,step_ms_mean,step_ms_std,step_ms_median,over,over_low,over_high"
+    )
+
+
+def test_columns_come_in_the_order_asked_for_and_tables_without_any_are_left_out():
+    (times,) = select_columns([TIMES, RATIOS], ["error", "step_ms"])
+    assert [column.key for column in times.columns] == ["error", "step_ms"]
+    assert len(select_columns([TIMES, RATIOS], ["size"])) == 2
+
+
+def test_columns_are_named_by_key_or_by_what_people_see():
+    ddp = Table("ddp", "", [Column("strategy", "mode"), Column("mode", "what runs")], [])
+    chosen = [table.columns for table in select_columns([ddp, TIMES], ["mode", "STEP", "step_ms", "What runs"])]
+    assert chosen == [[ddp.columns[1]], [TIMES.columns[1]]], "the key goes before the header, and no column comes twice"
+    assert select_columns([replace(ddp, columns=ddp.columns[:1])], ["mode"])[0].columns == [ddp.columns[0]]
+    assert order(select_in_groups([[TIMES]], order="-Step")[0]) == ["dacb"]
+
+
+def test_groups_stay_apart_and_what_one_lacks_another_may_have():
+    groups = select_in_groups([[TIMES], [RATIOS, TIMES]], ["times"], ["size"], "-step_ms")
+    assert [order(group) for group in groups] == [["dacb"], ["dacb"]]
+    assert [[column.key for column in table.columns] for group in groups for table in group] == [["size"]] * 2
+    assert select_in_groups([[TIMES], [RATIOS]], keys=["ratio"])[0] == []
+    with pytest.raises(UsageError, match="--table 'ratios': choose from times"):
+        select_in_groups([[TIMES], []], ["ratios"])
+
+
+def test_notes_lose_what_they_say_of_columns_that_were_not_chosen():
+    notes = ["step: the median; error: against float64", "error: against float64", "no speed-ups: eager was not timed"]
+    (chosen,) = select_columns([replace(TIMES, notes=notes)], ["size", "step_ms"])
+    assert chosen.notes == ["step: the median"]
+    faster = replace(RATIOS, columns=[*RATIOS.columns, Column("speedup", "over eager", "ratio")], notes=notes)
+    (chosen,) = select_columns([faster], ["size", "speedup"])
+    assert notes[2] in chosen.notes

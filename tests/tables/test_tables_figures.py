@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 
 from rich.console import Console
-from test_selection import RATIOS, TIMES, order
 from written_figures import figures_test, outcome
 
 from cs336sys.accounting.derivation import Derived
@@ -35,6 +34,29 @@ from cs336sys.tables.terminal import print_tables
 
 def ms(*measured):
     return Samples("ms", "cuda events", measured)
+
+
+TIMES = Table(
+    "times",
+    "Times",
+    [Column("size", "size"), Column("step_ms", "step", "ms"), Column("error", "error")],
+    [
+        {"size": "a", "step_ms": ms(3.0, 5.0), "error": "1.0e-05"},
+        {"size": "b", "step_ms": ms(), "error": "2.0e-06"},
+        {"size": "c", "step_ms": ms(1.0), "error": None},
+        {"size": "d", "step_ms": 11.0, "error": "none"},
+    ],
+)
+RATIOS = Table(
+    "ratios",
+    "Ratios",
+    [Column("size", "size"), Column("ratio", "ratio", "ratio")],
+    [{"size": name, "ratio": value} for name, value in (("a", Interval(2.0, 1.0, 3.0)), ("b", math.nan), ("c", 1.5))],
+)
+
+
+def order(tables):
+    return ["".join(row["size"] for row in table.rows) for table in tables]
 
 
 SWEEP = Table(
