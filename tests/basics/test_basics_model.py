@@ -101,10 +101,10 @@ def test_rms_norm_is_computed_in_fp32_and_returned_in_the_dtype_of_its_input(dty
 
 
 def test_rotary_embedding_takes_positions_of_each_sequence():
-    rope = RotaryEmbedding(20, 8)
+    rope = RotaryEmbedding(20, 8, 500.0)
     x = torch.randn(2, 3, 4, 8)
     positions = torch.tensor([[0, 7, 7, 19], [3, 1, 2, 0]])
-    expected = rotate_with_complex_numbers(x, positions[:, None]).float()
+    expected = rotate_with_complex_numbers(x, positions[:, None], 500.0).float()
     torch.testing.assert_close(rope(x, positions[:, None]), expected)
     torch.testing.assert_close(rope(x, positions[0])[0], expected[0])
 

@@ -8,7 +8,7 @@ import pytest
 from profile_files import ChromeTrace, NsysReport, train_step
 from test_capture_figures import read
 
-from cs336sys.capture import chrome_trace, nsys, reading
+from cs336sys.capture import analysis, chrome_trace, nsys, reading
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.range_names import run_name
 from cs336sys.capture.reading import read_captures
@@ -16,6 +16,19 @@ from cs336sys.capture.summary import Profile, summarize
 from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB
+
+
+def test_kernels_beyond_the_most_are_one_group(monkeypatch):
+    """Of 250 ns, 60 and 30 in the first step, and 7 in the second."""
+    monkeypatch.setattr(analysis, "_MOST_GROUPS", 1)
+    kernels = (
+        "kernel long 10 20 270 | kernel middle 280 300 360 | kernel short 380 400 430 | kernel short 1010 1020 1027"
+    )
+    (of_gpu,) = read(f"range step 0 1000 | range step 1000 2000 | {kernels}").analyses
+    longest, others = of_gpu.kernels
+    assert (longest.name, longest.count, longest.ms) == ("long", (1, 0), (250e-6, 0))
+    assert (others.name, others.kind, others.module, others.operator) == ("(others)", "unclassified", "", "")
+    assert (others.count, others.ms, others.own_ms) == ((2, 1), *[pytest.approx((90e-6, 7e-6))] * 2)
 
 
 def test_a_report_is_exported_and_read_under_its_own_name(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_tools import only_on_path, pretend_gpus, put_tool
@@ -129,6 +130,13 @@ def test_a_kernel_compiles_and_runs_on_the_gpu():
     assert gpu.check_triton_kernel() == [Check("Triton on the GPU", "compiles and runs a kernel")]
 
 
+def test_a_kernel_that_fails_on_the_gpu_is_missing(monkeypatch):
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(gpu, "probe_triton", lambda device: "wrong result: sum of 0 to 99 is 4950, not 0")
+    (check,) = gpu.check_triton_kernel()
+    assert (check.verdict, check.found) == ("missing", "wrong result: sum of 0 to 99 is 4950, not 0")
+
+
 def test_python_and_torch_out_of_range(monkeypatch):
     assert (software.check_python().verdict, software.check_torch().verdict) == ("ok", "ok")
     monkeypatch.setattr(software.platform, "python_version", lambda: "3.10.14")
@@ -179,6 +187,17 @@ def test_the_probe_of_attention_answers(monkeypatch):
         Check("attention calls", "in C++, which c++-of-the-test compiles in the background at the first call"),
         Check("attention settings", "built-in settings"),
     ]
+
+
+def test_too_little_memory_and_disk(monkeypatch):
+    usage = {".": SimpleNamespace(total=2**40, free=100 * 2**30)}
+    little = SimpleNamespace(total=2**40, free=64 * 2**20)
+    monkeypatch.setattr(software.shutil, "disk_usage", lambda folder: usage.get(folder, little))
+    monkeypatch.setattr(software, "memory_gib", lambda: (32.0, 3.0))
+    shared = software.check_shared_memory()
+    assert (software.check_ram().verdict, shared.verdict, shared.found) == ("warn", "warn", "0.06 of 1024.00 GiB free")
+    assert software.check_disk(".") == Check("disk, this folder", "100.0 GiB free")
+    assert software.check_disk("/tmp").fix == "Free some, or use another folder: `export TMPDIR=/path/with/space`."
 
 
 def test_wsl_is_named(monkeypatch):

@@ -197,14 +197,17 @@ def test_gradients_are_incomplete_in_the_backward_pass_alone(backward):
         assert incomplete(watcher, parameters["a"].grad) == [names]
 
 
-def test_gradients_that_are_dtensors_are_left_out(backward):
+def test_gradients_that_are_dtensors_or_empty_are_left_out(backward):
+    """All empty tensors have one address."""
     watcher, parameters = backward
+    parameters["empty"] = torch.nn.Parameter(torch.ones(0))
+    parameters["empty"].grad = torch.zeros(0)
     sharded = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (4,)), [Shard(0)])
     parameters["a"] = torch.nn.Parameter(sharded)
     parameters["a"].grad = torch.zeros_like(sharded)
     parameters["b"].grad = torch.zeros(2)
     watcher.expect(parameters)
-    assert incomplete(watcher, parameters["b"].grad) == [("b",)]
+    assert incomplete(watcher, parameters["b"].grad, torch.zeros(0)) == [("b",), ()]
 
 
 def test_a_collective_without_a_known_group_has_no_ranks(monkeypatch):
