@@ -208,6 +208,9 @@ def test_snapshot_opens_in_torchs_own_tools(tmp_path):
     assert "parameters" in flames.getvalue()
 
 
-def test_snapshot_that_cannot_be_written():
+def test_snapshot_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(UsageError, match="cannot write the snapshot /proc/no/s"):
         write_snapshot({}, Path("/proc/no/s.pickle"))
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        write_snapshot({"segments": [0] * 100_000, "device_traces": lambda: None}, tmp_path / "s.pickle")
+    assert list(tmp_path.iterdir()) == []

@@ -253,6 +253,7 @@ def test_meta_model_materialises_to_the_same_model(model, tokens):
     with torch.device("meta"):
         meta = BasicsTransformerLM(**CONFIG)
     tensors = [*meta.parameters(), *meta.buffers()]
+    assert RMSNorm(8, device="meta").weight.is_meta
     assert len(tensors) == 22
     assert all(tensor.is_meta for tensor in tensors)
     meta.to_empty(device="cpu")

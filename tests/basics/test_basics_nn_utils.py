@@ -131,15 +131,15 @@ def test_clip_gradient_matches_torch(max_norm):
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_half_gradients_are_clipped_by_their_norm_in_fp32(dtype):
     # The norm of the first gradient alone, 3e4 * sqrt(12), is beyond fp16.
-    parameters = parameters_with_gradients(dtype=dtype)[:-1]
+    parameters = parameters_with_gradients(dtype=dtype)[:-1] + parameters_with_gradients()[:1]
     for parameter in parameters:
         parameter.grad.sign_().mul_(3e4)
     gradients = [parameter.grad.double() for parameter in parameters]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     clip_gradient(parameters, 1.0)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        assert parameter.grad.dtype == dtype
-        torch.testing.assert_close(parameter.grad, (gradient / norm).to(dtype))
+        assert parameter.grad.dtype == parameter.dtype
+        torch.testing.assert_close(parameter.grad, (gradient / norm).to(parameter.dtype))
 
 
 def test_clip_gradient_without_gradients_does_nothing():
