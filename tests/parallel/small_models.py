@@ -66,10 +66,10 @@ class Products(nn.Module):
         return sum((part * factor).sum() for part, factor in zip(self.parts, factors, strict=True))
 
 
-def factors(rank):
+def factors(rank, largest=999):
     """Integers that 1 to 4 ranks divide."""
     generator = torch.Generator().manual_seed(rank)
-    return [12.0 * torch.randint(-999, 999, shape, generator=generator) for shape in Products.SHAPES]
+    return [12.0 * torch.randint(-largest, largest, shape, generator=generator) for shape in Products.SHAPES]
 
 
 class Branches(nn.Module):

@@ -41,31 +41,37 @@ def only_rank():
 
 
 class Takes(nn.Module):
-    """A unit that keeps the dtypes of its inputs, and changes one of them in place."""
+    """A unit that keeps the dtypes of its inputs, changes one of them in place, and what two others hold."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.dtypes = []
 
-    def forward(self, x, *, scale, lists, mask):
-        self.dtypes = [x.dtype, scale.dtype, self.linear.weight.dtype, lists[0].dtype, mask.dtype]
+    def forward(self, x, *, scale, lists, named, mask):
+        self.dtypes = [x.dtype, scale.dtype, self.linear.weight.dtype, lists[0].dtype, named["a"].dtype, mask.dtype]
         with torch.no_grad():
             scale.mul_(2)
         lists.append("added")
-        return self.linear(x * scale)
+        named.pop("b")
+        named["c"] = output = self.linear(x * scale)
+        return output
 
 
 def test_inputs_of_units_are_cast_and_their_changes_handed_back():
     takes = Takes()
     wrapped = FSDP(nn.ModuleList([takes]), BF16)
-    scale, values = torch.full((3,), 0.5), [torch.ones(2)]
-    output = wrapped.module[0](torch.ones(2, 3), scale=scale, lists=values, mask=torch.ones(2, dtype=torch.int64))
-    assert takes.dtypes == [BF16, BF16, BF16, BF16, torch.int64]
+    scale, first, mask = torch.full((3,), 0.5), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    values, named = [first], {"a": first, "b": torch.ones(2)}
+    output = wrapped.module[0](torch.ones(2, 3), scale=scale, lists=values, named=named, mask=mask)
+    assert takes.dtypes == [BF16] * 5 + [torch.int64]
     assert output.dtype == BF16
+    assert [*named] == ["a", "c"]
+    assert named["a"] is values[0] is first
+    assert named["c"] is output
+    output.sum().backward()
     assert (scale.dtype, scale.tolist()) == (F32, [1, 1, 1])
     assert values[1:] == ["added"]
-    assert values[0].dtype == F32
 
 
 class Part(nn.Module):

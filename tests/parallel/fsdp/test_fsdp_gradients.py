@@ -1,4 +1,4 @@
-"""Gradients that are missing, frozen, accumulated, clipped or not finite are those of one process."""
+"""Gradients that are accumulated, clipped or not finite are those of one process."""
 
 import contextlib
 
@@ -8,106 +8,11 @@ import torch.distributed as dist
 from fsdp_models import batch, gradients, loss_of, network, on_cpu, recorded, transformer, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import error_of, refusal_of, share
+from small_models import error_of, share
 from torch import nn
 
-from cs336sys.parallel.collectives import gather_objects, group_device
+from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.fsdp import FSDP
-
-
-class Sometimes(nn.Module):
-    """A block with a layer that is used if so asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes, self.never = (nn.Linear(3, 3, bias=False) for _ in range(3))
-        self.gain = nn.Parameter(torch.ones(3))
-
-    def forward(self, x, use):
-        y = self.always(x)
-        return y + self.sometimes(x) * self.gain if use else y
-
-
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Sometimes() for _ in range(3)])
-        for parameter in self.parameters():
-            nn.init.ones_(parameter)
-
-    def forward(self, x, use, skip=False):
-        for block in self.blocks[: 2 if skip else 3]:
-            x = block(x, use)
-        return x.sum()
-
-
-def mean(parts):
-    """Over ranks; None counts as zero, and is the result if there is nothing else."""
-    present = [part for part in parts if part is not None]
-    return sum(present) / len(parts) if present else None
-
-
-@on_ranks(2, 3)
-def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_one():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    sharded, alone, x = FSDP(Branching()), Branching(), torch.full((2, 3), rank + 1.0)
-    for used_on, skip in (
-        (range(world_size), False),
-        ((0,), False),
-        ((world_size - 1,), False),
-        ((), False),
-        ((0,), True),
-    ):
-        for model in (sharded, alone):
-            model.zero_grad()
-            model(x, rank in used_on, skip).backward()
-        sharded.finish_gradient_synchronization()
-        of_ranks = gather_objects({name: parameter.grad for name, parameter in alone.named_parameters()})
-        expected = {name: mean([part[name] for part in of_ranks]) for name in of_ranks[0]}
-        assert expected["blocks.0.never.weight"] is None
-        assert (expected["blocks.0.sometimes.weight"] is None) == (used_on == ())
-        assert (expected["blocks.2.always.weight"] is None) == skip
-        assert_same(whole_gradients(sharded), expected)
-
-
-@on_ranks(2)
-def test_parameter_unfrozen_is_an_error_until_refresh():
-    names = {f"blocks.{block}.{part}" for block in range(3) for part in ("always.weight", "sometimes.weight", "gain")}
-    model = Branching()
-    model.blocks[0].always.requires_grad_(False)
-    model.blocks[1].gain.requires_grad_(False)
-    sharded = FSDP(model)
-
-    def trained():
-        sharded.zero_grad()
-        sharded(torch.full((2, 3), dist.get_rank() + 1.0), True).backward()
-        sharded.finish_gradient_synchronization()
-        return {name for name, gradient in whole_gradients(sharded).items() if gradient is not None}
-
-    assert trained() == names - {"blocks.0.always.weight", "blocks.1.gain"}
-    model.blocks[0].always.requires_grad_(True)
-    model.blocks[1].gain.requires_grad_(True)
-    model.blocks[2].sometimes.requires_grad_(False)
-    message = "blocks.0.always.weight was unfrozen after it was wrapped: call refresh() on every rank"
-    assert error_of(trained) == ("UsageError", message)
-    sharded.refresh()
-    assert trained() == names - {"blocks.2.sometimes.weight"}
-    model.blocks[2].always.requires_grad_(dist.get_rank() == 0)
-    assert "blocks.2.always.weight float32 (3, 3) strides (3, 1) trained on rank 0, " in refusal_of(sharded.refresh)
-
-
-@on_ranks(2)
-def test_gradients_pass_through_layers_that_have_none():
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
-    x = torch.ones(2, 3, requires_grad=True)
-    (expected,) = torch.autograd.grad(layers(x).sum(), x)
-    sharded = FSDP(layers)
-    for _ in range(2):
-        sharded(x).sum().backward()
-        sharded.finish_gradient_synchronization()
-        assert torch.equal(x.grad, expected)
-        x.grad = None
 
 
 @on_ranks(2, gpus=True)

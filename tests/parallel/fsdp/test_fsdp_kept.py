@@ -122,50 +122,6 @@ def test_auxiliary_losses_that_blocks_keep_are_trained(kind, passes):
     assert passes == "two passes forward" or [unit.calls_ahead for unit in sharded.units] == [0, 0, 0]
 
 
-class Changes(nn.Module):
-    """A block that adds to, replaces in and removes from what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x, numbers, *, named):
-        y = self.linear(x)
-        # In fp32: the next block gets a list that has to be converted.
-        numbers.append(y.float().sum())
-        named["last"] = y.float()
-        named.pop("dtype", None)
-        named["dtypes"] = [number.dtype for number in numbers]
-        return y
-
-
-@on_ranks(2)
-def test_lists_and_dictionaries_of_the_caller_are_changed_also_where_they_were_converted():
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Changes() for _ in range(3)])
-
-    def forward(x, numbers, named):
-        for block in model.blocks:
-            x = block(x, numbers, named=named)
-        return x
-
-    model.forward = forward
-    sharded, first = FSDP(model, torch.bfloat16), torch.ones(2)
-    numbers, named = [first], {"dtype": "any", "first": first}
-    sharded(torch.ones(2, 3), numbers, named)
-    sum(numbers[1:]).backward()
-    sharded.finish_gradient_synchronization()
-    assert [(number.dtype, number is first) for number in numbers] == [(torch.float32, n == 0) for n in range(4)]
-    assert [(key, part is first) for key, part in named.items()] == [
-        ("first", True),
-        ("last", False),
-        ("dtypes", False),
-    ]
-    # What the last block saw: converted but for what it added.
-    assert named["dtypes"] == [torch.bfloat16] * 3 + [torch.float32]
-    assert all(gradient.any() for gradient in whole_gradients(sharded).values())
-
-
 @on_ranks(2)
 def test_gradient_penalty_is_refused_on_every_rank_and_the_next_step_is_good():
     sharded, norms = FSDP(Blocks("attribute")), FSDP(nn.LayerNorm(5, dtype=torch.float64))

@@ -16,11 +16,11 @@ from same_tensors import assert_same
 from small_models import share
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.sharding import fsdp
+from cs336sys.commands.rank_training.communication import recorded_communication
 from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.ranks import launch
@@ -130,47 +130,24 @@ def test_memory_is_what_accounting_says(compute_dtype):
     wait_until(lambda: not any(tensor() is not None for tensor in averaged), 60)
 
 
-def bytes_of_argument(argument):
-    if isinstance(argument, torch.Tensor):
-        return argument.numel() * argument.itemsize
-    return sum(map(bytes_of_argument, argument)) if isinstance(argument, list | tuple) else 0
-
-
-class recorded_bytes(TorchDispatchMode):
-    """Adds up what goes through torch's dispatcher to the process group."""
-
-    def __init__(self, sent):
-        super().__init__()
-        self.sent = sent
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.namespace == "c10d":
-            # Outputs come first; of what all ranks get they are the larger, of what each gets its part of the inputs.
-            name = operator.name().removeprefix("c10d::").lstrip("_").partition(".")[0]
-            self.sent[name] = self.sent.get(name, 0) + max(map(bytes_of_argument, args))
-        return operator(*args, **(kwargs or {}))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(("compute_dtype", "element_bytes"), [(None, 4), (torch.bfloat16, 2)])
 def test_communication_is_what_accounting_says(compute_dtype, element_bytes):
     """In a third step."""
-    sharded, sent = FSDP(transformer(layers=2), compute_dtype), {}
+    sharded = FSDP(transformer(layers=2), compute_dtype)
     for step in range(3):
-        sent.clear()
-        with recorded_bytes(sent):
+        with recorded_communication() as launches:
             loss_of(sharded, *map(share, batch(step, 30))).backward()
             sharded.finish_gradient_synchronization()
     gathers, scatters, exchanges, means = (
-        sum(count for name, count in sent.items() if name.startswith(start))
-        for start in ("allgather", "reduce_scatter", "alltoall", "allreduce_coalesced")
+        sum(launch.bytes for launch in launches if launch.name.strip("_").startswith(name) and not launch.is_flags)
+        for name in ("allgather", "reduce_scatter", "alltoall", "allreduce")
     )
     expected = fsdp.step_communication(parameter_shapes(replace(SIZE, num_layers=2)), element_bytes, 2)
-    # The last norm is averaged alone, not as one of several; so are flags of all 21 parameters, one byte each.
     assert gathers == expected.all_gather
     assert scatters + exchanges == expected.reduce_scatter
     assert (scatters == 0) == (compute_dtype is not None)
-    assert means + sent["allreduce_"] == expected.all_reduce + 21
+    assert means == expected.all_reduce
 
 
 def alive_tensors():

@@ -10,8 +10,6 @@ from fsdp_models import (
     gathered_units,
     gradients_of,
     loss_of,
-    mean_over_ranks,
-    network,
     on_cpu,
     transformer,
     whole_gradients,
@@ -21,6 +19,7 @@ from same_tensors import assert_same
 from small_models import error_of, share
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from unusual_models import EncoderLayerAlone
 
 from cs336sys.parallel.fsdp import FSDP
 
@@ -105,18 +104,6 @@ def test_output_without_any_tensor_that_can_be_seen_is_refused():
     )
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("together", [True, False])
-def test_two_forward_passes_may_come_before_the_backward_pass(together):
-    sharded, alone = FSDP(network(0)), network(0)
-    for model in (sharded, alone):
-        losses = [loss_of(model, *map(share, batch(step))) for step in range(2)]
-        for loss in [sum(losses)] if together else losses:
-            loss.backward()
-    sharded.finish_gradient_synchronization()
-    assert_same(whole_gradients(sharded), mean_over_ranks(gradients_of(alone)), atol=1e-12)
-
-
 class SharedParts(nn.Module):
     """Blocks with a layer and a norm in common, which the module itself calls, too."""
 
@@ -147,46 +134,15 @@ def test_units_may_share_layers():
     assert gathered_units(sharded) == {}
 
 
-class Attention(nn.Module):
-    """torch's own layers: attention that does not call its output projection, and norms in full precision."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(5, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)])
-        self.norm = nn.BatchNorm1d(8)
-        self.positions = nn.Parameter(torch.randn(1, 4, 8))
-
-    def forward(self, x):
-        x = self.embed(x) + self.positions
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x.transpose(1, 2)).float()
-
-
 @on_ranks(2)
-def test_layers_of_torch():
-    inputs = torch.randn(4, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sharded, alone = FSDP(Attention().double()), Attention().double()
-    # The module has positions of its own, which makes it a unit around the others.
-    assert [unit.name for unit in sharded.units] == ["Attention", "layers.0"]
-    outputs = [model(inputs) for model in (sharded, alone)]
-    assert torch.equal(*outputs)
-    for out in outputs:
-        (out.double().square() * torch.arange(4.0)).sum().backward()
-    sharded.finish_gradient_synchronization()
-    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-12)
-
-    half, dtypes = FSDP(Attention(), torch.bfloat16), []
-    half.module.layers[0].norm1.register_forward_hook(lambda _, args, out: dtypes.append((args[0].dtype, out.dtype)))
-    half(inputs.float()).sum().backward()
+def test_torchs_norms_compute_in_full_precision():
+    half, dtypes = FSDP(EncoderLayerAlone().float(), torch.bfloat16), []
+    half.module.layer.norm1.register_forward_hook(lambda _, args, out: dtypes.append((args[0].dtype, out.dtype)))
+    half(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
     half.finish_gradient_synchronization()
     # What torch's norm gets and what leaves it.
     assert dtypes == [(torch.float32, torch.bfloat16)]
-    assert {parameter.grad.dtype for parameter in half.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in half.module.layer.parameters()} == {torch.float32}
 
 
 def compiled(when):

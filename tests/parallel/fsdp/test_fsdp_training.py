@@ -10,17 +10,13 @@ from fsdp_models import (
     loss_of,
     mean_over_ranks,
     network,
-    on_cpu,
-    on_rank,
-    shard_like_torch,
     train,
     transformer,
     whole_gradients,
 )
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import share
-from torch import nn
+from small_models import Products, factors, share
 from world_sizes import WORLD_SIZES
 
 from cs336sys.parallel import collectives
@@ -75,42 +71,6 @@ def test_any_optimizer_steps_the_slices(optimizer):
     assert_same(train(optimizer), train_alone(optimizer), atol=1e-12)
 
 
-@on_ranks(2)
-def test_training_in_fp32_equals_one_process_within_rounding():
-    assert_same(train("sgd", dtype=torch.float32), train_alone("sgd", torch.float32), rtol=1e-5, atol=1e-6)
-
-
-class Product(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape))
-
-    def forward(self, factor):
-        return (self.weight * factor).sum()
-
-
-class Products(nn.Module):
-    """The gradient of each weight is a given tensor, so that sums are exact."""
-
-    SHAPES = ((1, 4), (3, 1), (7, 15), (15, 3), (8, 2), (5, 1))
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Product(shape) for shape in self.SHAPES])
-        self.gain = nn.Parameter(torch.zeros(3))
-
-    def forward(self, factors):
-        products = [layer(factor) for layer, factor in zip(self.layers, factors, strict=False)]
-        return sum(product.double() for product in products) + (self.gain.double() * factors[-1]).sum()
-
-
-def factors(rank, largest):
-    """Integers that 1 to 4 ranks divide."""
-    generator = torch.Generator().manual_seed(rank)
-    shapes = (*Products.SHAPES, (3,))
-    return [12.0 * torch.randint(-largest, largest, shape, generator=generator) for shape in shapes]
-
-
 @on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize(
     ("largest", "options"),
@@ -128,10 +88,10 @@ def test_mean_of_integer_gradients_is_exact(largest, options):
     for _ in range(2):
         sharded(factors(dist.get_rank(), largest)).backward()
     sharded.finish_gradient_synchronization()
-    of_ranks = [factors(rank, largest) for rank in range(world_size)]
-    for gradient, *parts in zip(whole_gradients(sharded).values(), *of_ranks, strict=True):
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, 2 * sum(parts) / world_size)
+    gradients, of_ranks = whole_gradients(sharded), [factors(rank, largest) for rank in range(world_size)]
+    for number, parts in enumerate(zip(*of_ranks, strict=True)):
+        assert gradients[f"parts.{number}"].dtype == torch.float32
+        assert torch.equal(gradients[f"parts.{number}"], 2 * sum(parts) / world_size)
 
 
 @on_ranks(2, 3, gpus=True)
@@ -158,39 +118,6 @@ def test_half_precision_gradients_are_summed_in_full_precision(compute_dtype):
         # would be 2^-11 off.
         atol = 2**-22 * mean.abs().max().item() if "ln" in name else 1e-9
         torch.testing.assert_close(averaged[name], mean, rtol=0, atol=atol)
-
-
-class WithoutNorms(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 7)) for _ in range(3)])
-        self.head = nn.Linear(7, 11)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-@on_ranks(2, gpus=True)
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_torchs_own_trains_to_the_same_weights(compute_dtype):
-    ours, theirs = FSDP(on_rank(WithoutNorms()), compute_dtype), on_rank(WithoutNorms())
-    shard_like_torch(theirs, [*theirs.blocks, theirs.embedding, theirs.head], compute_dtype)
-    for model in (ours, theirs):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, *map(share, batch(step))).backward()
-            if model is ours:
-                model.finish_gradient_synchronization()
-            optimizer.step()
-    whole = on_cpu({name: parameter.full_tensor() for name, parameter in theirs.named_parameters()})
-    rtol, atol = (1e-6, 1e-7) if group_device().type == "cpu" else (1e-5, 1e-6)
-    assert_same(on_cpu(ours.gather_full_params()), whole, rtol=rtol, atol=atol)
 
 
 def train_variants():

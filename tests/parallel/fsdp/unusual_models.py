@@ -95,38 +95,6 @@ class LayerReturnsAView(Model):
         return self.norm(x)
 
 
-class AllPositions(Positions):
-    def forward(self, count):
-        return self.weight
-
-
-class LayerReturnsItsWeight(LayerReturnsAView):
-    def add_parts(self):
-        self.positions = AllPositions()
-
-    def body(self, tokens):
-        return super().body(tokens.repeat(1, 2)[:, :9])[:, : tokens.shape[1]]
-
-
-class SometimesSkipped(Block):
-    """Stochastic depth: it may return what it was given."""
-
-    skips = False
-
-    def forward(self, x):
-        return x if self.skips else super().forward(x)
-
-
-class RanksSkipOtherBlocks(Model):
-    block = SometimesSkipped
-
-    def body(self, tokens):
-        rank = int(tokens[0, 0]) % 2
-        for index, block in enumerate(self.blocks):
-            block.skips = index == 1 + rank
-        return super().body(tokens)
-
-
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
@@ -146,21 +114,6 @@ class UnitReturnsOutputOfAnother(Model):
 
     def body(self, tokens):
         return self.norm(self.inner(self.embedding(tokens)))
-
-
-class ChangesInPlace(Block):
-    def forward(self, x):
-        x += self.change(x.clone())
-
-
-class BlockChangesItsInput(Model):
-    block = ChangesInPlace
-
-    def body(self, tokens):
-        x = self.embedding(tokens) * 1.0
-        for block in self.blocks:
-            block(x)
-        return self.norm(x)
 
 
 class AddsALoss(Block):
@@ -251,10 +204,7 @@ class BackwardWithinForward(Model):
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    tokens, targets = (torch.randint(VOCABULARY, (12, 5), generator=generator) for _ in range(2))
-    # By its first token a rank knows itself.
-    tokens[:, 0] = torch.tensor([0, 1]).repeat_interleave(6)
-    return tokens, targets
+    return tuple(torch.randint(VOCABULARY, (12, 5), generator=generator) for _ in range(2))
 
 
 def loss_of(model, tokens, targets):
@@ -271,10 +221,5 @@ def passes(sharded, alone, steps=2, run=loss_of):
         alone.zero_grad()
         run(sharded, share(tokens), share(targets)).backward()
         sharded.finish_gradient_synchronization()
-        # What a rank computes may depend on its half of the batch.
-        for half in range(2):
-            run(alone, tokens.chunk(2)[half], targets.chunk(2)[half]).backward()
-        for parameter in alone.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= 2
+        run(alone, tokens, targets).backward()
     return whole_gradients(sharded), gradients_of(alone)
