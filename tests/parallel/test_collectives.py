@@ -44,14 +44,6 @@ def test_gather_and_scatter_under_either_name_without_a_warning():
     assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_memory_view_sees_the_same_memory_in_memory_order():
-    matrix = torch.arange(6.0).view(2, 3)
-    assert collectives.memory_view(matrix).data_ptr() == matrix.data_ptr()
-    view = collectives.memory_view(matrix[1:].t())
-    assert view.tolist() == [[3.0], [4.0], [5.0]] or view.tolist() == [3.0, 4.0, 5.0]
-    assert collectives.memory_view(matrix.t()).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 @on_ranks(1, 2, 3, gpus=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scatter_gather_and_broadcasts_of_integers_are_exact(dtype):

@@ -52,10 +52,6 @@ KINDS = {
         lambda plain: plain,
         lambda p, **options: ShardedOptimizer(p, torch.optim.AdamW, flat=True, bucket_size_mb=0.0001, **options),
     ),
-    "flat, one bucket": (
-        lambda plain: plain,
-        lambda p, **options: ShardedOptimizer(p, torch.optim.AdamW, flat=True, bucket_size_mb=None, **options),
-    ),
 }
 
 

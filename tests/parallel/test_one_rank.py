@@ -296,7 +296,7 @@ class Breaking(nn.Module):
 
 
 def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
-    """And leaves no gradient of what was computed before the failure."""
+    """And leaves no gradient of what was computed before the failure, nor gathered weights."""
     wrapped, plain = FSDP(Breaking()), Breaking()
     plain.load_state_dict(wrapped.gather_full_params())
     loss = wrapped(torch.ones(1, 2)).sum()
@@ -304,6 +304,7 @@ def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
         loss.backward()
     wrapped.finish_gradient_synchronization()
     assert all(parameter.grad is None for parameter in wrapped.parameters())
+    assert not any(unit.is_gathered for unit in wrapped.units)
     monkeypatch.setattr(Breaks, "is_on", False)
     for module in (wrapped, plain):
         module(torch.ones(1, 2)).sum().backward()

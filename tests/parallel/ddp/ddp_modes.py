@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from launches import on_start
 from small_models import batch, network, share, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -68,20 +69,15 @@ def train(mode, dtype=torch.float32, steps=4):
 
 
 @contextlib.contextmanager
-def recorded_launches(delay=None):
+def recorded_launches(delay=lambda: None):
     """The names that each all-reduce of gradients averages, in launch order; ``delay()`` is called before each."""
     launches = []
-    start = collectives.MeanReduction.start
 
-    def record(reduction, tensors):
-        if delay:
-            delay()
+    def record(reduction, start, tensors):
+        delay()
         names = reduction.contents.removeprefix("gradients of ")
         launches.append((names, [tensor.numel() for tensor in tensors], tensors[0].dtype))
-        start(reduction, tensors)
+        start(tensors)
 
-    collectives.MeanReduction.start = record
-    try:
+    with on_start(record, [collectives.MeanReduction]):
         yield launches
-    finally:
-        collectives.MeanReduction.start = start

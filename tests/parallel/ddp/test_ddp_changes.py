@@ -147,18 +147,6 @@ def test_refresh_refuses_an_added_layer_whose_gradients_are_averaged_already():
 
 
 @on_ranks(2)
-@each_mode
-def test_parameters_frozen_in_turns_need_no_refresh(mode):
-    """As of a discriminator in a GAN."""
-    wrapped, alone = MODES[mode](Adaptable(0)), Adaptable(0)
-    for number in range(4):
-        for model, root in ((wrapped, wrapped.module), (alone, alone)):
-            root.second.requires_grad_(number % 2 == 0)
-            train_step(model, number)
-    assert_same(weights(wrapped.module), weights(alone), rtol=1e-12, atol=1e-12)
-
-
-@on_ranks(2)
 def test_parameters_that_ranks_do_not_have_in_common_are_refused():
     for ranks in (None, range(dist.get_world_size()), [dist.get_rank()]):
         module = nn.Linear(2, 2)

@@ -62,29 +62,6 @@ def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(mod
     assert_same(gradients(wrapped.module), dict_of(used=3.0, sometimes=3.0, never=None))
 
 
-class MixedDtypes(nn.Module):
-    DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ParameterList([torch.zeros(3, dtype=dtype) for dtype in self.DTYPES])
-
-    def forward(self, factor):
-        return sum((part * factor).double().sum() for part in self.parts)
-
-
-@on_ranks(2)
-@each_mode
-def test_each_dtype_is_averaged_exactly_in_its_own(mode):
-    wrapped = MODES[mode](MixedDtypes())
-    with recorded_launches() as launches:
-        wrapped(2.0 * (dist.get_rank() + 1)).backward()
-        finish(wrapped)
-    for part, dtype in zip(wrapped.module.parts, MixedDtypes.DTYPES, strict=True):
-        assert torch.equal(part.grad, torch.full((3,), 3.0, dtype=dtype))
-    assert len(launches) == (6 if mode in ("naive", "overlap") else 4)
-
-
 @on_ranks(2)
 @each_mode
 def test_parameters_that_are_not_contiguous(mode):

@@ -84,13 +84,15 @@ def test_module_whose_child_is_called_module_keeps_its_names():
 
 @on_ranks(2)
 @each_mode
-def test_deep_copy_and_new_wrapper_average_once(mode):
-    # In a group of its own, which cannot be copied.
-    original = MODES[mode](PartlyUsed(), group=dist.new_group())
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_copy_and_new_wrapper_average_once(mode, is_pickled):
+    """A group of its own can be copied, but not pickled."""
+    original = MODES[mode](PartlyUsed(), group=None if is_pickled else dist.new_group())
     original(1.0, True).backward()
     finish(original)
-    copied = copy.deepcopy(original)
-    assert error_of(pickle.dumps, original)[0] == "UsageError"
+    copied = pickle.loads(pickle.dumps(original)) if is_pickled else copy.deepcopy(original)
+    assert is_pickled or error_of(pickle.dumps, original)[0] == "UsageError"
+    assert "would average the same gradients once more: use copy.deepcopy()" in error_of(copy.copy, original)[1]
     assert all(a is not b for a, b in zip(original.parameters(), copied.parameters(), strict=True))
     module = original.module
     del original

@@ -1,11 +1,9 @@
 """All-reduces run in one order on all ranks, while the backward pass runs, whoever comes late."""
 
-import random
-import time
-
 import torch
 import torch.distributed as dist
 from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches, train
+from launches import delays
 from on_ranks import on_ranks
 from same_tensors import assert_same
 from small_models import Branches, batch, error_of, network
@@ -35,17 +33,8 @@ def test_launch_order_is_the_same_when_gradients_become_ready_in_another(mode):
 @on_ranks(2, gpus=True)
 def test_delays_change_nothing():
     """Every rank comes late to other collectives than its peers; on GPUs both with launches and with gradients."""
-    on_gpu = collectives.group_device().type == "cuda"
     expected = {mode: train(mode, steps=2) for mode in MODES}
-    for seed in range(5 if on_gpu else 3):
-        chance = random.Random(f"{seed} {dist.get_rank()}")
-
-        def delay(chance=chance):
-            time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
-            if on_gpu:
-                # Cycles: up to 50 ms, in which a collective that did not wait for this stream would read old gradients.
-                torch.cuda._sleep(chance.choice((0, 0, 100_000_000)))
-
+    for delay in delays():
         with recorded_launches(delay):
             for mode in MODES:
                 assert_same(train(mode, steps=2), expected[mode])

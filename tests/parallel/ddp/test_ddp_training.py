@@ -21,12 +21,6 @@ def test_all_modes_and_torch_train_to_bitwise_equal_weights():
         assert_same(train(mode), expected)
 
 
-@on_ranks(2)
-@each_mode
-def test_training_in_fp32_equals_one_process_within_rounding(mode):
-    assert_same(train(mode), train_alone(), rtol=1e-5, atol=1e-6)
-
-
 @on_ranks(*WORLD_SIZES)
 @each_mode
 def test_mean_of_integer_gradients_is_exact(mode):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
+from launches import on_start, on_wait
 from small_models import share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,21 +94,8 @@ OPTIMIZERS = {
 }
 
 
-def train(
-    optimizer="adamw",
-    steps=4,
-    dtype=torch.float64,
-    micro_batches=1,
-    no_sync=True,
-    checkpoints=False,
-    evaluates=False,
-    **settings,
-):
-    """Whole weights after training from rank 0's start; ``zero_grad`` in both modes in turn.
-
-    Args:
-        evaluates: before weights change, run a forward pass with gradients and no backward pass.
-    """
+def train(optimizer="adamw", steps=4, dtype=torch.float64, micro_batches=1, checkpoints=False, **settings):
+    """Whole weights after training from rank 0's start; ``zero_grad`` in both modes in turn."""
     model = network(dist.get_rank(), dtype)
     model.checkpoints = checkpoints
     sharded = FSDP(model, **settings)
@@ -117,12 +105,9 @@ def train(
         stepper.zero_grad(set_to_none=step % 2 == 0)
         parts = list(zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
         for part, (x, y) in enumerate(parts):
-            is_last = part == len(parts) - 1
-            with contextlib.nullcontext() if is_last or not no_sync else sharded.no_sync():
+            with contextlib.nullcontext() if part == len(parts) - 1 else sharded.no_sync():
                 (loss_of(sharded, x, y) / micro_batches).backward()
         sharded.finish_gradient_synchronization()
-        if evaluates:
-            sharded(inputs)
         stepper.step()
     return on_cpu(sharded.gather_full_params())
 
@@ -170,35 +155,16 @@ def gradients_of(module):
 
 
 @contextlib.contextmanager
-def recorded(log, delay=None):
+def recorded(log, delay=lambda: None):
     """Log every launch of a collective of FSDP; ``delay()`` is called before each launch and each wait."""
-    launchers = (collectives.SliceGather, collectives.SliceExchange, collectives.MeanScatter, collectives.MeanReduction)
-    starts = {launcher: launcher.start for launcher in launchers}
-    wait = collectives._Launched.wait
 
-    def recording(launcher):
-        def start(self, *args):
-            if delay:
-                delay()
-            log.append((launcher._collective, self.contents.partition(" of ")[2]))
-            starts[launcher](self, *args)
+    def record(operation, start, *args):
+        delay()
+        log.append((operation._collective, operation.contents.partition(" of ")[2]))
+        start(*args)
 
-        return start
-
-    def waiting(self):
-        if delay:
-            delay()
-        wait(self)
-
-    for launcher in launchers:
-        launcher.start = recording(launcher)
-    collectives._Launched.wait = waiting
-    try:
+    with on_start(record), on_wait(lambda _, wait: (delay(), wait())):
         yield log
-    finally:
-        for launcher in launchers:
-            launcher.start = starts[launcher]
-        collectives._Launched.wait = wait
 
 
 def gathered_units(sharded):

@@ -35,10 +35,6 @@ def keep_view(block, x, loss, losses):
 # How a block keeps its loss, and where it is found.
 KINDS = {
     "attribute": (lambda block, x, loss, losses: setattr(block, "loss", loss), lambda block: block.loss),
-    "of a submodule": (
-        lambda block, x, loss, losses: setattr(block.second, "loss", loss),
-        lambda block: block.second.loss,
-    ),
     "list": (keep_in_list, lambda block: block.all_losses[-1]),
     "dict": (
         lambda block, x, loss, losses: setattr(block, "losses", {"balance": [loss], "count": 1}),
@@ -51,10 +47,6 @@ KINDS = {
     "buffer": (lambda block, x, loss, losses: setattr(block, "buffered", loss), lambda block: block.buffered),
     "view": (keep_view, lambda block: block.losses.sum() / 4),
     "list of the caller": (lambda block, x, loss, losses: losses.append(loss), None),
-    "of the input too": (
-        lambda block, x, loss, losses: vars(block).update(loss=loss, inputs=x),
-        lambda block: block.loss,
-    ),
     "checkpointed": (lambda block, x, loss, losses: setattr(block, "loss", loss), lambda block: block.loss),
 }
 

@@ -104,36 +104,6 @@ def test_output_without_any_tensor_that_can_be_seen_is_refused():
     )
 
 
-class SharedParts(nn.Module):
-    """Blocks with a layer and a norm in common, which the module itself calls, too."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(4)])
-        self.shared = self.blocks[0][0]
-        self.blocks[2][0] = self.shared
-        self.blocks[3][1] = self.blocks[1][1]
-
-    def forward(self, x):
-        for block in (*self.blocks, self.shared, self.blocks[1]):
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
-@on_ranks(2)
-def test_units_may_share_layers():
-    sharded, alone = FSDP(SharedParts().double()), SharedParts().double()
-    inputs = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5)
-    for _ in range(3):
-        sharded.zero_grad()
-        sharded(share(inputs)).backward()
-        sharded.finish_gradient_synchronization()
-    alone(inputs).backward()
-    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
-    assert gathered_units(sharded) == {}
-
-
 @on_ranks(2)
 def test_torchs_norms_compute_in_full_precision():
     half, dtypes = FSDP(EncoderLayerAlone().float(), torch.bfloat16), []

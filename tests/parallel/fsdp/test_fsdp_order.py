@@ -1,13 +1,11 @@
 """Gathers come ahead of use and reductions during the backward pass, in one order on all ranks, whoever comes late."""
 
-import random
-import time
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp_models import batch, gathered_units, gradients_of, loss_of, recorded, train, transformer, whole_gradients
+from launches import delays
 from on_ranks import on_ranks
 from same_tensors import assert_same
 from small_models import share
@@ -70,19 +68,11 @@ def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(compute_d
 
 
 @on_ranks(2)
-def test_nothing_is_gathered_ahead_of_use_if_so_asked():
-    forward, backward, _, evaluation = launches(None, 0)
+@pytest.mark.parametrize(("prefetch", "keep_gathered"), [(0, 0), (0, 1), (1, 1)])
+def test_nothing_is_gathered_ahead_if_so_asked_and_kept_weights_not_again(prefetch, keep_gathered):
+    forward, backward, _, evaluation = launches(None, prefetch, keep_gathered)
     assert forward == FORWARD
-    assert evaluation == 2 * FORWARD
-    assert units_of(backward, "all-gather") == UNITS[-2::-1]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_kept_weights_are_not_gathered_again(prefetch):
-    forward, backward, _, evaluation = launches(None, prefetch, 1)
-    assert forward == FORWARD
-    assert units_of(backward, "all-gather") == UNITS[1::-1]
+    assert units_of(backward, "all-gather") == UNITS[-2 - keep_gathered :: -1]
     assert units_of(backward, "reduce-scatter") == UNITS[::-1]
     # Without gradients nothing stays.
     assert evaluation == 2 * FORWARD
@@ -178,15 +168,7 @@ def test_delays_change_nothing():
     on_gpu = group_device().type == "cuda"
     for settings in ({}, {"dtype": torch.float32, "compute_dtype": torch.bfloat16}):
         expected = train("sgd", steps=2, **settings)
-        for seed in range(5 if on_gpu else 3):
-            chance = random.Random(f"{seed} {dist.get_rank()}")
-
-            def delay(chance=chance):
-                time.sleep(chance.choice((0.0, 0.0, 0.0, 0.003, 0.01)))
-                if on_gpu:
-                    # Cycles: up to 50 ms, in which a collective that did not wait for this stream reads old memory.
-                    torch.cuda._sleep(chance.choice((0, 0, 0, 100_000_000)))
-
+        for delay in delays():
             with recorded([], delay):
                 delayed = train("sgd", steps=2, **settings)
             # On GPUs sums by atomic additions differ in the last places, here and there by one rounding to half

@@ -25,15 +25,7 @@ from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp import unit as fsdp_gradients
 from cs336sys.parallel.ranks import launch
 
-VARIANTS = {
-    "plain": {},
-    "fetching nothing ahead": {"prefetch": 0},
-    "fetching more than there is": {"prefetch": 50},
-    "accumulated": {"micro_batches": 3},
-    "accumulated with communication": {"micro_batches": 3, "no_sync": False},
-    "checkpointed": {"checkpoints": True},
-    "evaluated with gradients before each step": {"evaluates": True},
-}
+VARIANTS = {"plain": {}, "accumulated": {"micro_batches": 3}, "checkpointed": {"checkpoints": True}}
 
 
 def train_alone(optimizer="adamw", dtype=torch.float64):
@@ -50,7 +42,7 @@ def train_alone(optimizer="adamw", dtype=torch.float64):
 @on_ranks(2, gpus=True)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_equals_one_process_on_the_whole_batch(variant):
-    """Those of random training have other numbers, and prefetch and evaluate there, too."""
+    """Random programs prefetch and evaluate, too."""
     atol = 1e-12 if group_device().type == "cpu" else 1e-10
     assert_same(train(**VARIANTS[variant]), train_alone(), atol=atol)
 

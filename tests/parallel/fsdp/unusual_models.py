@@ -75,47 +75,6 @@ class Probe(Model):
         return super().forward(tokens)
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, WIDTH))
-
-    def forward(self, count):
-        return self.weight[:count]
-
-
-class LayerReturnsAView(Model):
-    def add_parts(self):
-        self.positions = Positions()
-
-    def body(self, tokens):
-        x = self.embedding(tokens) + self.positions(tokens.shape[1])
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, x):
-        x = x @ self.weight
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class UnitReturnsOutputOfAnother(Model):
-    def add_parts(self):
-        self.inner = Inner()
-
-    def body(self, tokens):
-        return self.norm(self.inner(self.embedding(tokens)))
-
-
 class AddsALoss(Block):
     def forward(self, x, loss):
         loss += self.up(x).square().mean()
@@ -130,17 +89,6 @@ class BlockAddsALoss(Model):
         for block in self.blocks:
             x = block(x, loss)
         return self.head(self.norm(x)), loss
-
-
-class WeightsInAList(Model):
-    def add_parts(self):
-        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
-
-    def body(self, tokens):
-        x = super().body(tokens)
-        for weight in self.weights:
-            x = x @ weight
-        return x
 
 
 class HeadBiasHeldTwice(Model):

@@ -100,12 +100,6 @@ def say_and_hang(path):
     time.sleep(600)
 
 
-def run_and_report(queue, base):
-    """The life of a spawned process that starts ranks of its own."""
-    results = launch.run(rank_and_sum, base, world_size=1, backend="gloo")
-    queue.put([(rank, total.item()) for rank, _, total in results])
-
-
 def main():
     """A script that torchrun starts, or that is started alone: runs ranks twice and prints on rank 0."""
     world_size = int(sys.argv[1])

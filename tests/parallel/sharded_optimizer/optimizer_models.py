@@ -1,7 +1,5 @@
 """Models, optimizer classes and training steps that the rank programs of this room share."""
 
-import contextlib
-
 import pytest
 import small_models
 import torch
@@ -33,6 +31,17 @@ CLASSES = {
     # Row and column means of matrices: whole parameters only.
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
+
+
+class SwitchedNorm(torch.optim.SGD):
+    """Scales a step by the norm of a whole parameter, as LAMB does, if a group asks for it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group.get("by_norm") and parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
 
 
 class Network(small_models.Network):
@@ -100,28 +109,5 @@ def train(mode, name="AdamW", dtype=torch.float32, steps=4, overlap=False):
     return weights(model)
 
 
+# But for those of a wrapper.
 LAUNCHED = (collectives.MeanScatter, collectives.SliceGather, collectives.Broadcasts)
-
-
-@contextlib.contextmanager
-def replaced(cls, **methods):
-    before = {name: getattr(cls, name) for name in methods}
-    for name, method in methods.items():
-        setattr(cls, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(cls, name, method)
-
-
-@contextlib.contextmanager
-def on_start(call):
-    """``call(operation, start, *arguments)`` takes the place of every launch."""
-    with contextlib.ExitStack() as stack:
-        for cls in LAUNCHED:
-            start = cls.start
-            stack.enter_context(
-                replaced(cls, start=lambda self, *args, start=start: call(self, lambda *a: start(self, *a), *args))
-            )
-        yield

@@ -44,22 +44,13 @@ DIFFERENCES = {
         lambda params, options: (params[:-1], torch.optim.AdamW, options),
         "parameter 3 of group 0 float32 (4,) strides (1,) trained on rank 0, nothing on rank",
     ),
-    "groups": (
-        lambda params, options: ([{"params": params[:2]}, {"params": params[2:]}], torch.optim.AdamW, options),
-        "trained on rank 0, group 1 with  on rank",
-    ),
     "no tensor": (
         lambda params, options: ([params[0], None, *params[2:]], torch.optim.AdamW, options),
         "TypeError: optimizer can only optimize Tensors, but one of the params is NoneType on rank",
     ),
-    "class": (lambda params, options: (params, torch.optim.Adam, options), "AdamW with flat="),
-    "mode": (
-        lambda params, options: (params, torch.optim.AdamW, options | {"flat": not options["flat"]}),
-        "AdamW with flat=",
-    ),
-    "bucket": (
-        lambda params, options: (params, torch.optim.AdamW, options | {"bucket_size_mb": 1.0, "lr": 0.2}),
-        "bucket_size_mb=250.0, master_dtype=None, lr=0.1 on rank 0, AdamW with flat=",
+    "class and options": (
+        lambda params, options: (params, torch.optim.Adam, options | {"bucket_size_mb": 1.0, "lr": 0.2}),
+        "bucket_size_mb=250.0, master_dtype=None, lr=0.1 on rank 0, Adam with flat=",
     ),
 }
 

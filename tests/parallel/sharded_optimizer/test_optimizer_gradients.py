@@ -4,66 +4,14 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import on_ranks
 from optimizer_models import each_mode, finish, network, sharded
-from same_tensors import assert_same, dict_of
-from small_models import PartlyUsed, WithoutGradient, batch, penalized_loss, refusal_of, share, weights
+from same_tensors import assert_same
+from small_models import batch, penalized_loss, refusal_of, share, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-
-
-@on_ranks(2, 3)
-@each_mode
-def test_parameter_without_gradient_is_left_alone(mode):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = sum(12.0 * (number + 1) for number in range(world_size)) / world_size
-    model, alone = PartlyUsed(), PartlyUsed()
-    wrapped, optimizer = sharded(mode, model, lr=0.25, weight_decay=0.5)
-    plain = torch.optim.AdamW(alone.parameters(), lr=0.25, weight_decay=0.5)
-    for used_on, sometimes in ((range(world_size), whole), ((0,), 12.0 / world_size), ((), None)):
-        optimizer.zero_grad()
-        wrapped(12.0 * (rank + 1), rank in used_on).backward()
-        finish(wrapped)
-        optimizer.step()
-        alone.used.grad = torch.full((3,), whole)
-        alone.sometimes.grad = None if sometimes is None else torch.full((3,), sometimes)
-        plain.step()
-        assert_same(weights(model), weights(alone), rtol=1e-6)
-    steps = [
-        (name, float(optimizer.state[parameter]["step"]))
-        for name, parameter in model.named_parameters()
-        if "step" in optimizer.state.get(parameter, ())
-    ]
-    assert {step for of_rank in gather_objects(steps) for step in of_rank} == {("used", 3), ("sometimes", 2)}
-
-
-@on_ranks(2)
-@each_mode
-def test_backward_function_that_returns_none_counts_as_zero(mode):
-    model = PartlyUsed()
-    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=1.0)
-    through = WithoutGradient.apply if dist.get_rank() == 1 else torch.clone
-    ((through(model.sometimes) * 4.0).sum() + (model.used * 2.0).sum()).backward()
-    finish(wrapped)
-    optimizer.step()
-    assert_same(weights(model), dict_of(used=-1.0, sometimes=-1.0, never=1.0))
-
-
-@on_ranks(2)
-def test_second_backward_is_an_error_and_the_next_step_is_good():
-    model = PartlyUsed()
-    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0)
-    model(1.0, True).backward()
-    message = refusal_of(model(1.0, True).backward)
-    assert "got a gradient from a second backward pass before finish_gradient_synchronization()" in message
-    assert "no_sync()" in message
-    optimizer.zero_grad()
-    model(2.0 * (dist.get_rank() + 1), True).backward()
-    optimizer.step()
-    assert_same(weights(model), dict_of(used=-2.0, sometimes=-2.0, never=1.0))
 
 
 @on_ranks(2)

@@ -41,31 +41,6 @@ def test_groups_and_a_scheduler(mode, overlap):
     assert options == expected_options
 
 
-def grow(mode, overlap=False):
-    """Train, add a group, unfreeze a parameter of the first group, and go on."""
-    model = network(0, torch.float64)
-    model.norm.requires_grad_(False)
-    params = [*model.first.parameters(), *model.norm.parameters()]
-    wrapped, optimizer = sharded(mode, model, lr=0.01, params=params, overlap=overlap)
-    for step in range(6):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.05})
-        if step == 4:
-            model.norm.requires_grad_(True)
-            for changed in (optimizer, wrapped):
-                if hasattr(changed, "refresh"):
-                    changed.refresh()
-        train_step(wrapped, optimizer, step, torch.float64)
-        wait_for_parameters(optimizer)
-    return weights(model)
-
-
-@on_ranks(2, 3)
-@each_mode
-def test_group_added_and_parameters_unfrozen_on_the_way(mode):
-    assert_same(grow(mode, overlap=dist.get_world_size() == 2), grow("alone"), atol=1e-12)
-
-
 @on_ranks(2)
 @each_mode
 def test_group_that_is_refused_leaves_the_optimizer_as_it_was(mode):

@@ -1,16 +1,16 @@
 """Communication runs in one order on all ranks, beside the passes; nothing is used before it has arrived."""
 
-import random
+import itertools
 import re
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from launches import delays, on_start, on_wait
 from on_ranks import on_ranks
-from optimizer_models import MODES, each_mode, finish, on_start, replaced, sharded, train
+from optimizer_models import LAUNCHED, MODES, each_mode, finish, sharded, train
 from same_tensors import assert_same
-from small_models import Branches, weights
+from small_models import weights
 from torch import nn
 
 from cs336sys.parallel import collectives
@@ -19,51 +19,11 @@ from cs336sys.parallel import collectives
 @on_ranks(2, gpus=True)
 def test_delays_change_nothing():
     """Every rank comes late to other operations than its peers; on GPUs both with launches and with tensors."""
-    on_gpu = collectives.group_device().type == "cuda"
-    for mode in MODES:
-        for overlap in (False, True):
-            expected = train(mode, steps=3, overlap=overlap)
-            for seed in range(5 if on_gpu else 3):
-                chance = random.Random(f"{seed} {dist.get_rank()}")
-
-                def late(operation, start, *args, chance=chance):
-                    time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
-                    if on_gpu:
-                        # Cycles: up to 50 ms, in which an operation that did not wait for this stream would read old
-                        # values.
-                        torch.cuda._sleep(chance.choice((0, 0, 100_000_000)))
-                    start(*args)
-
-                with on_start(late):
-                    assert_same(train(mode, steps=3, overlap=overlap), expected)
-
-
-@on_ranks(2)
-@each_mode
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_used_before_it_is_waited_for(mode, overlap):
-    """Nothing is communicated before it is waited for: what is used too early is old. Poisoned until then."""
-    pending, wait = {}, collectives._Launched.wait
-    expected = train(mode, steps=3, overlap=overlap)
-
-    def postpone(operation, start, *args):
-        pending[operation] = lambda: start(*args)
-        if isinstance(operation, collectives.MeanScatter):
-            for own in args[0]:
-                own.fill_(torch.nan)
-        elif isinstance(operation, collectives.SliceGather):
-            for whole, own in zip(operation._whole, operation._slices, strict=True):
-                kept = own.clone()
-                whole.fill_(torch.nan)
-                own.copy_(kept)
-
-    def start_and_wait(operation):
-        if operation in pending:
-            pending.pop(operation)()
-        wait(operation)
-
-    with on_start(postpone), replaced(collectives._Launched, wait=start_and_wait):
-        assert_same(train(mode, steps=3, overlap=overlap), expected)
+    for mode, overlap in itertools.product(MODES, (False, True)):
+        expected = train(mode, steps=3, overlap=overlap)
+        for delay in delays():
+            with on_start(lambda operation, start, *args, delay=delay: (delay(), start(*args))):
+                assert_same(train(mode, steps=3, overlap=overlap), expected)
 
 
 class Block(nn.Module):
@@ -125,7 +85,7 @@ def test_communication_runs_while_the_passes_do(mode):
     expected += [f"start {gather} of {layer}" for layer in LAYERS]
     expected += [f"wait for {gather} of scale", "step done"]
 
-    seen, wait = [], collectives._Launched.wait
+    seen = []
     model = Stack(seen)
     options = {"overlap": True, "params": model.named_parameters(), "bucket_size_mb": LAYER_MB}
     wrapped, optimizer = sharded(mode, model, **options)
@@ -134,12 +94,12 @@ def test_communication_runs_while_the_passes_do(mode):
         seen.append(f"start {type(operation).__name__} of {layers(operation)}")
         start(*args)
 
-    def note_wait(operation):
+    def note_wait(operation, wait):
         if operation._works and not isinstance(operation, collectives.MeanReduction):
             seen.append(f"wait for {type(operation).__name__} of {layers(operation)}")
-        wait(operation)
+        wait()
 
-    with on_start(note_start), replaced(collectives._Launched, wait=note_wait):
+    with on_start(note_start, LAUNCHED), on_wait(note_wait):
         for _ in range(2):
             seen.clear()
             wrapped(torch.ones(2, 6)).sum().backward()
@@ -169,7 +129,7 @@ def compiled(mode, target, when):
         target: what is compiled: the "blocks", the "model", what is "around" it, or None.
         when: "before" the optimizer is built, and run once, or "after".
     """
-    model, waits, wait = Stack(seen=None), [], collectives._Launched.wait
+    model, waits = Stack(seen=None), []
     run, x = model, torch.ones(2, 6) * (1 + dist.get_rank())
 
     def compile_target():
@@ -187,13 +147,13 @@ def compiled(mode, target, when):
     if when == "after":
         run = compile_target()
 
-    def note(operation):
+    def note(operation, wait):
         if operation._works and isinstance(operation, collectives.SliceGather | collectives.Broadcasts):
             waits.append(layers(operation))
-        wait(operation)
+        wait()
 
     for step in range(3):
-        with replaced(collectives._Launched, wait=note):
+        with on_wait(note):
             waits.clear()
             loss = run(x).square().sum()
         if step == 0:
@@ -227,12 +187,3 @@ def test_compiled_modules_wait_in_every_step(mode, target, when):
     # Before each block; if all is compiled as one, before the model.
     assert waits == (LAYERS if (target, when) == ("model", "before") else LAYERS[1:])
     assert recompiled == 0
-
-
-@on_ranks(2)
-def test_gradients_ready_in_another_order_on_each_rank():
-    model, rank = Branches(), dist.get_rank()
-    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0, bucket_size_mb=1e-9)
-    model([(0, 1, 2, 3), (2, 0, 3, 1)][rank], rank + 1.0).backward()
-    optimizer.step()
-    assert_same(weights(model), {f"branches.{i}": torch.full((3,), 1 - 1.5 * (i + 1)) for i in range(4)})

@@ -182,27 +182,38 @@ def test_master_parameters_carry_what_bf16_rounds_away():
     assert_same(resumed, trained)
 
 
-@on_ranks(2)
+@on_ranks(2, gpus=True)
 @each_mode
-def test_parameters_that_are_not_contiguous(mode):
-    """Saved and loaded in between, as another program may save them: in another order in memory."""
-    alone, start, state = Permuted(), Permuted().state_dict(), None
-    plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
-    for step in range(2):
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_that_are_not_contiguous(mode, fused):
+    """Saved and loaded in between, as they are and as another program may save them: in another order in memory.
+
+    Fused optimizers take for granted that state is laid out as its parameter is, and that is without gaps.
+    """
+    device, settings = group_device(), {"lr": 0.1, "fused": fused}
+    alone, start, state = Permuted().to(device), Permuted().state_dict(), None
+    alone.sliced.requires_grad_(not fused)
+    plain = torch.optim.AdamW(alone.parameters(), **settings)
+    for step in range(3):
         plain.zero_grad()
         alone(torch.tensor(1.0 + step)).backward()
         plain.step()
-        model = Permuted()
+        model = Permuted().to(device)
         model.load_state_dict(start)
-        wrapped, optimizer = sharded(mode, model, lr=0.1)
-        if state is not None:
+        model.sliced.requires_grad_(not fused)
+        wrapped, optimizer = sharded(mode, model, **settings)
+        if step == 1:
             for entries in state["state"].values():
                 entries.update({key: value.contiguous() for key, value in entries.items()})
+        if state is not None:
             optimizer.load_state_dict(state)
         wrapped(torch.tensor(1.0 + step)).backward()
         finish(wrapped)
         optimizer.step()
         start, state = weights(model), gather_objects(optimizer.consolidated_state_dict())[0]
+        for index, kept in state["state"].items():
+            strides = torch.empty_like(optimizer.param_groups[0]["params"][index]).stride()
+            assert kept["exp_avg"].stride() == kept["exp_avg_sq"].stride() == strides
     assert_same(start, weights(alone), rtol=1e-6)
     assert_same_state(state, plain.state_dict(), rtol=1e-5, atol=1e-7)
 
