@@ -18,7 +18,7 @@ from torch import Tensor, nn
 SCALARS = ("step", "eta", "mu", "mu_product")
 
 # After which nobody promises to go on: a class may refuse.
-_NOT_PROMISED = ("clip_alone", "edit_state", "hook", "rebuild_optimizer", "tie", "untie")
+_NOT_PROMISED = ("edit_state", "hook", "rebuild_optimizer", "tie", "untie")
 
 
 @functools.cache
@@ -435,19 +435,6 @@ class OneProcess:
         # A sharded optimizer clips by the Euclidean norm alone.
         return nn.utils.clip_grad_norm_(of, max_norm, 2.0 if is_sharded else norm_type)
 
-    def clip_alone(self, how: str) -> None:
-        """Clip by torch's functions, without a word to any wrapper."""
-        self._settle()
-        for model in self.models:
-            parameters = list(model.parameters())
-            if how == "norm":
-                nn.utils.clip_grad_norm_(parameters, 0.1)
-            elif how == "value":
-                nn.utils.clip_grad_value_(parameters, 0.1)
-            else:
-                norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-                nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
-
     def keep_gradients(self, part: int) -> None:
         """Take those of a part, which nobody may change from now on, from its parameters; zero the others."""
         self._settle()
@@ -654,9 +641,6 @@ class OneProcess:
         self.passes = []
         self.is_changed = False
         self.new_parameters = set()
-
-    def look(self) -> None:
-        """List and save what the modules hold."""
 
     # To be continued by other ranks.
 

@@ -3,7 +3,6 @@
 A fault changes what ranks compute and not which collectives they call, so that nothing hangs.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +13,15 @@ import torch.distributed as dist
 from program_ranks import run_programs
 from random_programs import DDP, Program
 
-from cs336sys.parallel import ddp, gradient_slices
+from cs336sys.parallel import gradient_slices
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import Broadcasts, MeanReduction, MeanScatter
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, ring
 from cs336sys.parallel.fsdp.unit import ShardedUnit
-from cs336sys.parallel.marks import SynchronizationSwitch
 from cs336sys.parallel.sharded_optimizer import local
-from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 from cs336sys.parallel.tensor_parallel import wrapper as tensor_wrapper
 
-_clip_over_ranks = gradient_slices.clip_over_ranks
-_divide_into_buckets = ddp.divide_into_buckets
 _attend_all_to_all = AllToAllAttention.__call__
-_owner_of = local.ParameterPartition.local
-_prepare_gradients = SlicePartition.prepare_gradients
 
 
 @dataclass(frozen=True)
@@ -46,45 +39,10 @@ class Fault:
     fits: Callable[[Program], bool]
 
 
-def _buckets_without_the_last_parameter(named: Any, rule: Any) -> Any:
-    buckets = _divide_into_buckets(named, rule)
-    if buckets:
-        buckets[-1].popitem()
-    return [bucket for bucket in buckets if bucket]
-
-
-@contextlib.contextmanager
-def _no_sync_that_ends_all(switch: Any) -> Any:
-    switch.synchronizes = False
-    try:
-        yield
-    finally:
-        switch.synchronizes = True
-
-
-def _local_without_the_last(partition: Any, parameter: Any) -> Any:
-    return None if parameter is next(reversed(partition._owners)) else _owner_of(partition, parameter)
-
-
-def _gradients_scaled_by_ranks(partition: Any) -> None:
-    is_complete = partition.synchronizer.is_complete
-    _prepare_gradients(partition)
-    for segment in () if is_complete else partition._segments.values():
-        if segment.updated.grad is not None:
-            segment.updated.grad *= dist.get_rank() + 1
-
-
 def _merge_without_rescaling(out: Any, logsumexp: Any, block_out: Any, block_logsumexp: Any) -> None:
     seen = (block_logsumexp > -torch.inf).unsqueeze(-1)
     out.add_(torch.where(seen, block_out, 0.0))
     logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
-
-
-def _keys_of_the_wrong_chunk(one_ring: Any, step: int) -> Any:
-    owner = one_ring.owner(step)
-    if owner < one_ring._rank:
-        return slice(None), slice(len(one_ring._split.chunks[owner][0]), None)
-    return one_ring.own_chunks[0], slice(None)
 
 
 def _heads_of_the_next_rank(attention: Any, query: Any, key: Any, value: Any) -> Any:
@@ -106,23 +64,15 @@ def _shares(inner: str) -> Callable[[Program], bool]:
 _SUM = property(lambda reduction: dist.ReduceOp(dist.ReduceOp.SUM))
 
 FAULTS = {
-    "a parameter is in no bucket": Fault(ddp, "divide_into_buckets", _buckets_without_the_last_parameter, _uses(*DDP)),
     "a rank without a gradient gets none": Fault(
         GradientBucket, "finish", lambda bucket, present: bucket.begin_step(), _uses(*DDP, kind="Skipped")
     ),
     "gradients are summed": Fault(MeanReduction, "_reduce_op", _SUM, _uses(*DDP)),
-    "an inner no_sync ends the outer": Fault(SynchronizationSwitch, "no_sync", _no_sync_that_ends_all, _uses(*DDP)),
     "rank 0 sends what others have updated": Fault(
         local,
         "Broadcasts",
         lambda tensors, sources, *rest: Broadcasts(tensors, [0] * len(sources), *rest),
         _uses("naive+optimizer", "bucketed+optimizer"),
-    ),
-    "nobody updates a parameter": Fault(
-        local.ParameterPartition, "local", _local_without_the_last, _uses("naive+optimizer", "bucketed+optimizer")
-    ),
-    "slices of gradients are weighted by rank": Fault(
-        SlicePartition, "prepare_gradients", _gradients_scaled_by_ranks, _uses("optimizer-flat")
     ),
     "slices are clipped by this rank's norm": Fault(
         gradient_slices, "gather_numbers", lambda number, group=None: number.view(1), _uses("optimizer-flat", "fsdp")
@@ -137,14 +87,7 @@ FAULTS = {
     "gradients of norms are not summed": Fault(
         tensor_wrapper.PartialGradients, "sum", lambda sums, parameters: None, _shares("sequence-parallel")
     ),
-    "whole gradients count once a rank": Fault(
-        tensor_wrapper,
-        "clip_over_ranks",
-        lambda slices, whole, *rest, **settings: _clip_over_ranks([*slices, *whole], (), *rest, **settings),
-        _shares("layers"),
-    ),
     "a ring merges without rescaling": Fault(ring, "merge_block", _merge_without_rescaling, _shares("ring")),
-    "a ring attends to the wrong chunk": Fault(ring._Ring, "seen", _keys_of_the_wrong_chunk, _shares("ring")),
     "heads come back to the wrong place": Fault(
         AllToAllAttention, "__call__", _heads_of_the_next_rank, _shares("all-to-all")
     ),

@@ -201,20 +201,6 @@ class OnRank(OneProcess):
                 return called.gather_full_params()[names[0]]
         raise AssertionError("it belongs to one of the models")
 
-    def look(self) -> None:
-        is_cut_twice = self.is_fsdp and self._shared is not None
-        for called, model in zip(self.called, self.models, strict=True):
-            try:
-                saved = called.state_dict()
-            except UsageError as refusal:
-                if is_cut_twice and "is cut as no DTensor can be, by two wrappers" in str(refusal):
-                    continue
-                raise
-            assert not is_cut_twice, "a slice of a part has left as if it were a slice of the whole"
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                shape = getattr(saved[name], "to_local", lambda value=saved[name]: value)().shape
-                assert shape == parameter.shape, f"{name} is {tuple(shape)} in the state dict"
-
     # To be continued.
 
     def write(self, folder: Path) -> None:
