@@ -10,13 +10,13 @@ from cs336_basics.optimizer import AdamW
 from launches import on_start, on_wait
 from small_models import share
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.parallel import collectives
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp import FSDP
+
+WIDTH, VOCABULARY = 6, 11
 
 
 class Block(nn.Module):
@@ -24,39 +24,59 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up = nn.Linear(7, 15)
-        self.norm = nn.LayerNorm(15)
-        self.down = nn.Linear(15, 7)
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 15), nn.LayerNorm(15), nn.Linear(15, WIDTH)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
-class Network(nn.Module):
-    """Odd shapes, tied weights, a block used twice, frozen parameters, parameters of its own, a buffer."""
+class Model(nn.Module):
+    """An embedding, blocks, a norm and a head, in fp64; other classes use them in other ways."""
 
-    def __init__(self):
+    block = Block
+
+    def __init__(self, seed=0):
         super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.narrow = nn.Linear(7, 3)
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
-        self.wide = nn.Linear(3, 7)
-        self.wide.bias.requires_grad_(False)
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.gain = nn.Parameter(torch.ones(7))
-        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]), requires_grad=False)
-        self.register_buffer("offset", torch.randn(7))
-        self.checkpoints = False
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([self.block() for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.add_parts()
+        self.double()
+
+    def add_parts(self):
+        pass
+
+    def body(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
 
     def forward(self, tokens):
+        return self.head(self.body(tokens))
+
+
+class Network(Model):
+    """Tied weights, a block used twice, frozen parameters, parameters of its own, a buffer."""
+
+    checkpoints = False
+
+    def add_parts(self):
+        self.head.weight = self.embedding.weight
+        self.narrow, self.wide = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.wide.bias.requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]), requires_grad=False)
+        self.register_buffer("offset", torch.randn(WIDTH))
+
+    def body(self, tokens):
         x = self.embedding(tokens) * self.scale[0] + self.offset
         for block in (*self.blocks, self.blocks[0]):
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        x = x + self.wide(torch.tanh(self.frozen(self.narrow(x))))
-        return self.head(self.norm(x) * self.gain)
+        return self.norm(x + self.wide(torch.tanh(self.frozen(self.narrow(x))))) * self.gain
 
 
 def on_rank(model):
@@ -67,8 +87,7 @@ def on_rank(model):
 
 
 def network(seed, dtype=torch.float64):
-    torch.manual_seed(seed)
-    return on_rank(Network().to(dtype))
+    return on_rank(Network(seed).to(dtype))
 
 
 def transformer(seed=0, vocab_size=30, layers=3):
@@ -76,14 +95,17 @@ def transformer(seed=0, vocab_size=30, layers=3):
     return on_rank(BasicsTransformerLM(vocab_size, 8, d_model=24, num_layers=layers, num_heads=2, d_ff=40))
 
 
-def batch(step, vocab_size=11):
+def batch(step, vocab_size=VOCABULARY):
     """12 sequences, which 1 to 4 ranks share out, the same on every rank."""
     tokens = torch.randint(vocab_size, (12, 6), generator=torch.Generator().manual_seed(100 + step))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def loss_of(model, tokens, targets):
-    return cross_entropy(model(tokens).double(), targets)
+    """Of the logits, and of what else the model returns."""
+    output = model(tokens)
+    logits, *others = output if isinstance(output, tuple) else (output,)
+    return cross_entropy(logits.double(), targets) + 0.1 * sum(others)
 
 
 OPTIMIZERS = {
@@ -119,14 +141,6 @@ def mean_over_ranks(tensors):
         name: None if first is None else sum(part[name] for part in of_ranks) / len(of_ranks)
         for name, first in of_ranks[0].items()
     }
-
-
-def shard_like_torch(model, parts, compute_dtype):
-    # Else it is of GPUs wherever there are any.
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
-    for part in (*parts, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
 def on_cpu(tensors):

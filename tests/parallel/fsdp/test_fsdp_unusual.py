@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import unusual_models
-from fsdp_models import gathered_units, gradients_of, whole_gradients
+from fsdp_models import WIDTH, Model, batch, gathered_units, gradients_of, loss_of, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
 from small_models import error_of, refusal_of, share
 from torch import nn
-from unusual_models import WIDTH, HeadBiasHeldTwice, Model, TiedByHand, batch, loss_of, passes
+from unusual_models import HeadBiasHeldTwice, TiedByHand, passes
 
 from cs336sys.parallel.fsdp import FSDP
 

@@ -1,53 +1,10 @@
 """Modules that use weights and arguments in unusual ways, and passes of them on ranks and in one process."""
 
 import torch
-from fsdp_models import gradients_of, whole_gradients
+from fsdp_models import WIDTH, Block, Model, batch, gradients_of, loss_of, whole_gradients
 from small_models import share
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-WIDTH, VOCABULARY = 6, 11
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
-
-    def forward(self, x):
-        return x + self.change(x)
-
-    def change(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    """An embedding, blocks, a norm and a head, in fp64; other classes use them in other ways."""
-
-    block = Block
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([self.block() for _ in range(3)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.add_parts()
-        self.double()
-
-    def add_parts(self):
-        pass
-
-    def body(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, tokens):
-        return self.head(self.body(tokens))
 
 
 class TiedByHand(Model):
@@ -148,17 +105,6 @@ class BackwardWithinForward(Model):
             x = self.embedding(tokens).detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.blocks[0](x).sum(), x)
         return self.head(self.body(tokens) + slope)
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randint(VOCABULARY, (12, 5), generator=generator) for _ in range(2))
-
-
-def loss_of(model, tokens, targets):
-    output = model(tokens)
-    logits, *others = output if isinstance(output, tuple) else (output,)
-    return functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()) + 0.1 * sum(others)
 
 
 def passes(sharded, alone, steps=2, run=loss_of):
