@@ -12,6 +12,7 @@ from small_models import error_of, refusal_of
 from torch import nn
 
 from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.errors import UsageError
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
@@ -92,6 +93,12 @@ def test_unusable_parameters_are_refused_by_every_class_in_the_same_words(name):
             # Optimizers are given parameters without names.
             assert message.partition(" is ")[2] == sentence.partition(" is ")[2]
             assert message == sentence or "optimizer" in name
+
+
+@each_class
+def test_classes_need_a_process_group(name):
+    with pytest.raises(UsageError, match="needs a process group"):
+        CLASSES[name](nn.Linear(2, 2))
 
 
 @on_ranks(2)

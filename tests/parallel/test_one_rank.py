@@ -18,7 +18,7 @@ from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
 from cs336sys.parallel.fsdp.runner import tensors_in
 from cs336sys.parallel.gradient_slices import mark_partial
-from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, slices
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, exchange, slices
 from cs336sys.parallel.tensor_parallel import TensorParallel, layers
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
@@ -388,6 +388,18 @@ def test_updated_parameters_are_sent_when_they_are_asked_for():
     assert sent == [[64], [], [], [64]]
     optimizer.wait_for_parameters()
     assert weight.tolist() == [0] * 64
+
+
+def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkeypatch):
+    """Of a model that calls a module of its child, and never the child, as OPT of transformers does."""
+    module, waited = nn.Module(), []
+    module.child = nn.Module()
+    module.child.network = nn.Linear(2, 2)
+    optimizer = ShardedOptimizer(module.named_parameters(), torch.optim.SGD, lr=0.5, module=module)
+    monkeypatch.setattr(exchange.ExchangeBucket, "wait", lambda bucket: waited.extend(bucket.parameters))
+    module.child.network(torch.ones(1, 2))
+    assert set(waited) == {"child.network.weight", "child.network.bias"}
+    del optimizer
 
 
 def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():

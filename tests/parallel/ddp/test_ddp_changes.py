@@ -1,4 +1,4 @@
-"""What changes after wrapping is refused until refresh(), which takes it up as one process would."""
+"""What differs between ranks or changes after wrapping is refused until refresh(), which takes it up."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from small_models import batch, error_of, refusal_of, share, weights
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.ddp import NaiveDDP, OverlappedDDP
+from cs336sys.parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.gradient_slices import mark_slice
 
 
@@ -45,34 +45,15 @@ def assign(model):
     model.second.load_state_dict(state, assign=True)
 
 
-def tie(model):
-    model.third.weight = model.second.weight
-
-
-def untie(model):
-    model.third.bias = nn.Parameter(torch.randn(6).double())
-
-
-def remove(model):
-    model.third = nn.Identity()
-
-
-def unfreeze(model):
-    model.last.bias.requires_grad_(True)
-
-
 def resize(model):
     model.last.weight.data = model.last.weight.data[:4].clone()
     model.last.bias.data = model.last.bias.data[:4].clone()
 
 
+# Further changes are those of HeldParameters, and of random programs.
 REFUSALS = {
     add: "adapters.0.weight was added",
     assign: "second.weight was replaced (as load_state_dict() with assign=True does)",
-    tie: "third.weight was tied to second.weight",
-    untie: "third.bias was untied from second.bias",
-    remove: "third.weight was removed",
-    unfreeze: "last.bias was unfrozen",
     resize: "last.weight was changed from (5, 6) to (4, 6)",
 }
 
@@ -111,7 +92,7 @@ def test_changed_module_is_refused_and_trains_after_refresh(mode, change):
     assert error_of(wrapped, x) == refusal
     with torch.no_grad():
         # Without gradients, functional_call() may have given the module other values.
-        assert error_of(wrapped, x) == (None if change in (assign, untie) else refusal)
+        assert error_of(wrapped, x) == (None if change == assign else refusal)
     assert error_of(pass_through_module) == refusal
     wrapped.zero_grad()
     wrapped.refresh()
@@ -162,3 +143,47 @@ def test_parameters_that_ranks_do_not_have_in_common_are_refused():
         "0 (Embedding) has max_norm=1.0, by which each rank would shorten other rows in its forward pass: choose "
         "max_norm=None, and shorten rows after each step",
     )
+
+
+def two_layers(outputs=4):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+
+
+# What rank 0 builds, what the last rank does, and the difference, of the lines in figures.txt.
+DIFFERENCES = {
+    "shape": (
+        lambda: NaiveDDP(two_layers()),
+        lambda: NaiveDDP(two_layers(outputs=5)),
+        "parameter 1.weight float32 (4, 4) strides (4, 1) trained on rank 0, parameter 1.weight float32 (5, ",
+    ),
+    "mode": (
+        lambda: NaiveDDP(two_layers()),
+        lambda: OverlappedDDP(two_layers()),
+        "NaiveDDP with cap_bytes=0.0, gradient_dtype=None on rank 0, OverlappedDDP with",
+    ),
+    "cap and gradient_dtype": (
+        lambda: BucketedDDP(two_layers(), 1.0),
+        lambda: BucketedDDP(two_layers(), 2.0, gradient_dtype=torch.bfloat16),
+        "cap_bytes=1000000.0, gradient_dtype=None on rank 0, BucketedDDP with cap_bytes=2000000.0, gradient_dtype=t",
+    ),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_layout_that_differs_on_the_last_rank_is_named_on_every_rank(name):
+    first, last, difference = DIFFERENCES[name]
+    last_rank = dist.get_world_size() - 1
+    message = refusal_of(last if dist.get_rank() == last_rank else first)
+    assert message.startswith("ranks differ in what they train: ")
+    assert difference in message
+    assert message.endswith(f" on rank {last_rank}")
+
+
+@on_ranks(1)
+def test_wrong_arguments_are_refused():
+    for size in (0, -1.0, float("nan")):
+        message = f"bucket size {size} MB: must be positive, or None for one bucket"
+        assert error_of(BucketedDDP, nn.Linear(2, 2), size) == ("UsageError", message)
+    error = error_of(NaiveDDP, nn.Linear(2, 2), gradient_dtype=torch.int32)
+    assert error == ("UsageError", "gradient_dtype torch.int32: choose a floating-point dtype")

@@ -1,4 +1,6 @@
-"""Modules hold slices between passes; what was changed is refused by name until refresh() takes it up."""
+"""Modules hold slices between passes; what was changed, or cannot work, is refused by name on every rank."""
+
+import copy
 
 import pytest
 import torch
@@ -6,11 +8,13 @@ import torch.distributed as dist
 from fsdp_models import WIDTH, Block, Model, batch, gradients_of, loss_of, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import error_of, share
+from small_models import error_of, refusal_of, share
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parametrizations, parametrize
 from unusual_models import TiedByHand
 
+from cs336sys.parallel.ddp import OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 
 TOKENS = batch(0)[0]
@@ -238,57 +242,33 @@ def add_block(model, seed):
     model.blocks.append(Block().double())
 
 
-def tie(model, seed):
+def tie_head(model, seed):
     model.head.weight = model.embedding.weight
-
-
-def untie(model, seed):
-    pass
 
 
 def remove_block(model, seed):
     del model.blocks[1]
 
 
-def freeze(model, seed):
-    model.blocks[0].up.weight.requires_grad_(False)
-
-
-def unfreeze(model, seed):
-    model.blocks[0].up.weight.requires_grad_(True)
-
-
-# Each with its refusal, and how many slices are lost by it.
+# Each with its refusal, and how many slices are lost by it. Further changes are those of random programs.
 CHANGES = (
     (add_block, "blocks.3.up.weight was added", 0),
-    (tie, "head.weight was tied to embedding.weight", 1),
-    (untie, "head.weight was untied from embedding.weight", 0),
+    (tie_head, "head.weight was tied to embedding.weight", 1),
     (remove_block, "blocks.", 6),
-    (freeze, None, 0),
-    (unfreeze, "blocks.0.up.weight was unfrozen", 0),
 )
 
 
 @on_ranks(2, 3)
-def test_refresh_takes_up_what_was_added_removed_tied_and_frozen():
+def test_refresh_takes_up_what_was_added_tied_and_removed():
     torch.manual_seed(dist.get_rank())
     sharded, alone = FSDP(Model()), Model()
     for change, beginning, lost in CHANGES:
         before = {id(parameter) for parameter in sharded.parameters()}
-        if change is untie:
-            weight = sharded.gather_full_params()["embedding.weight"]
-            sharded.module.head.weight = nn.Parameter(weight.clone())
-            alone.head.weight = nn.Parameter(alone.embedding.weight.detach().clone())
         # The ranks' own have other values, but that of rank 0.
         change(sharded.module, 5 + dist.get_rank())
         change(alone, 5)
-        if beginning is not None:
-            for call in (
-                lambda: sharded(TOKENS),
-                sharded.finish_gradient_synchronization,
-                lambda: sharded.module(TOKENS),
-            ):
-                require_error(error_of(call), beginning, "after it was wrapped: call refresh() on every rank")
+        for call in (lambda: sharded(TOKENS), sharded.finish_gradient_synchronization, lambda: sharded.module(TOKENS)):
+            require_error(error_of(call), beginning, "after it was wrapped: call refresh() on every rank")
         sharded.refresh()
         for model, inputs in ((sharded, map(share, batch(0))), (alone, batch(0))):
             model.zero_grad()
@@ -296,9 +276,67 @@ def test_refresh_takes_up_what_was_added_removed_tied_and_frozen():
         sharded.finish_gradient_synchronization()
         assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
         assert len(before - {id(parameter) for parameter in sharded.parameters()}) == lost
-    sharded.module.head.weight = nn.Parameter(sharded.module.head.weight.detach().clone())
+    up = sharded.module.blocks[0].up
+    up.weight = nn.Parameter(up.weight.detach().clone())
     part = "was replaced (as load_state_dict() with assign=True does)"
-    require_error(error_of(sharded, TOKENS), "head.weight ", part)
+    require_error(error_of(sharded, TOKENS), "blocks.0.up.weight ", part)
     part = "was replaced by a tensor of the shape of a slice: copy slices into those that are there"
-    require_error(error_of(sharded.refresh), "head.weight ", part)
-    require_error(error_of(sharded.module, TOKENS), "head.weight was replaced")
+    require_error(error_of(sharded.refresh), "blocks.0.up.weight ", part)
+    require_error(error_of(sharded.module, TOKENS), "blocks.0.up.weight was replaced")
+
+
+@on_ranks(2)
+def test_impossible_combination_is_refused_by_name():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded, sparse = FSDP(plain), FSDP(nn.Embedding(5, 3, sparse=True))
+    wrapped = "is wrapped already: wrap the plain module"
+    for error, beginning in (
+        (error_of(FSDP, sharded), f"the module (FSDP) {wrapped}"),
+        (error_of(FSDP, nn.Sequential(plain)), f"0 (Sequential) {wrapped}"),
+        (error_of(FSDP, nn.Sequential(OverlappedDDP(nn.Linear(2, 2)))), f"0 (OverlappedDDP) {wrapped}"),
+        (error_of(FSDP, fully_shard(nn.Sequential(nn.Linear(2, 2)))), f"the module (FSDPSequential) {wrapped}"),
+        (error_of(FSDP, nn.Linear(2, 2), prefetch=-1), "prefetch -1: must be at least 0"),
+        (
+            error_of(FSDP, nn.Linear(2, 2), torch.int8),
+            "compute_dtype torch.int8: choose a floating-point dtype",
+        ),
+        (
+            error_of(FSDP, nn.Linear(2, 2), gradient_dtype=torch.int8),
+            "gradient_dtype torch.int8: choose a floating-point dtype",
+        ),
+        (
+            error_of(sharded.to, torch.float16),
+            "an FSDP module cannot be moved or converted: do it before it is wrapped",
+        ),
+        (error_of(copy.deepcopy, sharded), "an FSDP module cannot be copied or pickled"),
+        (
+            error_of(sparse(torch.tensor([1, 2])).sum().backward),
+            "weight has a sparse gradient, which cannot be averaged: choose sparse=False",
+        ),
+    ):
+        assert error[0] == "UsageError"
+        assert error[1].startswith(beginning)
+
+
+@on_ranks(2)
+def test_passes_in_another_group_or_outside_of_one_are_refused():
+    sharded = FSDP(nn.Linear(2, 2))
+    world_size = dist.get_world_size()
+    for name, replacement in (("get_world_size", lambda: world_size + 1), ("is_initialized", lambda: False)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(dist, name, replacement)
+            message = refusal_of(sharded, torch.ones(1, 2))
+            assert message.startswith("this FSDP module was built in another process group")
+
+
+@on_ranks(2)
+def test_ranks_that_build_something_else_are_told_on_every_rank():
+    is_first = dist.get_rank() == 0
+    for outputs, prefetch, difference in (
+        (5, 1, "parameter 1.weight float32 (4, 4) strides (4, 1) trained on rank 0, parameter 1.weight float32 (5"),
+        (4, 2, "gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, prefetch=2, keep_g"),
+    ):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 if is_first else outputs))
+        message = refusal_of(FSDP, module, prefetch=1 if is_first else prefetch)
+        assert message.startswith("ranks differ in what they train: ")
+        assert difference in message

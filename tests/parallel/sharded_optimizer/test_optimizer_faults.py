@@ -1,22 +1,27 @@
-"""What cannot work is refused by name on every rank, and a lost rank is named."""
+"""What cannot work, also by its class, or differs between ranks is refused by name on every rank."""
 
 import copy
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from optimizer_models import each_mode, sharded
+from optimizer_models import CLASSES, SwitchedNorm, each_mode, sharded
 from small_models import PartlyUsed, error_of, refusal_of, wait_at_most
 from torch import nn
 
 from cs336sys.errors import UsageError
 from cs336sys.machine.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.elementwise import require_elementwise
+from cs336sys.parallel.gradient_slices import mark_slice
+from cs336sys.parallel.rank_consistency import digest_of
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
-from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, groups
+from cs336sys.parallel.sharded_optimizer.groups import StepAgreement
 
 
 @on_ranks(2)
@@ -134,11 +139,6 @@ def test_ranks_go_on_together_after_a_class_raised_in_its_step_on_some(mode):
     assert parameter.tolist() == [0.5] * 4
 
 
-def test_optimizer_without_a_process_group_is_refused():
-    with pytest.raises(UsageError, match="ShardedOptimizer needs a process group"):
-        ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
-
-
 def lost_peer(mode):
     """One rank does not come to a step."""
     # These ranks do nothing else: to import it would take as long as all the rest.
@@ -167,3 +167,162 @@ def test_rank_that_hangs_in_a_step_is_named_with_what_waits_for_it(mode, waiting
     assert mode == "default" or "used" in heading
     assert heading.endswith("still running: rank 1")
     assert "in lost_peer" in str(caught.value).split("rank 1 was here")[1]
+
+
+CPU = torch.device("cpu")
+
+
+def of_a_slice(optimizer_cls, **options):
+    parameter = nn.Parameter(torch.ones(3, 4))
+    parameter.grad = torch.ones(3, 4)
+    mark_slice(parameter)
+    return optimizer_cls([parameter], **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Adafactor"])
+def test_element_wise_class_is_found_to_be_one_and_steps_slices(name):
+    optimizer_cls, options = CLASSES[name]
+    require_elementwise(optimizer_cls, options, CPU, {})
+    optimizer = of_a_slice(optimizer_cls, **options)
+    for _ in range(2):
+        optimizer.step()
+
+
+class OfOneRate(torch.optim.Optimizer):
+    """Keeps what it is made with to itself."""
+
+    def __init__(self, params, rate):
+        super().__init__(params, {})
+        self.rate = rate
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=self.rate)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_cls", "options", "sentence"),
+    [
+        (torch.optim.Muon, {}, "Muon, whose update is not computed element by element"),
+        (torch.optim.SparseAdam, {}, "SparseAdam, which cannot step a slice"),
+        (OfOneRate, {"rate": 0.1}, "OfOneRate, which cannot be tried on a small matrix .*: set updates_elementwise = "),
+    ],
+)
+def test_other_classes_refuse_to_step_slices(optimizer_cls, options, sentence):
+    optimizer, before = of_a_slice(optimizer_cls, **options), torch.random.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"slices of FSDP or TensorParallel cannot be updated by {sentence}"):
+            optimizer.step()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 4))
+
+
+def test_options_that_change_between_steps_are_tried():
+    optimizer = of_a_slice(SwitchedNorm, lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["by_norm"] = True
+    with pytest.raises(UsageError, match="SwitchedNorm, whose update is not computed element by element"):
+        optimizer.step()
+
+
+# On GPUs ranks compare what they step with, and read the answer in the next step: here with parts of a GPU replaced.
+
+
+class Event:
+    """Knows whether what was launched before it has been waited for."""
+
+    def record(self):
+        self.is_recorded = True
+
+    def synchronize(self):
+        assert self.is_recorded
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The digests that rank 0 of three has sent; ``sent.others`` are those of its peers, by default the same."""
+    record = SimpleNamespace(digests=[], others=None)
+    empty = torch.empty
+
+    def gather(gathered, digest):
+        record.digests.append(digest.tolist())
+        rows = gathered.view(3, -1)
+        rows[:] = digest
+        if record.others is not None:
+            rows[1:] = torch.stack([digest_of(lines) for lines in record.others])
+
+    monkeypatch.setattr(groups, "group_device", lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(groups, "all_gather_single", gather)
+    monkeypatch.setattr(groups, "is_stream_captured", lambda: False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *arguments, **settings: tensor)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **settings: empty(*shape, **settings))
+    return record
+
+
+def step(agreement, *lines, is_step=True):
+    with agreement.compared(is_step=is_step) as collected:
+        collected += lines
+
+
+def test_same_lines_step_after_step(sent):
+    agreement = StepAgreement()
+    for lines in (["lr=1"], ["lr=2", "lr=3"], []):
+        step(agreement, *lines)
+    assert sent.digests == [digest_of(lines).tolist() for lines in (["lr=1"], ["lr=2", "lr=3"], [])]
+
+
+@pytest.mark.parametrize(("others", "rank"), [([["lr=9"], ["lr=1"]], 1), ([["lr=1"], ["lr=9"]], 2)])
+def test_other_lines_are_refused_in_the_next_step(sent, others, rank):
+    agreement = StepAgreement()
+    sent.others = others
+    step(agreement, "lr=1")
+    with pytest.raises(
+        UsageError, match=rf"^ranks differ in what they train: in the last step, rank {rank} had other "
+    ):
+        step(agreement, "lr=1")
+    # Which is said once.
+    sent.others = None
+    step(agreement, "lr=1")
+
+
+def fail(agreement):
+    with agreement.compared() as lines:
+        lines.append("lr=1")
+        raise UsageError("frozen")
+
+
+def test_an_error_is_raised_here_at_once_and_compared_by_its_text(sent):
+    agreement = StepAgreement()
+    with pytest.raises(UsageError, match=r"^frozen$"):
+        fail(agreement)
+    assert sent.digests == [digest_of(["UsageError: frozen"]).tolist()]
+    step(agreement, "lr=1")
+
+
+def test_a_step_does_not_wait_for_the_answer_to_its_own_clipping(sent):
+    agreement = StepAgreement()
+    sent.others = [["clip"], ["other"]]
+    step(agreement, "clip", is_step=False)
+    sent.others = None
+    step(agreement, "lr=1")
+    with pytest.raises(UsageError, match="rank 2 had other options"):
+        step(agreement, "lr=1")
+
+
+def test_the_first_question_of_a_step_waits_for_the_last(sent):
+    agreement = StepAgreement()
+    sent.others = [["lr=1"], ["other"]]
+    step(agreement, "lr=1")
+    with pytest.raises(UsageError, match="rank 2 had other options"):
+        step(agreement, "clip", is_step=False)
+
+
+def test_nothing_is_compared_in_a_graph(sent, monkeypatch):
+    monkeypatch.setattr(groups, "is_stream_captured", lambda: True)
+    step(StepAgreement(), "lr=1")
+    assert sent.digests == []

@@ -1,12 +1,26 @@
-"""Training with a sharded optimizer equals training with the class itself, in either mode."""
+"""Training with a sharded optimizer equals training with the class itself: steps, clipping, parameter groups."""
+
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from cs336_basics.optimizer import AdamW
 from on_ranks import on_ranks
-from optimizer_models import CLASSES, MODES, SMALL_MB, each_mode, finish, network, sharded, train, train_step
+from optimizer_models import (
+    CLASSES,
+    MODES,
+    SMALL_MB,
+    each_mode,
+    finish,
+    network,
+    sharded,
+    train,
+    train_step,
+    wait_for_parameters,
+)
 from same_tensors import assert_same, assert_same_state, dict_of
-from small_models import PartlyUsed, Permuted, Products, batch, factors, weights
+from small_models import PartlyUsed, Permuted, Products, batch, error_of, factors, refusal_of, share, weights
 from torch import nn
 from world_sizes import WORLD_SIZES
 
@@ -182,7 +196,7 @@ def test_master_parameters_carry_what_bf16_rounds_away():
     assert_same(resumed, trained)
 
 
-@on_ranks(2, gpus=True)
+@on_ranks(2)
 @each_mode
 @pytest.mark.parametrize("fused", [False, True])
 def test_parameters_that_are_not_contiguous(mode, fused):
@@ -190,15 +204,14 @@ def test_parameters_that_are_not_contiguous(mode, fused):
 
     Fused optimizers take for granted that state is laid out as its parameter is, and that is without gaps.
     """
-    device, settings = group_device(), {"lr": 0.1, "fused": fused}
-    alone, start, state = Permuted().to(device), Permuted().state_dict(), None
+    alone, start, state, settings = Permuted(), Permuted().state_dict(), None, {"lr": 0.1, "fused": fused}
     alone.sliced.requires_grad_(not fused)
     plain = torch.optim.AdamW(alone.parameters(), **settings)
     for step in range(3):
         plain.zero_grad()
         alone(torch.tensor(1.0 + step)).backward()
         plain.step()
-        model = Permuted().to(device)
+        model = Permuted()
         model.load_state_dict(start)
         model.sliced.requires_grad_(not fused)
         wrapped, optimizer = sharded(mode, model, **settings)
@@ -227,3 +240,113 @@ def test_fused_step_on_one_gpu_equals_the_class():
     (result,) = launch.run(train_fused, world_size=1, backend="nccl")
     for trained in result:
         assert_same(trained, train("alone", "AdamW", torch.float64), atol=1e-10)
+
+
+@on_ranks(2)
+@each_mode
+def test_sparse_gradient_is_named(mode):
+    """By default without a wrapper, which would refuse it."""
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, flat=mode == "flat")
+
+    def step():
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    message = refusal_of(step)
+    assert "has a sparse gradient" in message
+    assert "choose sparse=False" in message
+
+
+@on_ranks(2)
+@each_mode
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_norm_is_that_of_all_gradients_and_nan_is_seen_by_all(mode, max_norm):
+    model, alone = (network(0, torch.float64) for _ in range(2))
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.1)
+    inputs, targets = batch(0, torch.float64)
+
+    def clip(rows, targets):
+        nn.functional.mse_loss(wrapped(rows), targets).backward()
+        finish(wrapped)
+        norm = optimizer.clip_grad_norm_(max_norm).item()
+        assert gather_objects(str(norm)) == [str(norm)] * 2
+        return norm
+
+    nn.functional.mse_loss(alone(inputs), targets).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm).item()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert clip(share(inputs), share(targets)) == pytest.approx(expected, rel=1e-6)
+    optimizer.step()
+    assert_same(weights(model), weights(alone), atol=1e-7)
+    optimizer.zero_grad()
+    inputs[-1] = torch.nan
+    assert math.isnan(clip(share(inputs), share(targets)))
+    optimizer.zero_grad()
+    assert math.isfinite(clip(share(targets).new_zeros(3, 7), share(targets)[:3]))
+
+
+def train_groups(mode, overlap=False):
+    """Weights and options of training matrices that decay and vectors that do not, with a scheduler for both."""
+    model, options = network(0, torch.float64), []
+    matrices, vectors = (
+        [(name, p) for name, p in model.named_parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.05, "betas": (0.8, 0.9)}]
+    wrapped, optimizer = sharded(mode, model, overlap=overlap, params=groups, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.1], total_steps=8)
+    for step in range(6):
+        train_step(wrapped, optimizer, step, torch.float64)
+        scheduler.step()
+        options.append([(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups])
+    wait_for_parameters(optimizer)
+    return weights(model), options
+
+
+@on_ranks(2)
+@each_mode
+@pytest.mark.parametrize("overlap", [False, True])
+def test_groups_and_a_scheduler(mode, overlap):
+    expected, expected_options = train_groups("alone")
+    trained, options = train_groups(mode, overlap)
+    assert_same(trained, expected, atol=1e-12)
+    assert options == expected_options
+
+
+@on_ranks(2)
+@each_mode
+def test_group_that_is_refused_leaves_the_optimizer_as_it_was(mode):
+    model, other, is_first = PartlyUsed(), nn.Parameter(torch.ones(4)), dist.get_rank() == 0
+    wrapped, optimizer = sharded(mode, model, AdamW, lr=0.01)
+    rate = ("ValueError", "AdamW: lr is -1.0, but must be at least 0")
+    assert error_of(optimizer.add_param_group, {"params": [other], "lr": -1.0}) == rate
+    for group, difference in (
+        ({"params": [other], "lr": 0.1 if is_first else 0.2}, "lr=0.1, weight_decay=0.01 on rank 0, group 1 with"),
+        (
+            {"params": [other if is_first else nn.Parameter(torch.ones(5))]},
+            "(4,) strides (1,) trained on rank 0, parameter 3 of group 1 float32 (5,)",
+        ),
+        (
+            {"params": [other if is_first else "weight"]},
+            "TypeError: optimizer can only optimize Tensors, but one of the params is str on rank 1",
+        ),
+    ):
+        assert difference in refusal_of(optimizer.add_param_group, group)
+    assert error_of(optimizer.add_param_group, {"params": [model.used]})[0] == "ValueError"
+    wrapped(1.0, True).backward()
+    finish(wrapped)
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1
+
+
+@on_ranks(2)
+def test_added_group_goes_where_least_is():
+    groups = [[nn.Parameter(torch.ones(size)) for size in sizes] for sizes in ([5, 3, 3], [2], [4, 4])]
+    optimizer = ShardedOptimizer(groups[0], torch.optim.SGD, lr=1.0)
+    for group in groups[1:]:
+        optimizer.add_param_group({"params": group})
+    owned = {id(parameter) for parameter in optimizer.own_tensors}
+    first, second = gather_objects([[id(parameter) in owned for parameter in group] for group in groups])
+    # 5 against 3 + 3; then 5 + 2 against 6; then 7 + 4 against 6 + 4, the fuller one second.
+    assert first == [[True, False, False], [True], [False, True]]
+    assert second == [[False, True, True], [False], [True, False]]
