@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import time
 import weakref
 
@@ -212,3 +213,28 @@ def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_re
             "create_graph=True, and the average over ranks is in no graph: take gradients to differentiate again by "
             "torch.autograd.grad, and call backward() without it"
         )
+
+
+@on_ranks(gpus=True)
+def test_no_mode_needs_more_memory_than_torch():
+    """Of 8 layers with 4 MiB of fp32 weights each."""
+    gc.collect()
+    before, peaks = torch.cuda.memory_allocated(), {}
+    for mode in (*MODES, "torch"):
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+        wrapped = (MODES | TORCH_MODES)[mode](model)
+        # Fused, because others need memory of their own.
+        optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            wrapped(torch.ones(16, 1024, device="cuda")).sum().backward()
+            finish(wrapped)
+            optimizer.step()
+        peaks[mode] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del model, wrapped, optimizer
+        gc.collect()
+    # Weights, gradients and AdamW's two moments are 128 MiB; a second copy of the gradients would be 32 more.
+    assert peaks["torch"] > 128
+    assert all(peak < peaks["torch"] + 4 for peak in peaks.values()), peaks
