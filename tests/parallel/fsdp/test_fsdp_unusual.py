@@ -1,5 +1,6 @@
 """Modules that use weights, arguments, losses and passes in unusual ways train as in one process."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -277,3 +278,48 @@ def test_gradient_penalty_is_refused_on_every_rank_and_the_next_step_is_good():
     sharded.finish_gradient_synchronization()
     alone(INPUTS).backward()
     assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-12)
+
+
+@on_ranks(2)
+def test_second_loss_after_a_failed_backward_pass_keeps_its_gradients():
+    sharded, alone = FSDP(Model()), Model()
+    before = ids(sharded)
+    for model, root in ((sharded, sharded.module), (alone, alone)):
+        tokens, targets = map(share, batch(0)) if model is sharded else batch(0)
+        good = loss_of(model, tokens, targets)
+        handle = root.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
+        bad = loss_of(model, tokens, targets)
+        with contextlib.suppress(ZeroDivisionError):
+            bad.backward()
+        assert ids(sharded) == before
+        handle.remove()
+        model.zero_grad()
+        good.backward()
+    sharded.finish_gradient_synchronization()
+    assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-15)
+
+
+def fail(*_):
+    raise ArithmeticError
+
+
+@on_ranks(2)
+def test_training_goes_on_after_a_step_that_failed_on_all_ranks():
+    trained = []
+    for where in ("forward", "backward", None):
+        sharded = FSDP(Model())
+        optimizer, block = torch.optim.SGD(sharded.parameters(), lr=0.1), sharded.module.blocks[1]
+        if where is not None:
+            register = block.register_forward_hook if where == "forward" else block.register_full_backward_hook
+            handle = register(fail)
+            with pytest.raises(ArithmeticError):
+                loss_of(sharded, *map(share, batch(0))).backward()
+            handle.remove()
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(sharded, *map(share, batch(step))).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+        trained.append(sharded.gather_full_params())
+        assert gathered_units(sharded) == {}
+        assert_same(trained[-1], trained[0])
