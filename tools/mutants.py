@@ -36,7 +36,7 @@ NEGATED = (ast.Eq, ast.NotEq, ast.In, ast.NotIn, ast.Is, ast.IsNot)
 UNTOUCHED_CALLS = frozenset(("print", "warn", "debug", "info", "warning", "error", "cast", "TypeVar", "ParamSpec"))
 # Each of their arguments has its own kind, or their order does not matter.
 UNORDERED_CALLS = frozenset(
-    ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "min", "max", "minimum", "maximum")
+    ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "suppress", "min", "max", "minimum", "maximum")
 )
 UNTOUCHED_FIELDS = frozenset(("annotation", "returns", "msg", "decorator_list", "type_params"))
 # A text without blanks is a key; others are sentences.
@@ -186,6 +186,9 @@ def is_untouched(node: ast.AST) -> bool:
             return True
         case ast.keyword(arg="kind", value=ast.Constant(value="stable")):
             # numpy looks at the first letter alone.
+            return True
+        case ast.keyword(arg="strict", value=ast.Constant(value=True)):
+            # An assertion of zip: without it nothing changes where both sides have one length, as they all should.
             return True
         case ast.Call(func=function) | ast.Expr(value=ast.Call(func=function)):
             return name_of(function) in UNTOUCHED_CALLS

@@ -110,11 +110,11 @@ class Coverage:
             ]
             for name, room in ROOMS.items()
         }
-        # What all tests may use: the package, and modules and figures next to tests.
+        # What all tests may use: the package, and modules and texts next to tests.
         folders = {Path(name).parts[0] for room in ROOMS.values() for name in room.sources + room.tests}
         files = [file for folder in sorted(folders) for file in sorted((root / folder).rglob("*.py"))]
         self.shared = [file for file in files if not file.name.startswith("test_")]
-        self.shared += sorted((root / "tests").rglob("figures.txt"))
+        self.shared += sorted((root / "tests").rglob("*.txt"))
 
     def identify(self, room: str, kind: str, file: str) -> dict[str, str]:
         return {"room": room, "kind": kind, "file": file, "code": digest(*self.shared, self.root / file)}
