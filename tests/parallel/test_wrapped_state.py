@@ -83,6 +83,9 @@ def test_state_dict_loads_alone_and_around_but_not_on_another_rank(kind):
         else:
             assert error[0] == "UsageError"
             assert f"holds the slices of rank {1 - rank} of 2, this is rank {rank} of 2" in error[1]
+            for name, value in other.items():
+                other[name] = value.to_local() if hasattr(value, "to_local") else value
+            assert error_of(module.load_state_dict, other) == error, "the metadata say whose slices they are, too"
     if kind != "ddp":
         error, message = error_of(saved.load_state_dict, saved.state_dict(), assign=True)
         assert error == "UsageError"
