@@ -15,7 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_memory import graph_refusal, require_eager_backward
-from cs336sys.parallel.marks import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
+from cs336sys.parallel.wrapped_modules import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
 
 # What autograd calls to run the backward function of a torch.autograd.Function; torch 2.13 has the second.
 _BACKWARD_FUNCTIONS = frozenset(

@@ -43,7 +43,6 @@ from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parallel.gradient_slices import clip_over_ranks
-from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
@@ -52,8 +51,8 @@ from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
-from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS, TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.layers import COMPILE_OPTIONS, TensorGroup, vocabulary_parallel_cross_entropy
+from cs336sys.parallel.wrapped_modules import HeldParameters
 
 PATH = Path(__file__).with_name("figures.txt")
 CPU = torch.device("cpu")

@@ -30,8 +30,7 @@ from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
-from cs336sys.parallel.held_parameters import HeldParameters
-from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
+from cs336sys.parallel.wrapped_modules import HeldParameters, require_unsynchronized, require_unwrapped
 
 
 class FSDP(StateDictOfSlices):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.tensor_parallel.group import TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import share_layers, shared_layers
+from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, shared_layers
 from cs336sys.parallel.tensor_parallel.weights import Initialize, cut_weights, part_of
 
 # Faults change a result by 1 % and more (a root mean square over half of 2560 numbers: 2 %), rounding by 0.001 % in
