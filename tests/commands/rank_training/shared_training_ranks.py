@@ -5,7 +5,6 @@ import torch
 
 from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.context_parallel import attention
-from cs336sys.parallel.tensor_parallel import group as tensor_group
 from cs336sys.parallel.tensor_parallel import layers, wrapper
 from cs336sys.training import model as models
 from cs336sys.training.ranks.step import ParallelStep
@@ -50,8 +49,8 @@ OF_RINGS = {
     "positions are those in the slice": (models, "give_positions", lambda *_: None),
 }
 OF_LAYERS = {
-    "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
-    "outputs not summed": (tensor_group.TensorGroup, "leave", lambda self, x: x),
+    "input gradients not summed": (layers._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (layers.TensorGroup, "leave", lambda self, x: x),
     "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
     "wrong first token": (wrapper, "share_layers", _first_row_off),
 }
