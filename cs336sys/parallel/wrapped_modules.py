@@ -1,7 +1,8 @@
 """What a module is wrapped in already, and whether it still holds the parameters that were wrapped.
 
 Wrappers, units and optimizers mark what they have, and refuse what another one has marked. A mark is an attribute and
-not a class, so that whoever looks for it need not import whoever sets it."""
+not a class, so that whoever looks for it need not import whoever sets it.
+"""
 
 import contextlib
 import gc

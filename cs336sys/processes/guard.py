@@ -130,7 +130,7 @@ def _descendants() -> list[int]:
 def _remove_folders() -> None:
     """Remove the temporary folders of killed processes; the import takes time that other endings save."""
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from cs336sys.processes.folders import remove_abandoned
+    from cs336sys.processes.files import remove_abandoned
 
     remove_abandoned()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.processes import atomic_write
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes import files
+from cs336sys.processes.files import written_whole
 
 
 @pytest.fixture
@@ -50,9 +50,7 @@ def refuse(code):
 
 
 def in_process(script, *arguments, **more):
-    start = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom cs336sys.processes.atomic_write import written_whole\n"
-    )
+    start = "import os, signal, sys\nfrom pathlib import Path\nfrom cs336sys.processes.files import written_whole\n"
     return subprocess.run([sys.executable, "-c", start + script, *map(str, arguments)], timeout=60, **more)
 
 
@@ -159,7 +157,7 @@ def test_standard_output_that_is_a_pipe():
 
 @pytest.mark.parametrize(
     ("place", "name", "code"),
-    [(atomic_write.os, "open", errno.EACCES), (Path, "replace", errno.EBUSY)],
+    [(files.os, "open", errno.EACCES), (Path, "replace", errno.EBUSY)],
     ids=["a folder that takes no new files", "a mount point"],
 )
 def test_a_file_that_no_other_can_take_the_place_of_is_written_in_place(path, monkeypatch, place, name, code):
@@ -170,7 +168,7 @@ def test_a_file_that_no_other_can_take_the_place_of_is_written_in_place(path, mo
 
 
 def test_a_folder_without_room_for_a_file_keeps_what_was_there(path, monkeypatch):
-    monkeypatch.setattr(atomic_write.os, "open", refuse(errno.ENOSPC))
+    monkeypatch.setattr(files.os, "open", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         write(path)
     assert path.read_text() == "old, and longer\n"
@@ -178,7 +176,7 @@ def test_a_folder_without_room_for_a_file_keeps_what_was_there(path, monkeypatch
 
 def test_a_file_that_may_not_be_written_is_not_replaced(path, monkeypatch):
     # Root may write everything, so that its tests cannot do without.
-    monkeypatch.setattr(atomic_write.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     with written_whole(path) as whole:
         assert whole == path
 

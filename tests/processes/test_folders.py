@@ -8,11 +8,11 @@ import tempfile
 
 import pytest
 
-from cs336sys.processes import folders
-from cs336sys.processes.folders import OwnedFolder, remove_abandoned
+from cs336sys.processes import files
+from cs336sys.processes.files import OwnedFolder, remove_abandoned
 
 OWNER = (
-    "import os, sys; from cs336sys.processes.folders import OwnedFolder; folder = OwnedFolder()\n"
+    "import os, sys; from cs336sys.processes.files import OwnedFolder; folder = OwnedFolder()\n"
     "print(folder.path, flush=True); sys.stdin.read(); os.kill(os.getpid(), 9)"
 )
 
@@ -48,7 +48,7 @@ def test_a_folder_is_removed_after_its_owner_was_killed(temporary_directory):
 def test_a_folder_of_another_kernel_stays(temporary_directory, monkeypatch):
     """Whose locks this one does not know, in a file system that both use."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(folders, "_prefix", lambda: "cs336sys-0badf00d-")
+        elsewhere.setattr(files, "_prefix", lambda: "cs336sys-0badf00d-")
         folder = OwnedFolder()
         os.close(folder._lock)
     remove_abandoned()
