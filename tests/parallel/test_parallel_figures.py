@@ -41,7 +41,7 @@ from cs336sys.parallel.context_parallel import AllToAllAttention, RingAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup
 from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
-from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.fsdp.parameter import plan_sharding
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
