@@ -287,7 +287,10 @@ def _step_events(timeline: AllocationTimeline) -> _StepEvents:
     events: list[tuple[int, Allocation]] = [(0, Allocation(0, 0, 0, 0, "", "other"))] * timeline.length  # Filled below.
     older: Counter[Allocation] = Counter()
     for allocation in timeline.allocations:
-        kind = _kind(allocation)
+        # Without its address, positions and numbers of blocks.
+        origin = replace(allocation.origin, module=module_pattern(allocation.origin.module))
+        parameter = module_pattern(allocation.parameter)
+        kind = replace(allocation, address=0, start=0, end=0, origin=origin, parameter=parameter)
         if allocation.start:
             events[allocation.start - 1] = 1, kind
         else:
@@ -295,12 +298,6 @@ def _step_events(timeline: AllocationTimeline) -> _StepEvents:
         if allocation.end <= timeline.length:
             events[allocation.end - 1] = -1, kind
     return _StepEvents(events, older, timeline.phases())
-
-
-def _kind(allocation: Allocation) -> Allocation:
-    """Return the allocation without its address, positions and numbers of blocks."""
-    origin = replace(allocation.origin, module=module_pattern(allocation.origin.module))
-    return replace(allocation, address=0, start=0, end=0, origin=origin, parameter=module_pattern(allocation.parameter))
 
 
 def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationTimeline | None:

@@ -141,7 +141,14 @@ class HeldParameters:
         if self._is_unchanged():
             return
         now = self._read_entries()
-        exchanged_names = self._exchanged_names(now) if allows_exchanged else frozenset()
+        exchanged_names: set[str] = set()
+        if allows_exchanged:
+            # Those of places in modules where a parameter was before, and a tensor from outside is now.
+            ids_before = {id(entry.parameter) for entry in self._entries.values()}
+            unmoved = [
+                name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner
+            ]
+            exchanged_names = {name for name in unmoved if id(now[name].parameter) not in ids_before}
         for name in dict.fromkeys([*now, *self._entries]):
             if name not in exchanged_names and (change := self._change(name, now)):
                 raise UsageError(
@@ -150,12 +157,6 @@ class HeldParameters:
         # Only modules without parameters have come or gone. Tensors from outside are there for this call alone.
         if not exchanged_names:
             self._note_contents()
-
-    def _exchanged_names(self, now: dict[str, _Held]) -> frozenset[str]:
-        """Return the names under which a module that had a parameter before has a tensor from outside of it now."""
-        ids_before = {id(entry.parameter) for entry in self._entries.values()}
-        unmoved = [name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner]
-        return frozenset(name for name in unmoved if id(now[name].parameter) not in ids_before)
 
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""

@@ -50,8 +50,10 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | None:
     """Make an empty file that can replace ``target``; None where none can."""
-    if existing is not None and not _is_replaceable(target, existing):
-        return None
+    if existing is not None:
+        is_plain = stat.S_ISREG(existing.st_mode) and existing.st_nlink == 1 and os.access(target, os.W_OK)
+        if not is_plain or any(os.path.samestat(existing, opened) for opened in _open_files()):
+            return None
     # File systems allow names of 255 bytes, and a character may take four.
     partial = target.with_name(f".{secrets.token_hex(4)}-{target.name[-40:]}")
     try:
@@ -72,12 +74,6 @@ def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | N
         os.close(descriptor)
     partial.unlink()  # It would give the file to another owner or group.
     return None
-
-
-def _is_replaceable(target: Path, existing: os.stat_result) -> bool:  # As written_whole() says.
-    if not stat.S_ISREG(existing.st_mode) or existing.st_nlink > 1 or not os.access(target, os.W_OK):
-        return False
-    return not any(os.path.samestat(existing, opened) for opened in _open_files())
 
 
 def _open_files() -> Iterator[os.stat_result]:

@@ -31,8 +31,6 @@ STRATEGIES = (
     *(("bucketed", "fp32"), ("bucketed", "bf16")),
     *((name, "fp32") for name in ("optimizer", "optimizer-flat", "fsdp")),
 )
-# Micro-batches that are tried: powers of two up to this.
-LARGEST_MICRO_BATCH = 64
 
 
 def refusal(configuration: StepConfiguration) -> str | None:
@@ -101,7 +99,7 @@ class Space:
     def micro_batches(self) -> list[tuple[int, int]]:
         """Return the sequences of a rank at once, and how often in a step; refuse tokens that none adds up to."""
         context = self.training.size.context
-        sizes = self.fixed.get("micro_batch") or [2**n for n in range(LARGEST_MICRO_BATCH.bit_length())]
+        sizes = self.fixed.get("micro_batch") or (1, 2, 4, 8, 16, 32, 64)
         if self.tokens_per_step is None:
             return [(size, 1) for size in sizes]
         sequences, rest = divmod(self.tokens_per_step, context * self.world_size)

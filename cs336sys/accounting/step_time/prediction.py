@@ -31,8 +31,6 @@ PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_ST
 # What hooks and gathers of a block cost the CPU, in launches, forward and backward: from launched steps of fsdp, whose
 # blocks took 2.8 ms each on both models (docs/results/shard-2.7b, shard-xl).
 _HOOK_LAUNCHES_PER_BLOCK = {"fsdp": {"forward": 30.0, "backward": 25.0}}
-# What ``shard`` calls none is ``ddp``'s buckets of blocks.
-_ALIASES = {"none": "bucketed"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ class StepConfiguration(Configured):
     @property
     def exposure_name(self) -> str:
         """Name the strategy as :attr:`.Rates.exposures` do."""
-        name = _ALIASES.get(self.strategy or "", self.strategy or "")
+        # What ``shard`` calls none is ``ddp``'s buckets of blocks.
+        name = {None: "", "none": "bucketed"}.get(self.strategy, self.strategy)
         return name if self.transport == "collectives" else f"{name}, {self.transport}"
 
     @property
