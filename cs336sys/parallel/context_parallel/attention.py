@@ -248,15 +248,7 @@ class AllToAllAttention:
         self.attention = attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of this rank's queries to the keys of all ranks.
-
-        Args:
-            query: (..., H, S_r, D), of this rank's tokens; any strides.
-            key: (..., H_kv, S_r, D), H_kv a divisor of H where ``attention`` can do that.
-            value: (..., H_kv, S_r, D).
-
-        Returns:
-            (..., H, S_r, D) in the dtype of the inputs, which under autocast is autocast's.
+        """Return the attention of this rank's queries to the keys of all ranks, as :class:`RingAttention` does.
 
         Raises:
             UsageError: the ranks do not divide the heads; the tensors do not have as many tokens as this rank holds, or
