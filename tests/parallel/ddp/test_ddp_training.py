@@ -1,6 +1,5 @@
 """Data parallel training equals training in one process; gradients are averaged in place, or named."""
 
-import contextlib
 import copy
 import gc
 import time
@@ -119,24 +118,6 @@ def test_backward_function_that_returns_none_counts_as_zero(mode):
     ((through(wrapped.module.sometimes) * 4.0).sum() + (wrapped.module.used * 2.0).sum()).backward()
     finish(wrapped)
     assert_same(gradients(wrapped.module), dict_of(used=2.0, sometimes=2.0, never=None))
-
-
-@on_ranks(2)
-@each_mode
-def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(mode):
-    wrapped = MODES[mode](PartlyUsed())
-    for context in (contextlib.nullcontext, wrapped.no_sync):
-        wrapped(1.0, True).backward()
-        with context():
-            kind, message = error_of(wrapped(1.0, True).backward)
-        assert kind == "UsageError"
-        assert "got a gradient from a second backward pass before finish_gradient_sync" in message
-        assert "no_sync()" in message
-        finish(wrapped)
-        wrapped.zero_grad()
-    wrapped(2.0 * (dist.get_rank() + 1), True).backward()
-    finish(wrapped)
-    assert_same(gradients(wrapped.module), dict_of(used=3.0, sometimes=3.0, never=None))
 
 
 @on_ranks(2)
