@@ -7,11 +7,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches, train
+from ddp_modes import MODES, each_mode, finish, recorded_launches, train
 from launches import delays
 from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
-from small_models import Branches, PartlyUsed, batch, error_of, network
+from small_models import Branches, PartlyUsed, batch, error_of, gradients, network
 from torch import nn
 
 from cs336sys.parallel import collectives

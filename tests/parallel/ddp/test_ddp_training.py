@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, TORCH_MODES, each_mode, finish, gradients, recorded_launches, train, train_alone
+from ddp_modes import MODES, TORCH_MODES, each_mode, finish, recorded_launches, train, train_alone
 from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
 from small_models import (
@@ -19,6 +19,8 @@ from small_models import (
     batch,
     error_of,
     factors,
+    gradients,
+    mean_over_ranks,
     network,
     penalized_loss,
     share,
@@ -89,12 +91,6 @@ def test_flat_buffer_leaves_its_memory_to_the_next_forward_pass():
     while buffer() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert buffer() is None
-
-
-def mean_over_ranks(tensors):
-    """Of this rank's and its peers' dictionaries of tensors."""
-    of_ranks = gather_objects(tensors)
-    return {name: sum(part[name] for part in of_ranks) / len(of_ranks) for name in tensors}
 
 
 @on_ranks(2, 3, gpus=True)

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import WIDTH, Block, Model, batch, gradients_of, loss_of, whole_gradients
+from fsdp_models import WIDTH, Block, Model, batch, loss_of, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import error_of, refusal_of, share
+from small_models import error_of, gradients, refusal_of, share
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parametrizations, parametrize
@@ -274,7 +274,7 @@ def test_refresh_takes_up_what_was_added_tied_and_removed():
             model.zero_grad()
             loss_of(model, *inputs).backward()
         sharded.finish_gradient_synchronization()
-        assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
+        assert_same(whole_gradients(sharded), gradients(alone), atol=1e-14)
         assert len(before - {id(parameter) for parameter in sharded.parameters()}) == lost
     up = sharded.module.blocks[0].up
     up.weight = nn.Parameter(up.weight.detach().clone())

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
+from fsdp_models import OPTIMIZERS, batch, loss_of, network
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import Scale, error_of, refusal_of, share
+from small_models import Scale, error_of, on_cpu, refusal_of, share
 from torch import nn
 from torch.distributed.checkpoint import metadata
 

@@ -5,22 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import (
-    OPTIMIZERS,
-    batch,
-    gradients,
-    gradients_of,
-    loss_of,
-    mean_over_ranks,
-    network,
-    recorded,
-    train,
-    transformer,
-    whole_gradients,
-)
+from fsdp_models import OPTIMIZERS, batch, loss_of, network, recorded, train, transformer, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import Products, error_of, factors, share
+from small_models import Products, error_of, factors, gradients, mean_over_ranks, share
 from world_sizes import WORLD_SIZES
 
 from cs336sys.parallel import collectives
@@ -103,7 +91,7 @@ def test_half_precision_gradients_are_summed_in_full_precision(compute_dtype):
     sharded.finish_gradient_synchronization()
     assert {parameter.dtype for parameter in sharded.parameters()} == {torch.float32}
     assert {parameter.grad.dtype for parameter in sharded.parameters()} == {torch.float32}
-    means = mean_over_ranks({name: gradient.float() for name, gradient in gradients_of(alone).items()})
+    means = mean_over_ranks({name: gradient.float() for name, gradient in gradients(alone).items()})
     averaged = whole_gradients(sharded)
     if group_device().type == "cuda":
         assert_same(averaged, means, rtol=1e-5, atol=1e-6)
@@ -154,9 +142,9 @@ def test_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(value):
     sharded.finish_gradient_synchronization()
     if dist.get_rank() == dist.get_world_size() - 1:
         sharded.module.blocks[0].up.weight.grad[0, 0] = value
-    before = gradients(sharded)
+    before = gradients(sharded.module)
     message = f"the norm of the gradients is {value}: some are NaN or infinite, on some rank"
     assert error_of(sharded.clip_grad_norm_, 1.0, error_if_nonfinite=True) == ("RuntimeError", message)
-    assert_same(gradients(sharded), before, equal_nan=True)
+    assert_same(gradients(sharded.module), before, equal_nan=True)
     assert not sharded.clip_grad_norm_(1.0, float("inf")).isfinite()
     assert not sharded.clip_grad_norm_(1.0).isfinite()
