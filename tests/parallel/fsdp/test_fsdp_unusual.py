@@ -73,32 +73,6 @@ def test_bias_held_twice_has_the_dtype_of_its_weight():
     assert all(parameter.grad is not None for parameter in sharded.parameters())
 
 
-class TwoModules(nn.Module):
-    def __init__(self, wrap):
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
-        self.first, self.second = map(wrap, layers)
-
-    def forward(self, x):
-        return (self.first(x) * self.second(x)).mean() + self.first(self.second(x)).mean()
-
-
-@on_ranks(2)
-def test_two_wrapped_modules_in_one_graph():
-    inputs = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
-    sharded, alone = TwoModules(FSDP), TwoModules(lambda module: module)
-    for _ in range(2):
-        sharded.zero_grad()
-        alone.zero_grad()
-        sharded(share(inputs)).backward()
-        for part in (sharded.first, sharded.second):
-            part.finish_gradient_synchronization()
-        alone(inputs).backward()
-    for part, plain in ((sharded.first, alone.first), (sharded.second, alone.second)):
-        assert_same(whole_gradients(part), gradients(plain), atol=1e-15)
-
-
 DROPPING = {
     "wrapper": lambda sharded: sharded.zero_grad(),
     "module": lambda sharded: sharded.module.zero_grad(),
