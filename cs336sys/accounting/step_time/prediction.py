@@ -79,7 +79,8 @@ class StepConfiguration(Configured):
     def exposure_name(self) -> str:
         """Name the strategy as :attr:`.Rates.exposures` do."""
         # What ``shard`` calls none is ``ddp``'s buckets of blocks.
-        name = {None: "", "none": "bucketed"}.get(self.strategy, self.strategy)
+        strategy = self.strategy or ""
+        name = {"none": "bucketed"}.get(strategy, strategy)
         return name if self.transport == "collectives" else f"{name}, {self.transport}"
 
     @property

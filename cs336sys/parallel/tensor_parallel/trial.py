@@ -135,20 +135,16 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
         if initialize is not None and any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             part.to_empty(device=device, recurse=False)
             initialize(part)
-    _draw_weights(trial)
-    return trial, list(kinds.values())
-
-
-def _draw_weights(trial: nn.Module) -> None:
-    """Give a model random weights: outputs of matrices are as large as inputs, and gains of norms about 1."""
     # Half precision rounds as much as a fault changes.
     if any(parameter.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
+    # Random weights: outputs of matrices are as large as inputs, and gains of norms about 1.
     for parameter in trial.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
         else:
             nn.init.uniform_(parameter, 0.5, 1.5)
+    return trial, list(kinds.values())
 
 
 def _block_kind(block: nn.Module) -> Any:
