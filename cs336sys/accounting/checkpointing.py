@@ -13,9 +13,6 @@ from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.settings.sizes import ModelSize
 
-# every=K: groups of K blocks.
-_CHOICES = ("none", "block", "every=K", "sublayer", "attention", "ffn", "nested")
-
 # Which layers of a block have checkpoints of their own, by the names of the model's modules.
 SUBLAYERS = {"sublayer": ("attn", "ffn"), "attention": ("attn",), "ffn": ("ffn",)}
 
@@ -28,7 +25,7 @@ def parse_checkpointing(text: str) -> str:
             raise UsageError("a group has a whole number of blocks, at least 1, as in every=4")
         return "block" if int(count) == 1 else f"every={int(count)}"
     if text not in ("none", "block", "nested", *SUBLAYERS):
-        raise UsageError(choose_from(text, _CHOICES))
+        raise UsageError(choose_from(text, ("none", "block", "every=K", *SUBLAYERS, "nested")))
     return text
 
 

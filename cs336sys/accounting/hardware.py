@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cs336sys.errors import UsageError
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes.files import written_whole
 
 _COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 

@@ -153,19 +153,16 @@ def attention_answers(
     return [*rows, saved, backward, row("peak", saved.as_symbol() + backward.as_symbol())]
 
 
-_HANDOUT = "2026 handout, 3.2"
-_CHEN = "Chen et al., arXiv:1604.06174"
-
-
 def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
     """Answer ``gradient_checkpointing``: memory and recomputation of the strategies, for the blocks of one model."""
+    handout = "2026 handout, 3.2"
     n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
     label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
-    block_input = Derived(label, kept, "bytes", "s", reason=why("block_input"), source=_HANDOUT)
+    block_input = Derived(label, kept, "bytes", "s", reason=why("block_input"), source=handout)
     total = symbol("as in account activations", block_activations(size, precision, attention).total)
     saved = Derived("what a block saves for backward", total, "bytes", "b", source=_SAVED)
     s, b = block_input.as_symbol(), saved.as_symbol()
-    row = partial(Derived, source=_CHEN)
+    row = partial(Derived, source="Chen et al., arXiv:1604.06174")
     part_a, part_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
     label = "group with the least memory, one recomputation"
     best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=why("best_group"), question=part_b)
@@ -176,7 +173,7 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     return [
         block_input,
         saved,
-        row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason=why("without_checkpoints")),
+        row("held without checkpoints", n * b, "bytes", source=handout, reason=why("without_checkpoints")),
         best,
         row(groups_label, n * s / group + group * b, "bytes", reason=why("groups"), question=part_b),
         row("held with halves inside halves", b + levels * s, "bytes", reason=why("halves"), question=part_a),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from cs336sys.allocations.timeline import Allocation, AllocationTimeline
 from cs336sys.errors import UsageError
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes.files import written_whole
 from cs336sys.results.foreign import printable
 from cs336sys.results.plain_pickle import read_plain_pickle
 

@@ -19,7 +19,7 @@ from cs336sys.capture.ranks import RanksAnalysis, match_ranks
 from cs336sys.capture.timeline import Timeline, timelines
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.diagnosis.profilers import find_nsys
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder
 from cs336sys.results.foreign import MIB
 
 # What damaged compression, tables, text and values raise.

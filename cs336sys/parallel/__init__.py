@@ -2,7 +2,7 @@
 
 - ``ranks/``: how are the processes started and ended?
 - ``collectives.py``: how do they communicate, whatever the backend and the version of torch?
-- ``rank_consistency.py``: are they about to train the same thing? ``held_parameters.py``: is it still what was wrapped?
+- ``rank_consistency.py``: are they about to train the same thing? ``wrapped_modules.py``: is it still what was wrapped?
 - ``ddp.py``: data parallel training. Which gradients are sent together and where are they in memory
   (``buckets.py``), and when is their all-reduce launched (``gradient_synchronizer.py``)?
 - ``sharded_optimizer/``: each rank keeps a share of the optimizer's state (ZeRO stage 1).

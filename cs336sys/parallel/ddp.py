@@ -34,8 +34,7 @@ from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_bo
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import require_whole
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.held_parameters import HeldParameters
-from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
+from cs336sys.parallel.wrapped_modules import HeldParameters, require_unsynchronized, require_unwrapped
 
 # The beginning of names of parameters in the wrapper, which the module's names lack.
 _PREFIX = "module."

@@ -15,7 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_memory import graph_refusal, require_eager_backward
-from cs336sys.parallel.marks import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
+from cs336sys.parallel.wrapped_modules import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
 
 # What autograd calls to run the backward function of a torch.autograd.Function; torch 2.13 has the second.
 _BACKWARD_FUNCTIONS = frozenset(
@@ -154,14 +154,6 @@ class GradientSynchronizer(SynchronizationSwitch):
             # Without overlap, and if no pass reached any of its parameters, this synchronizer is not in the list.
             self._launch(len(self.buckets))
 
-    def _launch_ready(self) -> bool:
-        """Launch the buckets whose turn has come and whose gradients are ready; return whether none is left."""
-        ready = self._launched
-        while ready < len(self.buckets) and not self.buckets[ready].waiting:
-            ready += 1
-        self._launch(ready)
-        return ready == len(self.buckets)
-
     def _launch(self, end: int) -> None:
         while self._launched < end:
             self.buckets[self._launched].launch()
@@ -169,11 +161,14 @@ class GradientSynchronizer(SynchronizationSwitch):
 
 
 def _launch_ready_in_order() -> None:
-    """Launch what is ready, in the order in which synchronizers have begun."""
+    """Launch buckets whose turn has come and whose gradients are ready, in the order in which synchronizers began."""
     while _launching:
         first = _launching[0]()
-        if first is not None and not first._launch_ready():
-            return
+        if first is not None:
+            while first._launched < len(first.buckets):
+                if first.buckets[first._launched].waiting:
+                    return
+                first._launch(first._launched + 1)
         del _launching[0]
 
 

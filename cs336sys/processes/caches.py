@@ -20,7 +20,11 @@ def use_private_caches() -> None:
     Inductor's own default is in the system's temporary folder, where another user may have made it. Ours is in the
     user's cache folder, or where that takes no files, in the default one, which is checked in any case.
     """
-    default = Path(tempfile.gettempdir(), f"torchinductor_{_user_name()}")
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    default = Path(tempfile.gettempdir(), f"torchinductor_{user}")  # As Inductor names it.
     if _INDUCTOR_VARIABLE not in os.environ:
         folder = _user_cache() / "torchinductor"
         if not folder.is_absolute() or not _can_write(folder):
@@ -67,14 +71,6 @@ def require_private(folder: Path, variable: str) -> None:
             f"{folder}: cached files are not loaded from this folder, because {reason}; set {variable} to a folder "
             "that only you can write to"
         )
-
-
-def _user_name() -> str:
-    """Return the user's name as it stands in Inductor's default folder."""
-    try:
-        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):
-        return f"uid_{os.getuid()}"
 
 
 def _can_write(folder: Path) -> bool:

@@ -63,7 +63,11 @@ def main(pipe: int, descriptors: list[int], command: list[str]) -> None:
     _kill_descendants(child)
     code = os.waitstatus_to_exitcode(status)
     if code != 0:
-        _remove_folders()  # A program that was killed has left its own.
+        # A program that was killed has left its temporary folders. The import takes time that other endings save.
+        sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+        from cs336sys.processes.files import remove_abandoned
+
+        remove_abandoned()
     _end_like(code)
 
 
@@ -125,14 +129,6 @@ def _descendants() -> list[int]:
     for process in processes:  # Also through those that are added meanwhile.
         processes += children.get(process, ())
     return processes[1:]
-
-
-def _remove_folders() -> None:
-    """Remove the temporary folders of killed processes; the import takes time that other endings save."""
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from cs336sys.processes.folders import remove_abandoned
-
-    remove_abandoned()
 
 
 def _end_like(code: int) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from cs336sys.command_line.faults import say
 from cs336sys.errors import CapabilityError, OutputError
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder
 from cs336sys.results.model import Cell, Run, folders_of, json_text
 
 # Of MLflow's experiment and W&B's project, where their variables name no other.

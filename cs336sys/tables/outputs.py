@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes.files import written_whole
 
 if TYPE_CHECKING:
     import matplotlib.axes

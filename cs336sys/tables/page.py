@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError, OutputError, UsageError
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder
 from cs336sys.tables.outputs import check_drawing, check_writable
 from cs336sys.tables.sentences import package_templates
 from cs336sys.tables.table import Table, grid_of, one_line

@@ -4,8 +4,7 @@ from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.memory import step_peak_bytes
-from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
-from cs336sys.accounting.step_time.public_steps import public_note
+from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, public_note
 from cs336sys.accounting.step_time.rates import Rates
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.table import named_columns

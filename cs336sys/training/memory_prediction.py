@@ -17,8 +17,7 @@ from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.accounting.memory import GIB
 from cs336sys.allocations.history import FakeHistory
 from cs336sys.allocations.recorder import StepRecorder
-from cs336sys.allocations.repetition import repeated
-from cs336sys.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
+from cs336sys.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, repeated, thinned
 from cs336sys.allocations.without_values import DecisionsRead, WithoutValues
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention

@@ -25,8 +25,8 @@ from cs336sys.accounting import (
     scaling,
     xxl,
 )
-from cs336sys.accounting.sharding import cells, context, fsdp, ideal, partition, selective_checkpointing, step, tensor
-from cs336sys.accounting.step_time import choice, prediction, public_steps, rates, space, work
+from cs336sys.accounting.sharding import cells, context, fsdp, partition, selective_checkpointing, step, tensor
+from cs336sys.accounting.step_time import choice, prediction, rates, work
 from cs336sys.accounting.step_time import memory as step_memory
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import SIZES, ModelSize

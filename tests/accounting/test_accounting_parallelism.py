@@ -1,11 +1,20 @@
-"""The roofline of a parallel feed-forward layer, by search."""
+"""Limits of one layer, many devices and a model too large for any: by search, and what each part must do."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from cs336sys.accounting.parallelism import PASSES, Layer, Mesh, best_split, communication_s, layer_flops, most_devices
+from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
+from cs336sys.accounting.parallelism import PASSES, Layer, best_split, communication_s, layer_flops, most_devices
+from cs336sys.accounting.scaling import DeviceTime, Dtypes, Simulation
+from cs336sys.accounting.sharding.partition import Mesh
+from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
+from cs336sys.accounting.sharding.tensor import TensorStep
+from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.errors import UsageError
+from cs336sys.settings.sizes import SIZES
 
 # B 64, D 4, D_FF 8; a device computes 100 FLOP/s and sends 10 bytes/s; two bytes an element.
 LAYER = Layer(64, 4, 8, 100, 10)
@@ -64,3 +73,111 @@ def test_impossible_layers_are_refused(field):
             Layer(**values | {field: wrong})
     with pytest.raises(UsageError, match="mesh 0x2: every axis needs at least 1 device"):
         Mesh(fsdp=0, tp=2)
+
+
+SIZE = replace(SIZES["small"], batch_size=64)
+BF16 = Dtypes("bf16")
+DEVICE = DeviceTime(sequence_s=10e-3, optimizer_s=8e-3)
+CLUSTER = Cluster(8, 400e9, 50e9, 0.0, 140e9)
+
+
+def simulate(size, dtypes, mesh, cluster, device, checkpointing="none"):
+    return Simulation(size, dtypes, cluster, device, checkpointing).step(mesh)
+
+
+def test_slow_links_expose_all_that_is_sent():
+    """With links so slow that nothing computes beside them, each part takes its bytes over the bandwidth."""
+    slow = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6)
+    sequences = SIZE.batch_size * 10e-3
+    fsdp = simulate(SIZE, BF16, Mesh(1, 4, 1), slow, DEVICE)
+    norms = ShardedStep("fsdp", SIZE, 4, "bf16", "flash")
+    sent = predicted_sent_bytes(norms)
+    # Of the passes, computing is exposed in neither; norms are small.
+    assert fsdp.parts_s["fsdp"] + fsdp.parts_s["computing"] == pytest.approx(sent / 1e6, rel=0.08)
+    ddp = simulate(SIZE, BF16, Mesh(4, 1, 1), slow, DEVICE)
+    gradients_s = 4 * count_parameters(SIZE) * 2 * 3 / 4 / 1e6
+    assert ddp.parts_s["ddp"] == pytest.approx(gradients_s - sequences / 4 * 2 / 3)
+    tensor = simulate(SIZE, BF16, Mesh(1, 1, 4), slow, DEVICE)
+    step = TensorStep("fsdp+tensor-sequence", SIZE, 4, 1, "bf16")
+    assert tensor.parts_s["tp"] == pytest.approx(step.sent_for_layers / 1e6)
+    assert tensor.parts_s["computing"] == pytest.approx(sequences / 4)
+    assert (fsdp.longest_part, ddp.longest_part, tensor.longest_part) == ("fsdp", "ddp", "tp")
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    assert CLUSTER.ring_bytes_per_s(8, 1) == 400e9
+    assert CLUSTER.ring_bytes_per_s(4, 2) == 400e9
+    assert CLUSTER.ring_bytes_per_s(8, 2) == CLUSTER.ring_bytes_per_s(2, 8) == 50e9
+    fast = replace(CLUSTER, node_bytes_per_s=800e9)
+    assert fast.ring_bytes_per_s(16, 1) == 400e9
+    measured = replace(CLUSTER, ranks_bytes_per_s=((2, 300e9), (16, 1e12)))
+    assert [measured.ring_bytes_per_s(ranks, 1) for ranks in (2, 4, 16)] == [300e9, 400e9, 50e9]
+
+
+@pytest.mark.parametrize(
+    ("beside", "computing_s", "communication_s", "seconds"),
+    [
+        (OverlapSlowdown(), 3.0, 2.0, 3.0),
+        (OverlapSlowdown(), 2.0, 3.0, 3.0),
+        # 4 s of communication at half speed; a quarter of 12 s of computing is left to do meanwhile.
+        (OverlapSlowdown(0.75, 0.5), 12.0, 2.0, 4.0 + 12.0 - 3.0),
+        # 4 s of computing at 0.75; communication has done half of that.
+        (OverlapSlowdown(0.75, 0.5), 3.0, 6.0, 4.0 + 6.0 - 2.0),
+        (OverlapSlowdown(0.5, 0.5), 0.0, 6.0, 6.0),
+    ],
+)
+def test_concurrent_work_is_slower(beside, computing_s, communication_s, seconds):
+    assert beside.seconds(computing_s, communication_s) == pytest.approx(seconds)
+
+
+def forward_times(batch, stack, mesh):
+    """Seconds of one block's forward pass: computing, FSDP's all-gathers, TP's all-gather and reduce-scatter.
+
+    ``4 B D F / (X Y C)``, ``4 D F / (Y W M_X)``, ``4 B D / (X W M_Y)``: two matrices of two FLOPs and two bytes an
+    element. The book leaves out the factor ``(n - 1) / n`` of collectives.
+    """
+    d, f = stack.d_model, stack.d_ff
+    computing = 4 * batch * d * f / (mesh.x * mesh.y * mesh.flops_per_s)
+    along_x = 4 * d * f / (mesh.y * mesh.bytes_per_s * mesh.m_x)
+    along_y = 4 * batch * d / (mesh.x * mesh.bytes_per_s * mesh.m_y)
+    return computing, along_x, along_y
+
+
+MESH = TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10)
+
+
+def by_quantity(answers):
+    return {answer.quantity: answer.value for answer in answers}
+
+
+def test_activations_that_no_sharding_fits():
+    # Half of 35.9 GB of activations and 439.7 GB of copies.
+    answer = memory_answers(XXL, 2048, 80e9, 95e9, weight_copies=True)[-1]
+    assert answer.value == math.inf
+    assert answer.reason.startswith("Never")
+    assert "237.8 GB, which is more than the 95 GB of a device" in answer.reason
+    assert "bf16 copies of all weights, 439.7 GB" in answer.reason
+    # Nothing is left for states where that half fills a device exactly.
+    exactly = memory_answers(FeedForwardStack(1, 1, 1), 50, 80e9, 100)
+    assert by_quantity(exactly)["smallest N_FSDP with less than that"] == math.inf
+
+
+@pytest.mark.parametrize("mesh", [MESH, TpuMesh(8, 8, 1, 2, 1e14, 1e11), TpuMesh(4, 1, 3, 1, 4.6e14, 1.8e11)])
+def test_at_the_batch_computing_takes_as_long_as_communication(mesh):
+    found = by_quantity(batch_answers(XXL, mesh))
+    computing, along_x, along_y = forward_times(found["overall batch, axes overlapped"], XXL, mesh)
+    assert computing == pytest.approx(max(along_x, along_y))
+    computing, along_x, along_y = forward_times(found["overall batch, axes sharing the links"], XXL, mesh)
+    assert computing == pytest.approx(along_x + along_y)
+
+
+@pytest.mark.parametrize(
+    ("rates", "sentence"),
+    [
+        ((4.6e14, -1.8e11), r"bytes per s -1\.8e\+11: must be positive"),
+        ((math.nan, 1.8e11), "flops per s nan: must be positive"),
+    ],
+)
+def test_impossible_values_are_refused(rates, sentence):
+    with pytest.raises(UsageError, match=f"^{sentence}$"):
+        batch_answers(XXL, TpuMesh(1, 4, 2, 1, *rates))

@@ -10,8 +10,7 @@ import run_commands
 from run_commands import imported_by, invoke
 
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.accounting.step_time import space
-from cs336sys.accounting.step_time.choice import choose
+from cs336sys.accounting.step_time.choice import Space, choose
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.commands.tune import options as tune_command
@@ -101,8 +100,8 @@ def test_micro_batches_add_up_to_the_tokens_of_a_step():
 
 
 def test_each_combination_is_evaluated_or_left_out_for_a_reason():
-    found = choose(space.Space(Workload(SIZES["small"], precision="bf16")), h200_rates(), 80 * 2**30)
-    every = 3 * 3 * 2 * 5 * 2 * 7 * len(space.Space(Workload(SIZES["small"])).checkpointings)
+    found = choose(Space(Workload(SIZES["small"], precision="bf16")), h200_rates(), 80 * 2**30)
+    every = 3 * 3 * 2 * 5 * 2 * 7 * len(Space(Workload(SIZES["small"])).checkpointings)
     assert len(found.predicted) + sum(found.unknown.values()) + sum(found.refused.values()) == every
 
 

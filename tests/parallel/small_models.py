@@ -11,7 +11,26 @@ from cs336sys.parallel import collectives
 
 
 def weights(module):
-    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    return on_cpu(module.state_dict())
+
+
+def on_cpu(tensors):
+    """Copies of tensors by name, or None."""
+    return {name: None if tensor is None else tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def gradients(module):
+    """Of its parameters, by name: of FSDP's, of this rank's slices and of replicated ones."""
+    return on_cpu({name: parameter.grad for name, parameter in module.named_parameters()})
+
+
+def mean_over_ranks(tensors):
+    """Of each tensor and those of this name on other ranks; None if there is none."""
+    of_ranks = collectives.gather_objects(on_cpu(tensors))
+    return {
+        name: None if first is None else sum(part[name] for part in of_ranks) / len(of_ranks)
+        for name, first in of_ranks[0].items()
+    }
 
 
 class Network(nn.Module):

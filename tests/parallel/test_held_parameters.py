@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.wrapped_modules import HeldParameters
 
 
 def load_by_assigning(module):

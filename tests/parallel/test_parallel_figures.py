@@ -32,18 +32,16 @@ from cs336sys.parallel import (
     checkpoint_state,
     collectives,
     ddp,
-    elementwise,
     gradient_memory,
-    marks,
+    gradient_slices,
     rank_consistency,
+    wrapped_modules,
 )
 from cs336sys.parallel.context_parallel import AllToAllAttention, RingAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup
 from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
-from cs336sys.parallel.fsdp.plan import plan_sharding
-from cs336sys.parallel.gradient_slices import clip_over_ranks
-from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.fsdp.parameter import plan_sharding
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
@@ -52,8 +50,7 @@ from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
-from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS, TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.layers import COMPILE_OPTIONS, TensorGroup, vocabulary_parallel_cross_entropy
 
 PATH = Path(__file__).with_name("figures.txt")
 CPU = torch.device("cpu")
@@ -185,7 +182,7 @@ class ByRule(torch.optim.Optimizer):
 
 def tried(cut="elements", **rules):
     """Return the keys of single numbers in the state of an optimizer, or its refusal."""
-    result = outcome(elementwise.require_elementwise, ByRule, rules, CPU, {}, cut)
+    result = outcome(gradient_slices.require_elementwise, ByRule, rules, CPU, {}, cut)
     return sorted(result) if isinstance(result, frozenset) else result
 
 
@@ -195,7 +192,7 @@ def believed(group_options=(), **attributes):
     optimizer = kind([nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0].update(group_options)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    return [outcome(elementwise.require_elementwise_step, optimizer, options, CPU) for _ in range(2)]
+    return [outcome(gradient_slices.require_elementwise_step, optimizer, options, CPU) for _ in range(2)]
 
 
 def plain(value):
@@ -392,7 +389,7 @@ def clipped(norm_type, groups=(None,), dtype=F32, value=3.0, dtypes=(F32,), **se
     whole[0].grad = torch.tensor([4.0])
     with fake_rank():
         try:
-            norm = outcome(clip_over_ranks, slices, whole, 2.0, norm_type, groups, dtypes, **settings)
+            norm = outcome(gradient_slices.clip_over_ranks, slices, whole, 2.0, norm_type, groups, dtypes, **settings)
         except RuntimeError as error:
             norm = str(error)
     left = [round(number, 5) for tensor in (slices[0], whole[0]) for number in tensor.grad.tolist()]

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError, CaptureError
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder
 from cs336sys.results.model import Run, Samples
 from cs336sys.run import cells
 from cs336sys.run.cells import Outcome

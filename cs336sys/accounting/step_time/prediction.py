@@ -1,19 +1,28 @@
-"""Predict the time of a training step: work over rates, launches as a lower bound, and exposed communication."""
+"""Predict the time of a training step: work over rates, launches as a lower bound, and exposed communication.
+
+Predictions for GPUs that this project has not measured are compared with times that others published:
+``public_steps.json`` has ms by GPU, precision and timed phases, and size and context, of launched steps of batch 4 with
+the course's model and AdamW. Sources, as of November 2026:
+
+- A100: an A800-SXM4-80GB, of which only NVLink differs, in ``reports/`` of EnzoDing-rgb/cs336-assignment2-systems.
+- RTX 5090: ``result/benchmark_results_rtx5090.md`` of luke396/assignment2-systems, after 5 warm-up steps.
+"""
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
-from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
+from cs336sys.accounting.sharding.step import OWN_SHARDING_STRATEGIES, ShardedStep, predicted_sent_bytes
+from cs336sys.accounting.step_time.rates import UNMEASURED, GroupError, Rates, rates_of, short_gpu_name
 from cs336sys.accounting.step_time.work import Amounts, CountedModel, StepWork, step_work
 from cs336sys.settings.fields import WHAT_RUNS, same_setting, setting
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.sizes import ELEMENT_BYTES
+from cs336sys.settings.sizes import ELEMENT_BYTES, SIZES
 from cs336sys.settings.strategies import STRATEGIES, Strategy
 from cs336sys.settings.training import Configured, Workload
 
@@ -22,8 +31,6 @@ PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_ST
 # What hooks and gathers of a block cost the CPU, in launches, forward and backward: from launched steps of fsdp, whose
 # blocks took 2.8 ms each on both models (docs/results/shard-2.7b, shard-xl).
 _HOOK_LAUNCHES_PER_BLOCK = {"fsdp": {"forward": 30.0, "backward": 25.0}}
-# What ``shard`` calls none is ``ddp``'s buckets of blocks.
-_ALIASES = {"none": "bucketed"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,9 @@ class StepConfiguration(Configured):
     @property
     def exposure_name(self) -> str:
         """Name the strategy as :attr:`.Rates.exposures` do."""
-        name = _ALIASES.get(self.strategy or "", self.strategy or "")
+        # What ``shard`` calls none is ``ddp``'s buckets of blocks.
+        strategy = self.strategy or ""
+        name = {"none": "bucketed"}.get(strategy, strategy)
         return name if self.transport == "collectives" else f"{name}, {self.transport}"
 
     @property
@@ -241,3 +250,44 @@ def _unmeasured_reasons(configuration: StepConfiguration, rates: Rates, *, is_ou
         if not least <= value <= most:
             reasons.append(f"{name.replace('_', ' ')} {value:,} (measured: {least:,} to {most:,})")
     return reasons
+
+
+_TIMED_PHASES = {"step": ("forward", "backward", "optimizer"), "gradients": ("forward", "backward")}
+
+
+@functools.cache
+def _public_steps() -> dict[str, dict[str, dict[str, float]]]:
+    return json.loads(Path(__file__).with_name("public_steps.json").read_text())
+
+
+def public_errors(rates: Rates) -> list[GroupError]:
+    """Return the errors of predictions by these rates, of published steps on their GPU, by precision."""
+    groups = []
+    for group, steps in _public_steps().get(rates.gpu, {}).items():
+        precision, timed = group.split()
+        errors = {}
+        for name, measured_ms in steps.items():
+            size_name, context = name.split()
+            size = replace(SIZES[size_name], context=int(context), batch_size=4)  # As all were published.
+            time = predict_step(StepConfiguration(Workload(size, "train", precision)), rates)
+            phases_s = {phase: time.phases_s[phase] for phase in _TIMED_PHASES[timed]}
+            errors[name] = 100 * (1e3 * step_seconds(phases_s, time.launches_s) / measured_ms - 1)
+        worst = max(errors, key=lambda step: abs(errors[step]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        groups.append(GroupError(f"{short_gpu_name(rates.gpu)} {precision}", len(errors), mean, errors[worst], worst))
+    return groups
+
+
+def public_note(rates: Rates) -> str | None:
+    """Say how far predictions are from published steps: of this GPU, or of all where it has none.
+
+    None for rates of a GPU that this project measured.
+    """
+    if rates.scaled_from is None:
+        return None
+    errors = public_errors(rates)
+    label = "Error on steps that others published"
+    if not errors:
+        errors = [error for gpu in _public_steps() for error in public_errors(rates_of(gpu))]
+        label += f", none of them of {short_gpu_name(rates.gpu)}"
+    return f"{label}: {'; '.join(map(str, errors))}."

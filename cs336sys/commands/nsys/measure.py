@@ -23,8 +23,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.device import choose_device
 from cs336sys.machine.diagnosis.profilers import Profiler, find_nsys, makes_reports
 from cs336sys.parity.step import check_few_blocks
-from cs336sys.processes.atomic_write import written_whole
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder, written_whole
 from cs336sys.processes.parent import python_module
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress, guarded, release_memory

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from cs336sys.capture import taxonomy
 from cs336sys.machine.device import synchronize
 from cs336sys.parity.collectives import FUNCTIONAL, CollectiveMode, call_parameters, group_of_collective
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes.files import written_whole
 from cs336sys.timing.phases import TorchProfiler, activities_on, covered, elapsed_ms, mark
 
 

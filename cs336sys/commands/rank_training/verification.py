@@ -14,7 +14,7 @@ from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
-from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parallel.fsdp.parameter import plan_sharding
 from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
 from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, stay_near, tolerance
 from cs336sys.parity.training import SCALES, run_steps

@@ -13,10 +13,9 @@ import typer
 from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
 from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.choice import Candidate, Choice, choose, evaluate
+from cs336sys.accounting.step_time.choice import STRATEGIES, Candidate, Choice, Space, choose, evaluate, refusal
 from cs336sys.accounting.step_time.prediction import StepConfiguration, ranged_quantities
 from cs336sys.accounting.step_time.rates import GPUS, UNMEASURED, Exposure, Rates, rates_of, read_rates
-from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
@@ -308,7 +307,7 @@ class _Predictor:
         # Strategy and checkpoints are chosen again: another GPU may change which of them fit, and which are fastest.
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
         fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
-        # Some strategies refuse our AdamW (space.refusal()), all take torch's.
+        # Some strategies refuse our AdamW (choice.refusal()), all take torch's.
         fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
         try:
             return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))

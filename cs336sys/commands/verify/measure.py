@@ -25,7 +25,7 @@ from cs336sys.parity.optimizers import ADAMW_SETTINGS, group_of_one, refusing_op
 from cs336sys.parity.record import RankReport
 from cs336sys.parity.subject import build_subject
 from cs336sys.processes import started_outside
-from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.files import OwnedFolder
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.training import UserCode

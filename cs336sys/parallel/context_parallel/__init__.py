@@ -11,8 +11,7 @@ and gradients averaged over the ranks, by :class:`~cs336sys.parallel.ddp.Buckete
 """
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
-from cs336sys.parallel.context_parallel.all_to_all import AllToAllAttention
+from cs336sys.parallel.context_parallel.attention import AllToAllAttention, BlockAttention, RingAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup
-from cs336sys.parallel.context_parallel.ring import BlockAttention, RingAttention
 
 __all__ = ["AllToAllAttention", "BlockAttention", "ContextGroup", "RingAttention", "SequenceSplit"]

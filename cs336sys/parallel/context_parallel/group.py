@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, and how tensors travel between them; ``ring.py`` explains its zigzag order."""
+"""The ranks that share a sequence, and how tensors travel between them; ``attention.py`` explains its zigzag order."""
 
 import math
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cs336sys.parallel.fsdp.runner import UnitRunner, version_of
 from cs336sys.parallel.fsdp.unit import ShardedUnit
-from cs336sys.parallel.marks import GATHERS_PARAMETERS
+from cs336sys.parallel.wrapped_modules import GATHERS_PARAMETERS
 
 
 class UnitCall:

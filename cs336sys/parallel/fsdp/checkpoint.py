@@ -35,8 +35,6 @@ from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
 from cs336sys.parallel.safe_unpickle import PlainLoadPlanner, PlainReader, require_plain
 
-_EXTRA_STATE = "_extra_state"
-
 
 def save_checkpoint(
     path: str | os.PathLike, sharded: FSDP, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
@@ -105,7 +103,8 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     saved = reader.read_metadata()
     with same_on_every_rank(sharded.group):
         current = _model_state(sharded)
-        _check_same_model(current, saved, path)
+        if different := checkpoint_state.differences(_shapes_of(saved.state_dict_metadata), _shapes_of(current)):
+            raise UsageError(f"checkpoint {path} belongs to another model: {different}")
     objects = _load_objects(reader, saved, path, sharded.group, with_optimizer=optimizer is not None)
     with same_on_every_rank(sharded.group):
         if optimizer is not None:
@@ -165,7 +164,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
     }
     seen: set[ShardedParameter] = set()
     for key, value in entries.items():
-        if not isinstance(value, Tensor) or key.endswith(_EXTRA_STATE):
+        if not isinstance(value, Tensor) or key.endswith("_extra_state"):
             require_plain(key, value)
             state[f"data/{key}"] = [value]  # In a list, because a tensor alone would be saved as such.
             continue
@@ -276,12 +275,6 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
                 # On the CPU: the optimizer's load_state_dict() moves it.
                 room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
-
-
-def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
-    """Refuse a checkpoint whose state dict has other names or shapes than ``state``."""
-    if different := checkpoint_state.differences(_shapes_of(saved.state_dict_metadata), _shapes_of(state)):
-        raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 
 def _shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:

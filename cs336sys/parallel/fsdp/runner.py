@@ -23,7 +23,7 @@ from cs336sys.parallel.fsdp.gather_order import GatherOrder, GatherWatch
 from cs336sys.parallel.fsdp.parameter import StandIn
 from cs336sys.parallel.fsdp.unit import ShardedUnit, SliceVersions
 from cs336sys.parallel.gradient_memory import require_eager_backward
-from cs336sys.parallel.marks import SynchronizationSwitch
+from cs336sys.parallel.wrapped_modules import SynchronizationSwitch
 
 # What every module has, and values in which there is no tensor. Most modules and attributes are settled by these two:
 # looking through the 13 modules of a Transformer block takes a CPU 4 us, and without them 20.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import gathered_layout, padded_bytes
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import MeanScatter, SliceExchange, SliceGather, through_host
-from cs336sys.parallel.fsdp.parameter import ShardedParameter
-from cs336sys.parallel.fsdp.plan import PlannedUnit
+from cs336sys.parallel.fsdp.parameter import PlannedUnit, ShardedParameter
 from cs336sys.parallel.gradient_memory import in_own_memory
 
 # For each slice of a unit, how often it was changed, and its address.
@@ -152,7 +151,7 @@ def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class ShardedUnit:
-    """A :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` with the parameters of this rank.
+    """A :class:`~cs336sys.parallel.fsdp.parameter.PlannedUnit` with the parameters of this rank.
 
     All gathered parameters share one block of memory, which is allocated for gathering and released by freeing. Rows
     are gathered straight to where they are used: this rank's are cast to their position in the block, then those of the

@@ -24,14 +24,18 @@ from cs336sys.parallel.checkpoint_state import StateDictOfSlices, by_first_name,
 from cs336sys.parallel.collectives import group_device, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
-from cs336sys.parallel.fsdp.parameter import ShardedParameter, hook_refusal
-from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan, plan_sharding
+from cs336sys.parallel.fsdp.parameter import (
+    PlannedParameter,
+    ShardedParameter,
+    ShardingPlan,
+    hook_refusal,
+    plan_sharding,
+)
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
-from cs336sys.parallel.held_parameters import HeldParameters
-from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
+from cs336sys.parallel.wrapped_modules import HeldParameters, require_unsynchronized, require_unwrapped
 
 
 class FSDP(StateDictOfSlices):

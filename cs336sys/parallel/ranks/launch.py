@@ -73,7 +73,12 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
             raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")
         return JoinedRanks(outside, backend, timeout_s)
     _check_gpus(world_size, backend)
-    _check_memory(world_size)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if world_size * _RANK_BYTES > memory_bytes:  # Too many would leave no memory for anybody.
+        raise CapabilityError(
+            f"{world_size} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
+            f"{memory_bytes / 1e9:.0f} GB; choose a smaller world size"
+        )
     use_private_caches()  # It refuses caches that others can write to.
     return SpawnedRanks(world_size, backend, timeout_s)
 
@@ -117,16 +122,6 @@ def _check_gpus(rank_count: int, backend: str) -> None:
         raise CapabilityError(
             f"{rank_count} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
             "choose a smaller world size or backend gloo"
-        )
-
-
-def _check_memory(rank_count: int) -> None:
-    """Refuse more ranks than memory has room for, which would leave no memory for anybody."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if rank_count * _RANK_BYTES > memory_bytes:
-        raise CapabilityError(
-            f"{rank_count} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
-            f"{memory_bytes / 1e9:.0f} GB; choose a smaller world size"
         )
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError, UserCodeError
 from cs336sys.processes import RankIdentity
 from cs336sys.processes.child import run_spawned
-from cs336sys.processes.folders import OwnedFolder, remove_abandoned
+from cs336sys.processes.files import OwnedFolder, remove_abandoned
 from cs336sys.processes.parent import cause_of_death, ctrl_c_ignored, out_of_memory_kills, start_for_good
 
 _CONTEXT = multiprocessing.get_context("spawn")

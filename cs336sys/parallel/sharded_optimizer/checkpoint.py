@@ -86,8 +86,9 @@ def cut_state(
     cut: State = {}
     for key, value in state.items():
         if key not in scalars and _is_elementwise(key, value, parameter.shape):
-            part = _in_memory_order(value, parameter)[elements.start : elements.stop]
-            cut[key] = part.to(dtype or value.dtype, copy=True)
+            stored = _laid_out_like(parameter, value)
+            in_memory_order = stored.as_strided((stored.numel(),), (1,), stored.storage_offset())
+            cut[key] = in_memory_order[elements.start : elements.stop].to(dtype or value.dtype, copy=True)
         else:
             cut[key] = _copy(value)
     return cut
@@ -155,9 +156,3 @@ def _laid_out_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     if value.stride() == strides:
         return value
     return torch.empty_strided(parameter.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the elements of a tensor, (numel,), in the memory order of the parameter, whose shape it has."""
-    value = _laid_out_like(parameter, value)
-    return value.as_strided((value.numel(),), (1,), value.storage_offset())

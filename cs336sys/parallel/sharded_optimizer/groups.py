@@ -16,8 +16,6 @@ from cs336sys.parallel.rank_consistency import describe_parameter, digest_of, re
 
 Group = dict[str, Any]
 
-_MEMBERS = ("params", "param_names")  # The entries of a group that are not options.
-
 # Types whose values read the same in every process if they are equal.
 _PLAIN = (bool, int, float, str, type(None), list, tuple, torch.dtype)
 
@@ -55,7 +53,7 @@ def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[st
 
 
 def options_of(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key not in _MEMBERS}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:

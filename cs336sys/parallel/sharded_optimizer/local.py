@@ -17,7 +17,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.checkpoint_state import is_elementwise
 from cs336sys.parallel.collectives import Broadcasts, is_dense
-from cs336sys.parallel.elementwise import OptimizerClass, Options
+from cs336sys.parallel.gradient_slices import OptimizerClass, Options
 from cs336sys.parallel.sharded_optimizer import checkpoint
 from cs336sys.parallel.sharded_optimizer.checkpoint import State
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into

@@ -18,15 +18,14 @@ from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import group_device, require_process_group
-from cs336sys.parallel.elementwise import options_kind, require_elementwise
-from cs336sys.parallel.held_parameters import HeldParameters
-from cs336sys.parallel.marks import is_synchronized
+from cs336sys.parallel.gradient_slices import options_kind, require_elementwise
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states
 from cs336sys.parallel.sharded_optimizer.groups import Group
 from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer, ParameterPartition, Partition, require_optimizer
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
+from cs336sys.parallel.wrapped_modules import HeldParameters, is_synchronized
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -26,8 +26,8 @@ from cs336sys.parallel.collectives import MeanScatter, SliceGather, is_dense, is
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks, refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
+from cs336sys.parallel.wrapped_modules import require_unsynchronized
 
 _partitions: "weakref.WeakSet[SlicePartition]" = weakref.WeakSet()
 

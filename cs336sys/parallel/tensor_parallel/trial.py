@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.tensor_parallel.group import TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import share_layers, shared_layers
+from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, shared_layers
 from cs336sys.parallel.tensor_parallel.weights import Initialize, cut_weights, part_of
 
 # Faults change a result by 1 % and more (a root mean square over half of 2560 numbers: 2 %), rounding by 0.001 % in
@@ -136,20 +135,16 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
         if initialize is not None and any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             part.to_empty(device=device, recurse=False)
             initialize(part)
-    _draw_weights(trial)
-    return trial, list(kinds.values())
-
-
-def _draw_weights(trial: nn.Module) -> None:
-    """Give a model random weights: outputs of matrices are as large as inputs, and gains of norms about 1."""
     # Half precision rounds as much as a fault changes.
     if any(parameter.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
+    # Random weights: outputs of matrices are as large as inputs, and gains of norms about 1.
     for parameter in trial.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
         else:
             nn.init.uniform_(parameter, 0.5, 1.5)
+    return trial, list(kinds.values())
 
 
 def _block_kind(block: nn.Module) -> Any:

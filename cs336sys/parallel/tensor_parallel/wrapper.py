@@ -24,13 +24,11 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, differences, mark_share
 from cs336sys.parallel.collectives import group_device, process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
-from cs336sys.parallel.held_parameters import HeldParameters
-from cs336sys.parallel.marks import is_unit
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank, ties_of
 from cs336sys.parallel.tensor_parallel import weights
-from cs336sys.parallel.tensor_parallel.group import TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import share_layers, vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
+from cs336sys.parallel.wrapped_modules import HeldParameters, is_unit
 
 
 class PartialGradients:

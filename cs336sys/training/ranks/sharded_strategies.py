@@ -127,7 +127,7 @@ def cast_outputs_of_replicated(model: nn.Module, blocks: Collection[nn.Module], 
     FSDP does so for torch's own layers; this adds hooks to all others.
     """
     from cs336sys.parallel.fsdp.calls import cast_floating
-    from cs336sys.parallel.fsdp.plan import plan_sharding
+    from cs336sys.parallel.fsdp.parameter import plan_sharding
 
     replicated = (owner for entry in plan_sharding(model, blocks).replicated for owner, _ in entry.owners)
     # Each layer once, though it may own several parameters.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cs336sys.accounting.sharding.cells import memory_of
-from cs336sys.accounting.sharding.ideal import ideal_state
+from cs336sys.accounting.sharding.step import ideal_state
 from cs336sys.results.model import read_results
 from cs336sys.settings.parallel import STATE_SHARDING_STRATEGIES
 from cs336sys.settings.strategies import STRATEGIES

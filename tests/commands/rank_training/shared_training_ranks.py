@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from cs336sys.commands.rank_training.rank import verify_on_rank
-from cs336sys.parallel.context_parallel import ring
-from cs336sys.parallel.tensor_parallel import group as tensor_group
+from cs336sys.parallel.context_parallel import attention
 from cs336sys.parallel.tensor_parallel import layers, wrapper
 from cs336sys.training import model as models
 from cs336sys.training.ranks.step import ParallelStep
 
-_SEEN, _PASS_ON, _MERGE = ring._Ring.seen, ring._Ring.pass_on, ring.merge_block
+_SEEN, _PASS_ON, _MERGE = attention._Ring.seen, attention._Ring.pass_on, attention.merge_block
 
 
 def _skip_a_block(*at):
@@ -33,7 +32,7 @@ def _keep_the_first_logsumexp(out, logsumexp, block_out, block_logsumexp):
 
 
 def _lose_gradients_on_their_way(rank, block, step, contents):
-    return _PASS_ON(rank, block * 0 if contents == ring._GRADIENTS else block, step, contents)
+    return _PASS_ON(rank, block * 0 if contents == attention._GRADIENTS else block, step, contents)
 
 
 def _first_row_off(model, group, shapes):
@@ -42,16 +41,16 @@ def _first_row_off(model, group, shapes):
 
 
 OF_RINGS = {
-    "a block is skipped": (ring._Ring, "seen", _skip_a_block),
-    "a mask is wrong on one block": (ring._Ring, "seen", _see_too_much),
-    "blocks are merged by halves": (ring, "merge_block", _merge_by_halves),
-    "the logsumexp is that of the own block": (ring, "merge_block", _keep_the_first_logsumexp),
-    "gradients are lost on their way": (ring._Ring, "pass_on", _lose_gradients_on_their_way),
+    "a block is skipped": (attention._Ring, "seen", _skip_a_block),
+    "a mask is wrong on one block": (attention._Ring, "seen", _see_too_much),
+    "blocks are merged by halves": (attention, "merge_block", _merge_by_halves),
+    "the logsumexp is that of the own block": (attention, "merge_block", _keep_the_first_logsumexp),
+    "gradients are lost on their way": (attention._Ring, "pass_on", _lose_gradients_on_their_way),
     "positions are those in the slice": (models, "give_positions", lambda *_: None),
 }
 OF_LAYERS = {
-    "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
-    "outputs not summed": (tensor_group.TensorGroup, "leave", lambda self, x: x),
+    "input gradients not summed": (layers._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (layers.TensorGroup, "leave", lambda self, x: x),
     "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
     "wrong first token": (wrapper, "share_layers", _first_row_off),
 }

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention, SequenceSplit
-from cs336sys.parallel.context_parallel.ring import merge_block
+from cs336sys.parallel.context_parallel.attention import merge_block
 from cs336sys.parallel.ddp import BucketedDDP
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

@@ -35,13 +35,6 @@ def finish(wrapped):
         wrapped.finish_gradient_synchronization()
 
 
-def gradients(module):
-    return {
-        name: None if parameter.grad is None else parameter.grad.detach().cpu().clone()
-        for name, parameter in module.named_parameters()
-    }
-
-
 def train_alone(dtype=torch.float32, steps=4):
     """The oracle: one process, the whole batch."""
     model = network(0, dtype)

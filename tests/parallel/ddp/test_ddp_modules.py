@@ -1,4 +1,4 @@
-"""Checkpointed, compiled and copied modules train as others do; all-reduces run in one order, beside the passes."""
+"""Compiled and copied modules train as others do; all-reduces run in one order, beside the passes."""
 
 import copy
 import gc
@@ -7,56 +7,16 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, each_mode, finish, gradients, recorded_launches, train
+from ddp_modes import MODES, each_mode, finish, recorded_launches, train
 from launches import delays
 from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
-from small_models import Branches, PartlyUsed, batch, error_of, network
+from small_models import Branches, PartlyUsed, batch, error_of, gradients, network
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from cs336sys.parallel import collectives
 from cs336sys.parallel.ddp import BucketedDDP, NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant, uses):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.use_reentrant, self.uses = use_reentrant, uses
-
-    def forward(self, x):
-        for layer in self.layers:
-            for _ in range(self.uses):
-                if self.use_reentrant is None:
-                    x = torch.tanh(layer(x))
-                else:
-                    x = torch.tanh(checkpoint(layer, x, use_reentrant=self.use_reentrant))
-        return x
-
-
-def checkpointed(mode, use_reentrant, uses):
-    """Averaged gradients, or the error of the backward pass."""
-    inputs = torch.linspace(-1, 1, 24).view(4, 6)[dist.get_rank() :].requires_grad_()
-    wrapped = MODES[mode](Checkpointed(use_reentrant, uses))
-    error = error_of(wrapped(inputs).square().sum().backward)
-    finish(wrapped)
-    return error or gradients(wrapped.module)
-
-
-@on_ranks(2)
-@each_mode
-@pytest.mark.parametrize("uses", [1, 2])
-def test_checkpointing_changes_nothing(mode, uses):
-    expected = checkpointed("naive", None, uses)
-    assert_same(checkpointed(mode, False, uses), expected)
-    if uses == 1:
-        assert_same(checkpointed(mode, True, uses), expected)
-    else:
-        kind, message = checkpointed(mode, True, uses)
-        assert (kind, "use_reentrant=False" in message) == ("UsageError", True)
 
 
 class Buffers(nn.Module):

@@ -1,6 +1,5 @@
 """Data parallel training equals training in one process; gradients are averaged in place, or named."""
 
-import contextlib
 import copy
 import gc
 import time
@@ -9,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_modes import MODES, TORCH_MODES, each_mode, finish, gradients, recorded_launches, train, train_alone
+from ddp_modes import MODES, TORCH_MODES, each_mode, finish, recorded_launches, train, train_alone
 from on_ranks import on_ranks
 from same_tensors import assert_same, dict_of
 from small_models import (
@@ -20,6 +19,8 @@ from small_models import (
     batch,
     error_of,
     factors,
+    gradients,
+    mean_over_ranks,
     network,
     penalized_loss,
     share,
@@ -92,12 +93,6 @@ def test_flat_buffer_leaves_its_memory_to_the_next_forward_pass():
     assert buffer() is None
 
 
-def mean_over_ranks(tensors):
-    """Of this rank's and its peers' dictionaries of tensors."""
-    of_ranks = gather_objects(tensors)
-    return {name: sum(part[name] for part in of_ranks) / len(of_ranks) for name in tensors}
-
-
 @on_ranks(2, 3, gpus=True)
 @each_mode
 def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_one(mode):
@@ -119,24 +114,6 @@ def test_backward_function_that_returns_none_counts_as_zero(mode):
     ((through(wrapped.module.sometimes) * 4.0).sum() + (wrapped.module.used * 2.0).sum()).backward()
     finish(wrapped)
     assert_same(gradients(wrapped.module), dict_of(used=2.0, sometimes=2.0, never=None))
-
-
-@on_ranks(2)
-@each_mode
-def test_second_backward_is_an_error_in_every_mode_and_the_next_step_is_good(mode):
-    wrapped = MODES[mode](PartlyUsed())
-    for context in (contextlib.nullcontext, wrapped.no_sync):
-        wrapped(1.0, True).backward()
-        with context():
-            kind, message = error_of(wrapped(1.0, True).backward)
-        assert kind == "UsageError"
-        assert "got a gradient from a second backward pass before finish_gradient_sync" in message
-        assert "no_sync()" in message
-        finish(wrapped)
-        wrapped.zero_grad()
-    wrapped(2.0 * (dist.get_rank() + 1), True).backward()
-    finish(wrapped)
-    assert_same(gradients(wrapped.module), dict_of(used=3.0, sometimes=3.0, never=None))
 
 
 @on_ranks(2)

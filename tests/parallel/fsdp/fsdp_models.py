@@ -8,7 +8,7 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from launches import on_start, on_wait
-from small_models import share
+from small_models import on_cpu, share
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -134,24 +134,6 @@ def train(optimizer="adamw", steps=4, dtype=torch.float64, micro_batches=1, chec
     return on_cpu(sharded.gather_full_params())
 
 
-def mean_over_ranks(tensors):
-    """Of each tensor and those of this name on other ranks; None if there is none."""
-    of_ranks = gather_objects(on_cpu(tensors))
-    return {
-        name: None if first is None else sum(part[name] for part in of_ranks) / len(of_ranks)
-        for name, first in of_ranks[0].items()
-    }
-
-
-def on_cpu(tensors):
-    return {name: None if tensor is None else tensor.detach().cpu() for name, tensor in tensors.items()}
-
-
-def gradients(sharded):
-    """Of this rank's slices and of replicated parameters, by name."""
-    return gradients_of(sharded.module)
-
-
 def whole_gradients(sharded):
     """The slices of all ranks put together: what an optimizer on one rank would see."""
     whole = {}
@@ -161,11 +143,6 @@ def whole_gradients(sharded):
     for name, parameter in sharded.replicated_parameters.items():
         whole[name] = parameter.grad
     return on_cpu(whole)
-
-
-def gradients_of(module):
-    """Of a plain module, by name."""
-    return on_cpu({name: parameter.grad for name, parameter in module.named_parameters()})
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
+from fsdp_models import OPTIMIZERS, batch, loss_of, network
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import Scale, error_of, refusal_of, share
+from small_models import Scale, error_of, on_cpu, refusal_of, share
 from torch import nn
 from torch.distributed.checkpoint import metadata
 
@@ -296,6 +296,8 @@ def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank
     module = loaded.module
     assert (module[2].running_mean.tolist(), module.count, module.scratch.tolist()) == ([3.0] * 5, 3, [5.0, 5.0])
     assert "the module does not load" in refusal_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
+    plain = FSDP(nn.Sequential(nn.Linear(4, 5)))
+    assert "core._extra_state is data there and missing here" in refusal_of(load_checkpoint, tmp_path / "saved", plain)
 
 
 @on_ranks(2)

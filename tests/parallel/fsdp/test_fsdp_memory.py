@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.sharding import fsdp
-from cs336sys.commands.rank_training.communication import recorded_communication
 from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.ranks import launch
@@ -106,26 +103,6 @@ def test_memory_is_what_accounting_says(compute_dtype):
     averaged = [weakref.ref(unit.parameters[0].shard.grad._base) for unit in sharded.units]
     optimizer.zero_grad()
     wait_until(lambda: not any(tensor() is not None for tensor in averaged), 60)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("compute_dtype", "element_bytes"), [(None, 4), (torch.bfloat16, 2)])
-def test_communication_is_what_accounting_says(compute_dtype, element_bytes):
-    """In a third step."""
-    sharded = FSDP(transformer(layers=2), compute_dtype)
-    for step in range(3):
-        with recorded_communication() as launches:
-            loss_of(sharded, *map(share, batch(step, 30))).backward()
-            sharded.finish_gradient_synchronization()
-    gathers, scatters, exchanges, means = (
-        sum(launch.bytes for launch in launches if launch.name.strip("_").startswith(name) and not launch.is_flags)
-        for name in ("allgather", "reduce_scatter", "alltoall", "allreduce")
-    )
-    expected = fsdp.step_communication(parameter_shapes(replace(SIZE, num_layers=2)), element_bytes, 2)
-    assert gathers == expected.all_gather
-    assert scatters + exchanges == expected.reduce_scatter
-    assert (scatters == 0) == (compute_dtype is not None)
-    assert means == expected.all_reduce
 
 
 def alive_tensors():

@@ -6,10 +6,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Network, batch, gathered_units, gradients_of, loss_of, on_cpu, transformer, whole_gradients
+from fsdp_models import Network, batch, gathered_units, loss_of, transformer, whole_gradients
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import error_of, share
+from small_models import error_of, gradients, on_cpu, share
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from unusual_models import EncoderLayerAlone
@@ -80,7 +80,7 @@ def test_units_may_return_anything_and_be_traversed_twice(kind):
         loss.backward(retain_graph=True)
         loss.backward()
     sharded.finish_gradient_synchronization()
-    assert_same(whole_gradients(sharded), gradients_of(alone), rtol=1e-6, atol=1e-6)
+    assert_same(whole_gradients(sharded), gradients(alone), rtol=1e-6, atol=1e-6)
 
 
 class Hidden:

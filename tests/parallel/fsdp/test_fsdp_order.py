@@ -4,11 +4,11 @@ import weakref
 
 import pytest
 import torch
-from fsdp_models import batch, gathered_units, gradients_of, loss_of, recorded, train, transformer, whole_gradients
+from fsdp_models import batch, gathered_units, loss_of, recorded, train, transformer, whole_gradients
 from launches import delays
 from on_ranks import on_ranks
 from same_tensors import assert_same
-from small_models import share
+from small_models import gradients, share
 from torch import nn
 
 from cs336sys.parallel.collectives import SliceExchange, group_device
@@ -108,7 +108,7 @@ def test_order_of_units_may_change(prefetch, keep_gathered):
                 model(x, order).backward()
             sharded.finish_gradient_synchronization()
         assert max(counts) <= 1 + prefetch + (1 + keep_gathered if keep_gathered else 0)
-        assert_same(whole_gradients(sharded), gradients_of(alone), atol=1e-14)
+        assert_same(whole_gradients(sharded), gradients(alone), atol=1e-14)
         assert sorted(units_of(log, "reduce-scatter")) == [f"blocks.{index}" for index in sorted(set(order))]
         # Weights that were not gathered anew would be those of the step before.
         for model in (sharded, alone):

@@ -1,8 +1,8 @@
 """Modules that use weights and arguments in unusual ways, and passes of them on ranks and in one process."""
 
 import torch
-from fsdp_models import WIDTH, Block, Model, batch, gradients_of, loss_of, whole_gradients
-from small_models import share
+from fsdp_models import WIDTH, Block, Model, batch, loss_of, whole_gradients
+from small_models import gradients, share
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,4 +128,4 @@ def passes(sharded, alone, steps=2, run=loss_of):
         run(sharded, share(tokens), share(targets)).backward()
         sharded.finish_gradient_synchronization()
         run(alone, tokens, targets).backward()
-    return whole_gradients(sharded), gradients_of(alone)
+    return whole_gradients(sharded), gradients(alone)

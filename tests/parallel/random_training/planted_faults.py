@@ -16,7 +16,7 @@ from random_programs import DDP, Program
 from cs336sys.parallel import gradient_slices
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import Broadcasts, MeanReduction, MeanScatter
-from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, ring
+from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, attention
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.sharded_optimizer import local
 from cs336sys.parallel.tensor_parallel import wrapper as tensor_wrapper
@@ -87,7 +87,7 @@ FAULTS = {
     "gradients of norms are not summed": Fault(
         tensor_wrapper.PartialGradients, "sum", lambda sums, parameters: None, _shares("sequence-parallel")
     ),
-    "a ring merges without rescaling": Fault(ring, "merge_block", _merge_without_rescaling, _shares("ring")),
+    "a ring merges without rescaling": Fault(attention, "merge_block", _merge_without_rescaling, _shares("ring")),
     "heads come back to the wrong place": Fault(
         AllToAllAttention, "__call__", _heads_of_the_next_rank, _shares("all-to-all")
     ),

@@ -168,52 +168,6 @@ def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_thro
     assert error(module.scale.grad, expected) < 1e-12
 
 
-@on_ranks(2)
-def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers():
-    """It was frozen while gradients were set to zero, not dropped."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))), torch.randn(3, 8)
-    model[0].requires_grad_(False)
-    wrapped, optimizer = FlatDDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        if step == 1:
-            # The last layer's gradient stays where it is; that of the middle one lay where now the first one's would.
-            model[0].requires_grad_(True)
-            model[1].requires_grad_(False)
-            wrapped.refresh()
-            before = model[1].weight.detach().clone()
-        wrapped(x).square().mean().backward()
-        wrapped.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    assert torch.equal(model[1].weight, before)
-
-
-class Joined(nn.Module):
-    """The gradient of ``first`` begins a tensor of just the flat bucket's size, which holds that of ``late``, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self.between, self.first = (nn.Parameter(torch.randn(64)) for _ in range(3))
-
-    def forward(self, x):
-        late = Slow.apply(self.late)
-        between = self.between * 2
-        joined = torch.cat((self.first, late, torch.ones_like(late)))
-        return x * joined + torch.cat((between, between, between)) ** 2
-
-
-@on_ranks(2)
-def test_a_gradient_of_the_flat_buckets_size_is_not_taken_for_it():
-    torch.manual_seed(0)
-    module, inputs = Joined().double(), inputs_of_ranks(3, 192)
-    expected = mean_gradients(copy.deepcopy(module), inputs)
-    wrapped = FlatDDP(module)
-    run_backward(wrapped, inputs)
-    wrapped.finish_gradient_synchronization()
-    assert largest_error(wrapped, expected) < 1e-12
-
-
 class TwoLayersAsOne(torch.autograd.Function):
     """``x @ cat(first, second).T``; the gradients of both are the rows of one product, in bfloat16."""
 

@@ -31,7 +31,7 @@ from cs336sys.parallel.ranks.spawned import (
     _failure,
     _Rank,
 )
-from cs336sys.processes.folders import remove_abandoned
+from cs336sys.processes.files import remove_abandoned
 
 HERE = pathlib.Path(__file__).parent
 

@@ -79,47 +79,6 @@ def test_passes_of_one_rank_are_dropped_and_what_cannot_be_dropped_is_refused():
     assert step() == before - 2.0
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
-
-
-@on_ranks(2)
-def test_passes_of_one_rank_are_dropped_whatever_buckets_it_has_launched():
-    """Flat, with eight buckets: the norm after passes that rank 0 alone had were dropped."""
-    is_first, norms, inputs = dist.get_rank() == 0, set(), torch.ones(2, 8)
-    for case in ("one pass", "after the model's", "after an empty step", "failed", "of the model"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
-        options = {"lr": 0.0, "overlap": True, "bucket_size_mb": 1e-5}
-        _, optimizer = sharded("flat", model, torch.optim.SGD, **options)
-        if case == "after the model's":
-            model(inputs).sum().backward()
-            optimizer.step()
-            model.zero_grad()
-        if case == "after an empty step":
-            optimizer.step()
-        if case == "failed":
-            hidden = model[:4](inputs)
-            error_of(model[4:](Fails.apply(hidden) if is_first else hidden).sum().backward)
-        elif is_first:
-            model(inputs).sum().backward()
-        if case == "of the model":
-            model.zero_grad()
-            assert error_of(optimizer.step)[0] == "UsageError"
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        norms.add(optimizer.clip_grad_norm_(1e9).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(norms) == 1
-
-
 @on_ranks(2)
 @each_mode
 def test_slices_are_refused(mode):

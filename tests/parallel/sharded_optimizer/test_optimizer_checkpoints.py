@@ -124,6 +124,21 @@ def test_saved_state_is_a_copy_and_loading_copies(mode):
 
 @on_ranks(1)
 @each_mode
+def test_consolidated_state_keeps_that_of_parameters_frozen_since(mode):
+    model = network(0)
+    model.last.bias.requires_grad_(True)
+    alone = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train_step(model, alone, 0)
+    model.last.bias.requires_grad_(False)
+    _, optimizer = sharded(mode, model, params=model.named_parameters(), lr=0.01)
+    optimizer.load_state_dict(alone.state_dict())
+    states = [state["state"] for state in (alone.state_dict(), optimizer.consolidated_state_dict())]
+    index = [name for name, _ in model.named_parameters()].index("last.bias")
+    assert_same(states[1][index], states[0][index])
+
+
+@on_ranks(1)
+@each_mode
 def test_hooks_of_state_dicts(mode):
     _, optimizer = sharded(mode, network(0), lr=0.01)
     seen = []

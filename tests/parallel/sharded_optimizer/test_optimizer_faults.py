@@ -15,8 +15,7 @@ from torch import nn
 from cs336sys.errors import UsageError
 from cs336sys.machine.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.ddp import NaiveDDP
-from cs336sys.parallel.elementwise import require_elementwise
-from cs336sys.parallel.gradient_slices import mark_slice
+from cs336sys.parallel.gradient_slices import mark_slice, require_elementwise
 from cs336sys.parallel.rank_consistency import digest_of
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError

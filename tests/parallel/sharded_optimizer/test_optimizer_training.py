@@ -1,7 +1,5 @@
 """Training with a sharded optimizer equals training with the class itself: steps, clipping, parameter groups."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from optimizer_models import (
     wait_for_parameters,
 )
 from same_tensors import assert_same, assert_same_state, dict_of
-from small_models import PartlyUsed, Permuted, Products, batch, error_of, factors, refusal_of, share, weights
+from small_models import PartlyUsed, Permuted, Products, batch, error_of, factors, refusal_of, weights
 from torch import nn
 from world_sizes import WORLD_SIZES
 
@@ -256,34 +254,6 @@ def test_sparse_gradient_is_named(mode):
     message = refusal_of(step)
     assert "has a sparse gradient" in message
     assert "choose sparse=False" in message
-
-
-@on_ranks(2)
-@each_mode
-@pytest.mark.parametrize("max_norm", [0.05, 100.0])
-def test_norm_is_that_of_all_gradients_and_nan_is_seen_by_all(mode, max_norm):
-    model, alone = (network(0, torch.float64) for _ in range(2))
-    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.1)
-    inputs, targets = batch(0, torch.float64)
-
-    def clip(rows, targets):
-        nn.functional.mse_loss(wrapped(rows), targets).backward()
-        finish(wrapped)
-        norm = optimizer.clip_grad_norm_(max_norm).item()
-        assert gather_objects(str(norm)) == [str(norm)] * 2
-        return norm
-
-    nn.functional.mse_loss(alone(inputs), targets).backward()
-    expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm).item()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    assert clip(share(inputs), share(targets)) == pytest.approx(expected, rel=1e-6)
-    optimizer.step()
-    assert_same(weights(model), weights(alone), atol=1e-7)
-    optimizer.zero_grad()
-    inputs[-1] = torch.nan
-    assert math.isnan(clip(share(inputs), share(targets)))
-    optimizer.zero_grad()
-    assert math.isfinite(clip(share(targets).new_zeros(3, 7), share(targets)[:3]))
 
 
 def train_groups(mode, overlap=False):

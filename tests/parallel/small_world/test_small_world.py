@@ -15,7 +15,7 @@ from small_models import error_of
 from small_programs import CALLS, CONDITIONS, OPTIONS, SmallProgram, groups, run_programs
 
 from cs336sys.parallel import ddp
-from cs336sys.parallel.marks import SynchronizationSwitch
+from cs336sys.parallel.wrapped_modules import SynchronizationSwitch
 
 # The nights after which every program has been run.
 NIGHTS = 8

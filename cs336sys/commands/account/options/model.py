@@ -4,7 +4,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.step import OWN_SHARDING_STRATEGIES
 from cs336sys.command_line.options import training as options
 from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions

@@ -58,9 +58,9 @@ def step(
 
     cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
     """
+    from cs336sys.accounting.step_time.choice import refusal
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import h200_rates, rates_of, read_rates
-    from cs336sys.accounting.step_time.space import refusal
     from cs336sys.commands.account.tables.step import step_tables
 
     strategy, world_size = placement.strategy, placement.world_size

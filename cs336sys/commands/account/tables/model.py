@@ -10,8 +10,7 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, count_parameters
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
-from cs336sys.accounting.sharding.ideal import state_answers
-from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
+from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak, state_answers
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value

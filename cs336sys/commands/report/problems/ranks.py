@@ -10,7 +10,7 @@ from typing import Any
 
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.sharding.ideal import state_answers
+from cs336sys.accounting.sharding.step import state_answers
 from cs336sys.commands.allreduce.tables import groups_of
 from cs336sys.commands.ddp.tables import bucket_sweeps, link_of
 from cs336sys.commands.report.answer import Answer, Rows, facts_of, where

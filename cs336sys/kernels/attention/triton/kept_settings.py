@@ -21,8 +21,8 @@ import triton
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention.problem import AttentionProblem
 from cs336sys.kernels.attention.triton.settings import backward_settings, candidates, forward_settings, problem_class
-from cs336sys.processes.atomic_write import written_whole
 from cs336sys.processes.caches import kept_settings_file, require_private
+from cs336sys.processes.files import written_whole
 
 # What chooses the built-in settings of a pass; gradients may be added up in any order.
 BUILT_IN: dict[str, Callable[[AttentionProblem], Any]] = {

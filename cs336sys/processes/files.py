@@ -1,11 +1,15 @@
-"""Atomic writes: after a full disk, an exception or a kill, a file has its old content, and not half of the new."""
+"""Files and folders of processes that may be killed: written whole or not at all, and removed by others. No torch."""
 
 import contextlib
 import errno
+import fcntl
 import os
+import platform
 import secrets
 import shutil
 import stat
+import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +50,10 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | None:
     """Make an empty file that can replace ``target``; None where none can."""
-    if existing is not None and not _is_replaceable(target, existing):
-        return None
+    if existing is not None:
+        is_plain = stat.S_ISREG(existing.st_mode) and existing.st_nlink == 1 and os.access(target, os.W_OK)
+        if not is_plain or any(os.path.samestat(existing, opened) for opened in _open_files()):
+            return None
     # File systems allow names of 255 bytes, and a character may take four.
     partial = target.with_name(f".{secrets.token_hex(4)}-{target.name[-40:]}")
     try:
@@ -70,12 +76,6 @@ def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | N
     return None
 
 
-def _is_replaceable(target: Path, existing: os.stat_result) -> bool:  # As written_whole() says.
-    if not stat.S_ISREG(existing.st_mode) or existing.st_nlink > 1 or not os.access(target, os.W_OK):
-        return False
-    return not any(os.path.samestat(existing, opened) for opened in _open_files())
-
-
 def _open_files() -> Iterator[os.stat_result]:
     """List the files that this process holds open, as far as the system says."""
     names: list[str] = []
@@ -85,3 +85,52 @@ def _open_files() -> Iterator[os.stat_result]:
         # The descriptor by which the folder was listed is among them, and closed.
         with contextlib.suppress(OSError, ValueError):
             yield os.fstat(int(name))
+
+
+class OwnedFolder:
+    """A new temporary folder at ``path``, locked as long as this process lives."""
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix()))
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY)
+                # In a file system without locks nobody takes it for abandoned, either.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                # Another process saw the folder before its lock, took it for abandoned and removed it.
+                os.close(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def remove_abandoned() -> None:
+    """Remove the folders whose processes died without removing them, which releases their locks.
+
+    Only the kernel where a lock was taken knows of it: folders of other machines in a shared file system stay.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            cleanup.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # An error where its process lives.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix() -> str:
+    """Return the beginning of the names of all folders that processes of this boot of the machine make."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = platform.node()
+    return f"cs336sys-{zlib.crc32(kernel.encode()):08x}-"

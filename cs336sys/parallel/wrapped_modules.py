@@ -1,14 +1,95 @@
-"""Notices when a wrapped module holds other parameters than those that were wrapped."""
+"""What a module is wrapped in already, and whether it still holds the parameters that were wrapped.
 
+Wrappers, units and optimizers mark what they have, and refuse what another one has marked. A mark is an attribute and
+not a class, so that whoever looks for it need not import whoever sets it.
+"""
+
+import contextlib
+import gc
 import itertools
 import operator
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
+
+# On the hook of a parameter: its gradient is averaged over ranks.
+AVERAGES_GRADIENT = "averages_gradient"
+
+# On the same hook: the gradient is handed on in slices, and none is left with the parameter.
+HANDS_GRADIENT_ON = "hands_gradient_on"
+
+# On the call that FSDP puts where nn.Module keeps a compiled one: it gathers the module's parameters first.
+GATHERS_PARAMETERS = "gathers_parameters"
+
+# By name: importing torch's FSDP takes 0.6 s of CPU time in every process.
+_TORCH_WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+
+
+class SynchronizationSwitch:
+    """Averages gradients over ranks, unless it is switched off for gradient accumulation.
+
+    Attributes:
+        synchronizes: if False, backward passes accumulate gradients on this rank only.
+    """
+
+    synchronizes = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, backward passes accumulate gradients on this rank only."""
+        was_synchronizing, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = was_synchronizing
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether FSDP gathers the module's parameters when it is called."""
+    return getattr(module.__dict__.get("_compiled_call_impl"), GATHERS_PARAMETERS, False)
+
+
+def is_synchronized(parameter: Tensor) -> bool:
+    """Return whether a synchronizer that still exists averages the gradient of this parameter."""
+    return _has_marked_hook(parameter, AVERAGES_GRADIENT)
+
+
+def hands_gradient_on(parameter: Tensor) -> bool:
+    """Return whether backward passes leave no gradient with this parameter: a synchronizer hands it on in slices."""
+    return _has_marked_hook(parameter, HANDS_GRADIENT_ON)
+
+
+def require_unwrapped(module: nn.Module) -> None:
+    """Refuse a module that is wrapped, or has a part that is, by a class of ours or torch's that averages gradients."""
+    for name, part in module.named_modules():
+        is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
+        if is_wrapper or any(base.__name__ in _TORCH_WRAPPERS for base in type(part).__mro__):
+            raise UsageError(
+                f"{name or 'the module'} ({type(part).__name__}) is wrapped already: wrap the plain module"
+            )
+
+
+def require_unsynchronized(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
+    for name, parameter in named_parameters:
+        if is_synchronized(parameter):
+            gc.collect()  # A synchronizer to which nothing refers any more may still exist as part of a cycle.
+            if is_synchronized(parameter):
+                raise UsageError(
+                    f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
+                    "unwrap the module or delete that optimizer"
+                )
+
+
+def _has_marked_hook(parameter: Tensor, mark: str) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, mark, False) for hook in hooks.values())
+
 
 _layout = operator.attrgetter("shape", "dtype", "device")
 
@@ -60,7 +141,14 @@ class HeldParameters:
         if self._is_unchanged():
             return
         now = self._read_entries()
-        exchanged_names = self._exchanged_names(now) if allows_exchanged else frozenset()
+        exchanged_names: set[str] = set()
+        if allows_exchanged:
+            # Those of places in modules where a parameter was before, and a tensor from outside is now.
+            ids_before = {id(entry.parameter) for entry in self._entries.values()}
+            unmoved = [
+                name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner
+            ]
+            exchanged_names = {name for name in unmoved if id(now[name].parameter) not in ids_before}
         for name in dict.fromkeys([*now, *self._entries]):
             if name not in exchanged_names and (change := self._change(name, now)):
                 raise UsageError(
@@ -69,12 +157,6 @@ class HeldParameters:
         # Only modules without parameters have come or gone. Tensors from outside are there for this call alone.
         if not exchanged_names:
             self._note_contents()
-
-    def _exchanged_names(self, now: dict[str, _Held]) -> frozenset[str]:
-        """Return the names under which a module that had a parameter before has a tensor from outside of it now."""
-        ids_before = {id(entry.parameter) for entry in self._entries.values()}
-        unmoved = [name for name in now.keys() & self._entries.keys() if now[name].owner is self._entries[name].owner]
-        return frozenset(name for name in unmoved if id(now[name].parameter) not in ids_before)
 
     def _note_contents(self) -> None:
         """Note what :meth:`_is_unchanged` compares: cheaper than :meth:`_read_entries`, and it names no change."""

@@ -1,17 +1,19 @@
-"""What was in a file stays until new content is complete; links, permissions and pipes stay what they are."""
+"""Files are written whole or not at all, links and pipes stay what they are; abandoned folders are removed."""
 
 import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from cs336sys.processes import atomic_write
-from cs336sys.processes.atomic_write import written_whole
+from cs336sys.processes import files
+from cs336sys.processes.files import OwnedFolder, remove_abandoned, written_whole
 
 
 @pytest.fixture
@@ -50,9 +52,7 @@ def refuse(code):
 
 
 def in_process(script, *arguments, **more):
-    start = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom cs336sys.processes.atomic_write import written_whole\n"
-    )
+    start = "import os, signal, sys\nfrom pathlib import Path\nfrom cs336sys.processes.files import written_whole\n"
     return subprocess.run([sys.executable, "-c", start + script, *map(str, arguments)], timeout=60, **more)
 
 
@@ -159,7 +159,7 @@ def test_standard_output_that_is_a_pipe():
 
 @pytest.mark.parametrize(
     ("place", "name", "code"),
-    [(atomic_write.os, "open", errno.EACCES), (Path, "replace", errno.EBUSY)],
+    [(files.os, "open", errno.EACCES), (Path, "replace", errno.EBUSY)],
     ids=["a folder that takes no new files", "a mount point"],
 )
 def test_a_file_that_no_other_can_take_the_place_of_is_written_in_place(path, monkeypatch, place, name, code):
@@ -170,7 +170,7 @@ def test_a_file_that_no_other_can_take_the_place_of_is_written_in_place(path, mo
 
 
 def test_a_folder_without_room_for_a_file_keeps_what_was_there(path, monkeypatch):
-    monkeypatch.setattr(atomic_write.os, "open", refuse(errno.ENOSPC))
+    monkeypatch.setattr(files.os, "open", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         write(path)
     assert path.read_text() == "old, and longer\n"
@@ -178,7 +178,7 @@ def test_a_folder_without_room_for_a_file_keeps_what_was_there(path, monkeypatch
 
 def test_a_file_that_may_not_be_written_is_not_replaced(path, monkeypatch):
     # Root may write everything, so that its tests cannot do without.
-    monkeypatch.setattr(atomic_write.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     with written_whole(path) as whole:
         assert whole == path
 
@@ -200,3 +200,68 @@ def test_a_folder_and_a_file_in_no_folder_are_refused_as_open_would(tmp_path):
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "none" / "table.md")
     assert os.listdir(tmp_path) == []
+
+
+OWNER = (
+    "import os, sys; from cs336sys.processes.files import OwnedFolder; folder = OwnedFolder()\n"
+    "print(folder.path, flush=True); sys.stdin.read(); os.kill(os.getpid(), 9)"
+)
+
+
+@pytest.fixture
+def temporary_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_removed_by_its_owner(temporary_directory):
+    with OwnedFolder() as path:
+        (path / "file").write_text("x")
+        remove_abandoned()
+        assert (path / "file").exists()
+    assert list(temporary_directory.iterdir()) == []
+
+
+def test_a_folder_is_removed_after_its_owner_was_killed(temporary_directory):
+    environment = os.environ | {"TMPDIR": str(temporary_directory)}
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        path = owner.stdout.readline().strip()
+        remove_abandoned()
+        assert os.path.isdir(path), "its owner lives"
+        owner.stdin.close()
+        owner.wait()
+        assert os.path.isdir(path)
+        remove_abandoned()
+        assert not os.path.isdir(path)
+
+
+def test_a_folder_of_another_kernel_stays(temporary_directory, monkeypatch):
+    """Whose locks this one does not know, in a file system that both use."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(files, "_prefix", lambda: "cs336sys-0badf00d-")
+        folder = OwnedFolder()
+        os.close(folder._lock)
+    remove_abandoned()
+    assert folder.path.exists()
+
+
+@pytest.mark.parametrize(("module", "function"), [(os, "open"), (fcntl, "flock")])
+def test_a_new_folder_that_was_taken_for_abandoned_is_made_again(temporary_directory, monkeypatch, module, function):
+    """Another process finds it between two lines of the one that makes it: once before each of the two calls."""
+    real = getattr(module, function)
+    removed = []
+
+    def after_removal(*arguments):
+        if not removed:
+            removed.extend(temporary_directory.iterdir())
+            monkeypatch.setattr(module, function, real)
+            remove_abandoned()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, function, after_removal)
+    with OwnedFolder() as path:
+        assert not removed[0].exists()
+        assert path.is_dir()
+        remove_abandoned()
+        assert path.is_dir()

@@ -1,4 +1,4 @@
-"""Who holds what of sharded state: worked by hand, on properties, and for the handout's sizes."""
+"""Who holds what: worked by hand, on properties, and of which tokens of a sequence."""
 
 import itertools
 
@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cs336sys.accounting.sharding.partition import ALIGNMENT, flat_pieces, greedy_partition
+from cs336sys.accounting.sharding.partition import ALIGNMENT, SequenceSplit, flat_pieces, greedy_partition
+from cs336sys.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,29 @@ def test_every_element_has_one_owner_and_slices_are_aligned(tier, world_size, si
     # Padding is at most one slice's alignment for every rank and one for every packed tensor.
     padded = sum(world_size * piece.slice_size for piece in pieces)
     assert padded - sum(sizes) < ALIGNMENT * (world_size + len(sizes))
+
+
+def test_zigzag_gives_each_rank_a_chunk_from_either_end():
+    split = SequenceSplit(8, 2)
+    assert split.chunks == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    assert SequenceSplit(7, 2, is_zigzag=False).chunks == ((range(0, 4),), (range(4, 7),))
+
+
+@pytest.mark.parametrize("is_zigzag", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("length", [8, 23, 64])
+def test_every_token_has_one_rank_and_work_is_even(length, world_size, is_zigzag):
+    split = SequenceSplit(length, world_size, is_zigzag)
+    positions = [[token for chunk in chunks for token in chunk] for chunks in split.chunks]
+    assert sorted(itertools.chain(*positions)) == list(range(length))
+    assert all(own == sorted(own) for own in positions)
+    assert max(split.lengths) - min(split.lengths) <= 1
+    if is_zigzag:
+        # Keys that a rank's queries see, itself among them.
+        seen = [sum(token + 1 for token in own) for own in positions]
+        assert max(seen) - min(seen) <= 2 * length
+
+
+def test_fewer_tokens_than_ranks_are_refused():
+    with pytest.raises(UsageError, match="a sequence of 3 tokens cannot be split over 4 ranks: choose at least one"):
+        SequenceSplit(3, 4)
