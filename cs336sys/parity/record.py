@@ -1,4 +1,4 @@
-"""Tensors of one process or rank at each moment of a program, what a rank says of its wrap, and whole tensors of slices."""
+"""Tensors of a process or rank at each moment of a program, what a rank says of its wrap, and its slices made whole."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -25,9 +25,8 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import flop_counting, user_models
 from cs336sys.training.flop_counting import count_step, counted_columns
 from cs336sys.training.memory_prediction import predicted_timeline
-from cs336sys.training.model import blocks_of
+from cs336sys.training.model import blocks_of, build_optimizer
 from cs336sys.training.operation_counting import count_model
-from cs336sys.training.optimizers import build_optimizer
 from cs336sys.training.step import TrainStep, training_warnings
 from cs336sys.training.user_models import initialization
 from cs336sys.training.user_models.loading import user_folders

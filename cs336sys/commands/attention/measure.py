@@ -414,7 +414,7 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.checked`).
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.calls`).
     """
     workload = AttentionWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

@@ -29,8 +29,14 @@ from cs336sys.settings.sizes import ModelSize
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import is_user_code
 from cs336sys.training import user_models
-from cs336sys.training.model import CausalAttention, blocks_of, build_model, keeping_input
-from cs336sys.training.optimizers import build_optimizer, choose_optimizer
+from cs336sys.training.model import (
+    CausalAttention,
+    blocks_of,
+    build_model,
+    build_optimizer,
+    choose_optimizer,
+    keeping_input,
+)
 from cs336sys.training.step import AUTOCAST_DTYPES
 
 if TYPE_CHECKING:
