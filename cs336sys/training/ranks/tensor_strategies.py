@@ -24,11 +24,14 @@ from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.training import model as models
-from cs336sys.training.ranks.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
 from cs336sys.training.ranks.strategies import (
+    BUCKETS,
     OptimizerChoice,
     Replica,
+    averaging_replica,
     build_plain_model,
+    full_tensors,
+    fully_sharded,
     replica_of_torch,
     sequences_of_rank,
 )
