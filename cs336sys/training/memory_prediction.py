@@ -22,7 +22,7 @@ from cs336sys.allocations.timeline import AllocationTimeline, largest_allocation
 from cs336sys.allocations.without_values import DecisionsRead, WithoutValues
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.settings.training import Workload

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import importing_no_compiler, why_no_triton
 from cs336sys.settings.choices import ATTENTION, FUSED_KERNELS_MODULE, import_named
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.sizes import choose_size

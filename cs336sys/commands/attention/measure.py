@@ -22,8 +22,14 @@ from cs336sys.commands.own_kernels import PARTS, OddCase, UsersProblem, measure_
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.machine.device import DTYPES, choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.machine.gpu_readings import reading_gpu
+from cs336sys.machine.device import (
+    DTYPES,
+    choose_device,
+    held_memory_gib,
+    peak_memory_gib,
+    reading_gpu,
+    reset_peak_memory,
+)
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload

@@ -21,8 +21,8 @@ from packaging.specifiers import SpecifierSet
 
 from cs336sys.errors import CapabilityError
 from cs336sys.findings import sentence
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.machine.system import installed_version, library_loads, memory_gib, run_tool
-from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.processes.parent import python_module
 
 Verdict = Literal["ok", "warn", "missing"]
