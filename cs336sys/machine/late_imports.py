@@ -5,8 +5,7 @@ import importlib.util
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,17 +21,15 @@ _ATTRIBUTE = "__dynamo_disable"
 _excluded: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-class _CompilerWatch(MetaPathFinder):
+class _CompilerWatch:
     """Removes the attributes when the compiler is imported; finds no module."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: object = None) -> None:
         if name == _COMPILER:
             for function in list(_excluded):
                 vars(function).pop(_ATTRIBUTE, None)
             _excluded.clear()
-
-
-_watch = _CompilerWatch()
 
 
 def importing_no_compiler(disabled: Function) -> Function:
@@ -44,12 +41,12 @@ def importing_no_compiler(disabled: Function) -> Function:
     function = getattr(disabled, "__wrapped__", None)
     if function is None or _COMPILER in sys.modules:  # a torch that wraps in another way, or nothing left to save
         return disabled
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
+    if _CompilerWatch not in sys.meta_path:
+        sys.meta_path.insert(0, _CompilerWatch)
     # Torch's wrapper calls what this attribute holds, here the function itself, and asks the compiler only without it.
     # A wrapper of ours that decides at each call would itself be compiled.
     vars(function)[_ATTRIBUTE] = function
-    _excluded.add(function)  # Once there is a compiler, _watch removes the attribute.
+    _excluded.add(function)  # Once there is a compiler, _CompilerWatch removes the attribute.
     return disabled
 
 

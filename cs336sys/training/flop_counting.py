@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import cs336_basics.model
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,7 +23,7 @@ from cs336sys.allocations.without_values import WithoutValues
 from cs336sys.run.cells import Progress
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
-from cs336sys.training.model import attention_kept, attention_replaced, sdpa
+from cs336sys.training.model import attention_replaced, sdpa
 from cs336sys.training.step import TrainStep
 
 
@@ -70,7 +72,7 @@ def _count_cached(workload: Workload) -> StepCount:
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            shapes_of_attention = user_models.watched_attention(user_models.shape_of_attention)
+            shapes_of_attention = user_models.watched_attention(shape_of_attention)
             with shapes_of_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
                 step.forward()
                 if workload.has_backward:
@@ -82,6 +84,26 @@ def _count_cached(workload: Workload) -> StepCount:
     count.reads = Counter({line or "somewhere": times for line, times in valueless.guessed.items()})  # "": unknown.
     count.launches = valueless.launches
     return count
+
+
+@contextlib.contextmanager
+def attention_kept() -> Iterator[None]:
+    """After this, all models of the process compute attention as before it, whatever was built in it."""
+    # Both are patched with themselves: leaving the patches puts them back.
+    torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
+        yield
+
+
+def shape_of_attention(call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+    """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
+    key, value = call.key, call.value
+    if call.enable_gqa:
+        group_size = call.query.shape[-3] // key.shape[-3]  # A head for each of the query's.
+        key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
+    # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
+    mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
+    return mean_of_keys + call.query.mean(-1, keepdim=True)
 
 
 _HIDDEN_SCORE = -1e4  # Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.

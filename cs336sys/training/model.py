@@ -1,9 +1,8 @@
 """Build a workload's model, with its attention, its batches and its optimizer."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -95,15 +94,6 @@ def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManag
     return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 
-@contextlib.contextmanager
-def attention_kept() -> Iterator[None]:
-    """After this, all models of the process compute attention as before it, whatever was built in it."""
-    # Both are patched with themselves: leaving the patches puts them back.
-    torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-    with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
-        yield
-
-
 def causal_attention(name: str) -> CausalAttention | None:
     """Return causal attention of query, key, value by its name; None for the model's own, which looks at the mask."""
     return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))
@@ -117,29 +107,6 @@ _ANY_MASK = torch.ones((), dtype=torch.bool)
 @functools.cache
 def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
     return lambda query, key, value: compute(query, key, value, _ANY_MASK)
-
-
-def give_positions(model: nn.Module, positions: Tensor) -> None:
-    """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
-
-    Args:
-        model: of ``cs336_basics``, this project's or anybody's whose attention takes ``token_positions``.
-        positions: (S,), int64.
-    """
-    attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
-    if "token_positions" not in inspect.signature(attention_class.forward).parameters:
-        raise CapabilityError(
-            "cs336_basics.model.CausalMultiHeadSelfAttention.forward takes no token_positions, so that a rank cannot "
-            "tell it where its slice of a sequence is: add the argument, or choose a strategy that splits no sequence"
-        )
-
-    def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        hidden_states = args[:1]  # A block may pass positions of its own as the second argument.
-        return hidden_states, kwargs | {"token_positions": positions}
-
-    for module in model.modules():
-        if isinstance(module, attention_class):
-            module.register_forward_pre_hook(with_positions, with_kwargs=True)
 
 
 def require_kernels(option: str) -> None:

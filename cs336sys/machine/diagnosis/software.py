@@ -1,6 +1,7 @@
 """Checks of the operating system, memory, disk, Python, torch and Triton, and of NVIDIA's profilers."""
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -22,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from cs336sys.errors import CapabilityError
 from cs336sys.findings import sentence
 from cs336sys.machine.late_imports import why_no_triton
-from cs336sys.machine.system import installed_version, library_loads, memory_gib, run_tool
+from cs336sys.machine.system import installed_version, memory_gib, run_tool
 from cs336sys.processes.parent import python_module
 
 Verdict = Literal["ok", "warn", "missing"]
@@ -60,7 +61,9 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def check_python() -> Check:
-    version, supported = platform.python_version(), _supported_python()
+    version, supported = platform.python_version(), SpecifierSet()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        supported = SpecifierSet(importlib.metadata.metadata("cs336sys")["Requires-Python"] or "")
     if supported.contains(version, prereleases=True):
         return Check("Python", version)
     return faulty("Python", f"{version}, supported is {supported}", fix="python", verdict="missing")
@@ -171,13 +174,6 @@ def required(package: str, *, by: str) -> SpecifierSet:
         if requirement.name == package and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
             return requirement.specifier
     return SpecifierSet()
-
-
-def _supported_python() -> SpecifierSet:
-    try:
-        return SpecifierSet(importlib.metadata.metadata("cs336sys")["Requires-Python"] or "")
-    except importlib.metadata.PackageNotFoundError:
-        return SpecifierSet()
 
 
 # A process with torch and one small layer takes 0.4 GiB (torch 2.13, CPU); a command has two, plus compilers.
@@ -307,6 +303,15 @@ def check_nsys() -> list[Check]:
 def _absence(name: str, patterns: Sequence[str]) -> str:
     paths = _installed_profilers(name, patterns)
     return f"{paths[0]} does not run" if paths else "not found"
+
+
+def library_loads(name: str) -> bool:
+    """Return whether the dynamic loader finds a shared library and all that it depends on."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def makes_reports(nsys: Path) -> bool:

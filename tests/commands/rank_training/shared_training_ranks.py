@@ -7,7 +7,7 @@ from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.context_parallel import ring
 from cs336sys.parallel.tensor_parallel import group as tensor_group
 from cs336sys.parallel.tensor_parallel import layers, wrapper
-from cs336sys.training import model as models
+from cs336sys.training.ranks import tensor_strategies
 from cs336sys.training.ranks.step import ParallelStep
 
 _SEEN, _PASS_ON, _MERGE = ring._Ring.seen, ring._Ring.pass_on, ring.merge_block
@@ -47,7 +47,7 @@ OF_RINGS = {
     "blocks are merged by halves": (ring, "merge_block", _merge_by_halves),
     "the logsumexp is that of the own block": (ring, "merge_block", _keep_the_first_logsumexp),
     "gradients are lost on their way": (ring._Ring, "pass_on", _lose_gradients_on_their_way),
-    "positions are those in the slice": (models, "give_positions", lambda *_: None),
+    "positions are those in the slice": (tensor_strategies, "give_positions", lambda *_: None),
 }
 OF_LAYERS = {
     "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
