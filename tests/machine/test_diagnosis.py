@@ -144,10 +144,7 @@ def test_python_and_torch_out_of_range(monkeypatch):
     assert software.check_python().verdict == "missing"
     monkeypatch.setattr(software, "installed_version", lambda package: "2.14.0")
     assert software.check_torch() == Check(
-        "torch",
-        "2.14.0, supported is <2.14,>=2.11",
-        "missing",
-        '`python -m pip install "torch<2.14,>=2.11"`.',
+        "torch", "2.14.0, supported is <2.14,>=2.11", "missing", '`python -m pip install "torch<2.14,>=2.11"`.'
     )
 
 
