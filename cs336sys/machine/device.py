@@ -98,15 +98,12 @@ _MOST_READINGS = 400
 
 @dataclass(frozen=True)
 class Reading:
-    """A GPU at one moment; what it does not tell is None.
-
-    Attributes:
-        energy_j: the whole board's energy since the driver was loaded; the difference of two readings is what it drew.
-    """
+    """A GPU at one moment; what it does not tell is None."""
 
     sm_clock_mhz: int | None
     temperature_c: int | None
     power_w: float | None
+    # The whole board's energy since the driver was loaded; the difference of two readings is what it drew.
     energy_j: float | None = None
     clock_limits: tuple[str, ...] = ()
 

@@ -95,14 +95,9 @@ def _read_text(path: str) -> str:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None.
+    """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None."""
 
-    Attributes:
-        index: its number for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
-        clock_limits: what holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
-    """
-
-    index: int
+    index: int  # Its number for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
     uuid: str
     name: str
     driver: str | None
@@ -113,6 +108,7 @@ class GpuState:
     temperature_c: float | None
     power_w: float | None
     power_limit_w: float | None
+    # What holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
     clock_limits: tuple[str, ...]
 
 

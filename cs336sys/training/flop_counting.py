@@ -29,26 +29,18 @@ from cs336sys.training.step import TrainStep
 
 @dataclass
 class StepCount:
-    """The work of one step of a user's model, as far as the shapes of its tensors show it.
+    """The work of one step of a user's model, as far as the shapes of its tensors show it."""
 
-    Attributes:
-        parameters: of the model, tied ones once; None where it cannot even be built without memory.
-        flops: model FLOPs as ``accounting.flops`` counts them, those of torch's attention and Triton's kernels aside;
-            None where they could not be counted.
-        reads: lines that wait for the GPU because they read a number from a tensor, with how often.
-        launches: kernels of Triton, with how often.
-        failure: why there are no FLOPs.
-        drops: whether it has layers of dropout.
-        hidden: tensors that look like parameters and are none.
-    """
-
-    parameters: int | None = None
+    parameters: int | None = None  # Of the model, tied ones once; None where it cannot even be built without memory.
+    # Model FLOPs as ``accounting.flops`` counts them, those of torch's attention and Triton's kernels aside; None where
+    # they could not be counted.
     flops: int | None = None
+    # Lines that wait for the GPU because they read a number from a tensor, with how often.
     reads: Counter[str] = field(default_factory=Counter)
-    launches: Counter[str] = field(default_factory=Counter)
-    failure: str = ""
-    drops: bool = False
-    hidden: list[str] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)  # Kernels of Triton, with how often.
+    failure: str = ""  # Why there are no FLOPs.
+    drops: bool = False  # Whether it has layers of dropout.
+    hidden: list[str] = field(default_factory=list)  # Tensors that look like parameters and are none.
 
 
 def count_step(workload: Workload) -> StepCount:

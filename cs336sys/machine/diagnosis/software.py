@@ -31,16 +31,13 @@ Verdict = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was looked for and what was found.
-
-    Attributes:
-        verdict: ``warn``: a command is slower, disturbed or unavailable; ``missing``: cs336sys cannot work like this.
-        fix: what to do about it, one sentence with the command to type; None when there is nothing to do.
-    """
+    """One check: what was looked for and what was found."""
 
     name: str
     found: str
+    # ``warn``: a command is slower, disturbed or unavailable; ``missing``: cs336sys cannot work like this.
     verdict: Verdict = "ok"
+    # What to do about it, one sentence with the command to type; None when there is nothing to do.
     fix: str | None = None
 
 

@@ -89,41 +89,33 @@ def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *ar
 
 @dataclass(frozen=True)
 class Replica:
-    """The model, optimizer and state that one rank trains.
+    """The model, optimizer and state that one rank trains."""
 
-    Attributes:
-        model: called with this rank's token ids.
-        whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
-            ranks call it together. The tensors may be the model's own.
-        synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
-        buckets: of gradients or weights; ``launch()`` of each starts a collective during a step, in this order.
-        scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
-        watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
-        communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
-        sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
-        wait_for_gathers: waits for what the forward pass gathers for the backward pass; None if it gathers nothing.
-        share: index of this rank's part of inputs and targets; None is its sequences of the batch.
-        loss_weight: what this rank's mean loss counts in the mean of all.
-        loss: of what the model returned and this rank's targets, where that is not all logits; None is the workload's.
-        around: entered for the forward and the backward pass of every step together.
-        copy_engines: what sends gradients, where no collective does.
-    """
-
-    model: nn.Module
+    model: nn.Module  # Called with this rank's token ids.
     optimizer: torch.optim.Optimizer
+    # By their names in the plain model, every parameter unsharded, when no step is under way. All ranks call it
+    # together. The tensors may be the model's own.
     whole_parameters: Callable[[], Mapping[str, Tensor]]
+    # Run between backward pass and optimizer step, a phase of its own; None if there is none.
     synchronize: Callable[[], None] | None = None
+    # Of gradients or weights; ``launch()`` of each starts a collective during a step, in this order.
     buckets: Sequence[Any] = ()
+    # What scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    # Notes, for the steps within it, whether gathered weights arrive before they are needed.
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
-    communicates_in_backward: bool = True
+    communicates_in_backward: bool = True  # Whether the backward pass launches what ``synchronize`` waits for.
+    # The optimizer that sends updated parameters while the next forward pass runs; None if none does.
     sharded: ShardedOptimizer | None = None
+    # Waits for what the forward pass gathers for the backward pass; None if it gathers nothing.
     wait_for_gathers: Callable[[], None] | None = None
-    share: Any = None
-    loss_weight: float = 1.0
+    share: Any = None  # Index of this rank's part of inputs and targets; None is its sequences of the batch.
+    loss_weight: float = 1.0  # What this rank's mean loss counts in the mean of all.
+    # Entered for the forward and the backward pass of every step together.
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    # Of what the model returned and this rank's targets, where that is not all logits; None is the workload's.
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    copy_engines: CopyEngines | None = None
+    copy_engines: CopyEngines | None = None  # What sends gradients, where no collective does.
 
 
 def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
@@ -146,15 +138,10 @@ def replica_of_torch(model: nn.Module, optimizer: torch.optim.Optimizer, **setti
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer: its class and the settings to construct it with.
+    """An optimizer: its class and the settings to construct it with."""
 
-    Attributes:
-        training: the workload that chooses it.
-        changed: settings instead of those of the workload's choice.
-    """
-
-    training: Workload
-    changed: Mapping[str, Any]
+    training: Workload  # The workload that chooses it.
+    changed: Mapping[str, Any]  # Settings instead of those of the workload's choice.
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
         return models.build_optimizer(self.training, parameters, **self.changed)

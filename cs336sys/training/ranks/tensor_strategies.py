@@ -226,13 +226,9 @@ _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """This project's attention as the :class:`~cs336sys.parallel.context_parallel.BlockAttention` of a ring.
+    """This project's attention as the :class:`~cs336sys.parallel.context_parallel.BlockAttention` of a ring."""
 
-    Attributes:
-        implementation: as of ``flash_attention``.
-    """
-
-    implementation: str = "auto"
+    implementation: str = "auto"  # As of ``flash_attention``.
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         return flash_attention(query, key, value, is_causal, return_logsumexp=True, implementation=self.implementation)

@@ -15,7 +15,6 @@ from cs336sys.settings.choices import ATTENTION
 torch_attention = F.scaled_dot_product_attention  # torch's own, whatever stands in its place.
 
 _flash_attention: Callable[..., Tensor] | None = None  # Imported once a model asks for it.
-_LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -62,7 +61,7 @@ class AttentionCall(NamedTuple):
             return "with a mask, which our kernels have none of but the causal one"
         if self.dropout_p > 0:
             return f"with dropout {self.dropout_p:g}, which our kernels have none of"
-        if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] != value.shape[-1]:
+        if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
             return f"of head dimensions {query.shape[-1]} and {value.shape[-1]}: ours are equal and at most 256"
         if query.dtype not in _DTYPES:
             return f"of {query.dtype}, which our kernels do not compute in"
