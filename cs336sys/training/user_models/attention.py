@@ -132,8 +132,8 @@ def without_dropout() -> None:
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
     """Turn dropout off in this context; build models in it, too, because replaced attention reads then what to drop."""
-    functions = mock.patch.multiple(F, **dict.fromkeys(_DROPOUTS, _drop_nothing))
-    with functions, mock.patch.dict(globals(), _drops=False):
+    functions: dict[str, Any] = dict.fromkeys(_DROPOUTS, _drop_nothing)
+    with mock.patch.multiple(F, **functions), mock.patch(f"{__name__}._drops", False):
         yield
 
 
