@@ -6,7 +6,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from cs336sys.machine.triton_package import TritonFinder
+from cs336sys.machine.late_imports import TritonFinder
 
 __version__ = "0.2.0"
 

@@ -60,9 +60,9 @@ COLUMN = {
 }
 STRATEGY = {
     "settings/strategies.py": {
-        '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.training.ranks.sharded_strategies.dummy"),\n',
+        '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.training.ranks.strategies.dummy"),\n',
     },
-    "training/ranks/sharded_strategies.py": {
+    "training/ranks/strategies.py": {
         "def sharded_optimizer(": """\
 def dummy(*arguments: Any) -> Replica:
     return averaged_in_buckets(*arguments)

@@ -22,7 +22,7 @@ from cs336sys.allocations.timeline import (
     build_timeline,
 )
 from cs336sys.allocations.without_values import code_line, python_frames
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.late_imports import importing_no_compiler
 
 
 class ModuleStack:

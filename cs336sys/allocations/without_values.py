@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 
 _TORCH = os.path.dirname(torch.__file__)
 _ALLOCATIONS = os.path.dirname(__file__)

@@ -56,18 +56,12 @@ _IN_FLOAT32 = 2
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """A matrix as cuBLASLt sees it, in column-major order.
+    """A matrix as cuBLASLt sees it, in column-major order."""
 
-    Attributes:
-        transposed: whether it is to be transposed.
-        rows, columns: in memory, before that.
-        column_stride: elements from one column to the next.
-    """
-
-    transposed: bool
-    rows: int
+    transposed: bool  # Whether it is to be transposed.
+    rows: int  # In memory, before that.
     columns: int
-    column_stride: int
+    column_stride: int  # Elements from one column to the next.
 
 
 def matrix_layout(matrix: Tensor) -> MatrixLayout | None:

@@ -29,20 +29,13 @@ _causal_attention: Attention = functools.partial(flash_attention, is_causal=True
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Settings of a block, besides its weights.
+    """Settings of a block, besides its weights."""
 
-    Attributes:
-        num_heads: H.
-        epsilons: of the first and of the second norm.
-        theta: base of the rotation's angles; None for no rotation.
-        attention: causal attention.
-        keeps_gate_and_up: keep them for the backward pass, 2 T d_ff elements; else it computes them by two products.
-    """
-
-    num_heads: int
-    epsilons: tuple[float, float] = (1e-5, 1e-5)
-    theta: float | None = 10_000.0
+    num_heads: int  # H.
+    epsilons: tuple[float, float] = (1e-5, 1e-5)  # Of the first and of the second norm.
+    theta: float | None = 10_000.0  # Base of the rotation's angles; None for no rotation.
     attention: Attention = _causal_attention
+    # Keep them for the backward pass, 2 T d_ff elements; else it computes them by two products.
     keeps_gate_and_up: bool = True
 
 

@@ -26,7 +26,7 @@ from cs336sys.capture.capture import (
 )
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.machine.diagnosis.profilers import Profiler
+from cs336sys.machine.diagnosis.software import Profiler
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 

@@ -18,7 +18,7 @@ from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
 from cs336sys.capture.ranks import RanksAnalysis, match_ranks
 from cs336sys.capture.timeline import Timeline, timelines
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.machine.diagnosis.profilers import find_nsys
+from cs336sys.machine.diagnosis.software import find_nsys
 from cs336sys.processes.files import OwnedFolder
 from cs336sys.results.foreign import MIB
 

@@ -13,7 +13,7 @@ from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.command_line.options.reading import choice
 from cs336sys.command_line.options.training import DryRunOption, option_of, setting_options
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.run.sweep import run_sweep, show_plan
 from cs336sys.settings.operations import IMPLEMENTATIONS, AttentionWorkload
 

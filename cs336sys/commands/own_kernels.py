@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336sys.errors import UserCodeError
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome
-from cs336sys.timing.checked import KernelTimer, WrongKernelError, check_untouched
+from cs336sys.timing.calls import KernelTimer, WrongKernelError, check_untouched
 from cs336sys.timing.relative_error import error_columns, relative_errors, why_wrong
 from cs336sys.training.user_models import telling_errors_of
 
@@ -24,7 +24,7 @@ OUTPUT_NAMES = ("out", "sum")
 
 
 class UsersProblem(abc.ABC):
-    """A call of the user's function on inputs that change in part: a :class:`cs336sys.timing.checked.ChangingInputs`.
+    """A call of the user's function on inputs that change in part: a :class:`cs336sys.timing.calls.ChangingInputs`.
 
     A subclass sets the last three attributes before it calls :meth:`__init__`.
 

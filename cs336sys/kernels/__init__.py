@@ -1,5 +1,5 @@
 """Fused kernels in Triton, and attention."""
 
-from cs336sys.machine.triton_package import repair_interpreter
+from cs336sys.machine.late_imports import repair_interpreter
 
 repair_interpreter()

@@ -133,16 +133,15 @@ def _is_rms_norm(norm: Any) -> bool:
     return type(norm).__name__ == "RMSNorm" and recognition.norm_epsilon(norm) == norm.eps
 
 
-def _is_block(block: Any) -> bool:
-    # Its fused forward pass calls the norms with the residual.
-    return recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
-
-
 # By the name of a class in ``cs336_basics``: its fused forward pass, and whether a module of this name computes that.
 FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
     "RMSNorm": (_norm_forward, _is_rms_norm),
     "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: recognition.gate_layers(ffn) == _COURSE_GATE),
-    "TransformerBlock": (_block_forward, _is_block),
+    # A block's fused forward pass calls the norms with the residual.
+    "TransformerBlock": (
+        _block_forward,
+        lambda block: recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2),
+    ),
 }
 
 
@@ -205,14 +204,10 @@ _HANDLE = "fused_kernels"  # Where a fused model keeps its handle.
 
 
 class Replacement(NamedTuple):
-    """The computation of a fused module.
+    """The computation of a fused module."""
 
-    Attributes:
-        forward: replaces the forward pass of its class.
-        stacks: layers whose weights lie side by side in one copy, by the name of the copy.
-    """
-
-    forward: Callable
+    forward: Callable  # Replaces the forward pass of its class.
+    # Layers whose weights lie side by side in one copy, by the name of the copy.
     stacks: Mapping[str, tuple[nn.Module, ...]] = {}
 
 

@@ -85,13 +85,10 @@ def gate_layers(module: nn.Module) -> Gate | None:
         return None
     for gate in itertools.starmap(Gate, itertools.permutations(layers)):
         shapes = dict.fromkeys((f"{gate.gate}.weight", f"{gate.up}.weight"), (_INNER_WIDTH, _WIDTH))
-        if _computes(module, _reference_gate, shapes | {f"{gate.down}.weight": (_WIDTH, _INNER_WIDTH)}):
+        shapes[f"{gate.down}.weight"] = (_WIDTH, _INNER_WIDTH)
+        if _computes(module, lambda x, gate, up, down: reference_swiglu(x @ gate.T, x @ up.T) @ down.T, shapes):
             return gate
     return None
-
-
-def _reference_gate(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return reference_swiglu(x @ gate.T, x @ up.T) @ down.T
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -248,10 +245,6 @@ class _Watch(TorchDispatchMode):
         return output
 
 
-def _cap(logits: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
-    return softcap * torch.tanh(logits.to(dtype) / softcap)
-
-
 def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
     """Return c if the operations compute ``c tanh(logits / c)``, and leave a loss times CAPPED_LOSS_SCALE as it is.
 
@@ -279,7 +272,7 @@ def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
         for dtype, trial in itertools.product(_TOLERANCES, logits):
             # A model may cap bfloat16 logits in float32.
             wide = compute(trial.to(dtype)).dtype
-            if not _agrees(compute, functools.partial(_cap, softcap=softcap, dtype=wide), [trial.to(dtype)]):
+            if not _agrees(compute, lambda x, wide=wide: softcap * torch.tanh(x.to(wide) / softcap), [trial.to(dtype)]):
                 return None
         return softcap if all(_agrees(compute, torch.clone, [loss]) for loss in losses) else None
 

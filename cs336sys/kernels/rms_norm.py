@@ -179,18 +179,13 @@ STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
 
 
 class RMSNormSettings(NamedTuple):
-    """Launch settings of a kernel.
-
-    Attributes:
-        programs: of the backward pass on one multiprocessor, among which the rows are shared out.
-        stages: tiles that these load ahead through shared memory, and the one they compute; 1 loads none ahead.
-    """
+    """Launch settings of a kernel."""
 
     row_tile: int
     column_tile: int
     num_warps: int
-    programs: int = 1
-    stages: int = 1
+    programs: int = 1  # Of the backward pass on one multiprocessor, among which the rows are shared out.
+    stages: int = 1  # Tiles that these load ahead through shared memory, and the one they compute; 1 loads none ahead.
 
     def constants(self, width: int) -> dict[str, Any]:
         """Return the constants of a launch over rows of ``width`` elements, and its warps."""

@@ -89,7 +89,13 @@ def describe_environment() -> dict[str, Any]:
     package = course_package()
     if not package.is_ours:
         description["cs336_basics"] = package.name
-    return description | _relevant_variables() | _gpu_states()
+    prefixes = tuple(name for name in RELEVANT_VARIABLES if name.endswith("_"))
+    variables = {
+        name: "(a path)" if "/" in value else value  # A path would name this machine's folders or its user.
+        for name, value in sorted(os.environ.items())
+        if name in RELEVANT_VARIABLES or name.startswith(prefixes)
+    }
+    return description | variables | _gpu_states()
 
 
 def source_revision() -> tuple[str | None, bool | None]:
@@ -129,15 +135,6 @@ def nccl_version() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _relevant_variables() -> dict[str, str]:
-    prefixes = tuple(name for name in RELEVANT_VARIABLES if name.endswith("_"))
-    return {
-        name: "(a path)" if "/" in value else value  # A path would name this machine's folders or its user.
-        for name, value in sorted(os.environ.items())
-        if name in RELEVANT_VARIABLES or name.startswith(prefixes)
-    }
 
 
 def _gpu_states() -> dict[str, Any]:

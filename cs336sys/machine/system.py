@@ -3,7 +3,6 @@
 Nothing here raises because a tool is missing, fails or hangs: the answer is then None or empty.
 """
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336sys.processes.parent import run_guarded_program
-
-MIB_PER_GIB = 1024
 
 
 def run_tool(
@@ -47,15 +44,6 @@ def run_tool(
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def library_loads(name: str) -> bool:
-    """Return whether the dynamic loader finds a shared library and all that it depends on."""
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def installed_version(package: str) -> str | None:
@@ -107,14 +95,9 @@ def _read_text(path: str) -> str:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None.
+    """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None."""
 
-    Attributes:
-        index: its number for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
-        clock_limits: what holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
-    """
-
-    index: int
+    index: int  # Its number for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
     uuid: str
     name: str
     driver: str | None
@@ -125,6 +108,7 @@ class GpuState:
     temperature_c: float | None
     power_w: float | None
     power_limit_w: float | None
+    # What holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
     clock_limits: tuple[str, ...]
 
 
@@ -153,13 +137,12 @@ _GPU_FIELDS = (
     "index,uuid,name,driver_version,memory.total,memory.free,"
     "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"
 )
-# Drivers before 535 know the field by its older name only, and refuse the whole query for an unknown name.
-_CLOCK_LIMIT_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 
 def read_gpus() -> list[GpuState]:
     """Ask nvidia-smi for all GPUs of this machine; without it there are none."""
-    for field in _CLOCK_LIMIT_FIELDS:
+    # Drivers before 535 know the field by its older name only, and refuse the whole query for an unknown name.
+    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         text = run_tool(["nvidia-smi", f"--query-gpu={_GPU_FIELDS},{field}", "--format=csv,noheader,nounits"])
         if text is not None:
             rows = [line.split(", ") for line in text.splitlines()]
@@ -172,7 +155,7 @@ def _gpu_state(values: list[str]) -> GpuState:
     """Read a row of :data:`_GPU_FIELDS` and the clock limits."""
     index, uuid, name, driver, *numbers, limits = values
     total_mib, free_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
-    total, free = (None if mib is None else mib / MIB_PER_GIB for mib in (total_mib, free_mib))
+    total, free = (None if mib is None else mib / 1024 for mib in (total_mib, free_mib))
     version = None if driver.startswith("[") else driver  # What the driver does not tell is "[N/A]" or the like.
     limit_names = clock_limits_of(int(limits, 16) if limits.startswith("0x") else 0)
     sensors = (clock, max_clock, temperature, power, power_limit)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.late_imports import importing_no_compiler
 
 
 def owns_memory(gradient: Tensor) -> bool:

@@ -69,17 +69,12 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
 
 @dataclass
 class _Passes:
-    """The passes of a step, of one part of the batch after another, whose gradients are averaged.
-
-    Attributes:
-        step_number: from 1; 0 in the warm-up.
-        draws: whether they drew random numbers.
-    """
+    """The passes of a step, of one part of the batch after another, whose gradients are averaged."""
 
     step: Any
     order: Order
-    step_number: int = 0
-    draws: bool = False
+    step_number: int = 0  # From 1; 0 in the warm-up.
+    draws: bool = False  # Whether they drew random numbers.
 
     def run(self) -> None:
         """Run forward and backward passes of all parts, and average losses and gradients."""

@@ -17,8 +17,13 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import CUDA_GRAPHS_MODULE
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
-from cs336sys.training.model import build_compared_model, build_model, plainly_trained
-from cs336sys.training.optimizers import build_optimizer, choose_optimizer
+from cs336sys.training.model import (
+    build_compared_model,
+    build_model,
+    build_optimizer,
+    choose_optimizer,
+    plainly_trained,
+)
 from cs336sys.training.step import TrainStep
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and

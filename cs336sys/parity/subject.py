@@ -44,7 +44,9 @@ def build_subject(
             for name in ("p", "dropout", "dropout_p"):  # What layers call their probability of dropout.
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-    tied = _shared_name(model)  # None unless the model itself ties a parameter.
+    named = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    tied = next((name for name, parameter in named if uses[id(parameter)] > 1), None)  # None: the model ties nothing.
     subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
     if program.frozen:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
@@ -63,13 +65,6 @@ def build_subject(
             # The wrap is tested, not the compiled code: on a CPU blocks are only traced, which needs no C++ compiler.
             block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
     return subject
-
-
-def _shared_name(model: nn.Module) -> str | None:
-    """Return the name of the first parameter that several modules hold; None if there is none."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in named)
-    return next((name for name, parameter in named if uses[id(parameter)] > 1), None)
 
 
 def _tie(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, LostProcessError, UsageError, UserCodeError
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.processes.caches import use_private_caches
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills

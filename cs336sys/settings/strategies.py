@@ -133,25 +133,23 @@ STRATEGIES: dict[str, Strategy] = {
     "torch": Strategy(
         "cs336sys.training.ranks.strategies.torch_ddp", command="ddp", is_torchs=True, uses_torch_ddp=True
     ),
-    "none": Strategy("cs336sys.training.ranks.sharded_strategies.averaged_in_buckets"),
-    "optimizer": _optimizer("cs336sys.training.ranks.sharded_strategies.sharded_optimizer"),
+    "none": Strategy("cs336sys.training.ranks.strategies.averaged_in_buckets"),
+    "optimizer": _optimizer("cs336sys.training.ranks.strategies.sharded_optimizer"),
     "optimizer-flat": _optimizer(
-        "cs336sys.training.ranks.sharded_strategies.flat_sharded_optimizer",
+        "cs336sys.training.ranks.strategies.flat_sharded_optimizer",
         sends="cs336sys.accounting.sharding.step.all_reduced_bytes",
         reduces_slices=True,
     ),
     "fsdp": Strategy(
-        "cs336sys.training.ranks.sharded_strategies.fully_sharded",
+        "cs336sys.training.ranks.strategies.fully_sharded",
         holds="cs336sys.accounting.sharding.step.sliced_state",
         sends="cs336sys.accounting.sharding.step.fully_sharded_bytes",
         keeps_gathered=True,
         **_sharded,
     ),
-    "torch-zero": _optimizer(
-        "cs336sys.training.ranks.sharded_strategies.torch_zero", is_torchs=True, uses_torch_ddp=True
-    ),
+    "torch-zero": _optimizer("cs336sys.training.ranks.strategies.torch_zero", is_torchs=True, uses_torch_ddp=True),
     "torch-fsdp": Strategy(
-        "cs336sys.training.ranks.sharded_strategies.torch_fsdp",
+        "cs336sys.training.ranks.strategies.torch_fsdp",
         holds="cs336sys.accounting.sharding.step.torch_sliced_state",
         sends="cs336sys.accounting.sharding.step.torch_gathered_bytes",
         has_known_peak=False,

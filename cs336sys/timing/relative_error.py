@@ -19,15 +19,11 @@ _ZERO = 1e-9
 
 
 class RelativeError(NamedTuple):
-    """Error of a tensor relative to its reference.
+    """Error of a tensor relative to its reference."""
 
-    Attributes:
-        whole: ``||x - reference|| / ||reference||``.
-        row: the largest of any row (along the last dimension), relative to the norm of that row, or to the root mean
-            square of all rows' norms if that is larger. In one dimension a row is an element.
-    """
-
-    whole: float
+    whole: float  # ``||x - reference|| / ||reference||``.
+    # The largest of any row (along the last dimension), relative to the norm of that row, or to the root mean square of
+    # all rows' norms if that is larger. In one dimension a row is an element.
     row: float
 
 

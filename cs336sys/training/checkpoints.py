@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.allocations.recorder import SavedTensor, StepRecorder, saved_tensors
@@ -19,7 +19,6 @@ from cs336sys.errors import CapabilityError
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.training.model import blocks_of, build_model, keeping_input
 from cs336sys.training.step import TrainStep
-from cs336sys.training.user_models import first_tensor
 
 RegionContext = Callable[[str], AbstractContextManager[None]]
 
@@ -176,6 +175,11 @@ class MemoryStep(TrainStep):
             return tensor.detach().requires_grad_(tensor is hidden and tensor.is_floating_point())
 
         return tree_map_only(Tensor, detached, calls[0])
+
+
+def first_tensor(value: Any) -> Any:
+    """Return the first tensor in what a module takes or returns; None if there is none."""
+    return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
 def checkpoint_calls(blocks: Sequence[nn.Module], region: RegionContext) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import cs336_basics.model
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,32 +23,24 @@ from cs336sys.allocations.without_values import WithoutValues
 from cs336sys.run.cells import Progress
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
-from cs336sys.training.model import attention_kept, attention_replaced, sdpa
+from cs336sys.training.model import attention_replaced, sdpa
 from cs336sys.training.step import TrainStep
 
 
 @dataclass
 class StepCount:
-    """The work of one step of a user's model, as far as the shapes of its tensors show it.
+    """The work of one step of a user's model, as far as the shapes of its tensors show it."""
 
-    Attributes:
-        parameters: of the model, tied ones once; None where it cannot even be built without memory.
-        flops: model FLOPs as ``accounting.flops`` counts them, those of torch's attention and Triton's kernels aside;
-            None where they could not be counted.
-        reads: lines that wait for the GPU because they read a number from a tensor, with how often.
-        launches: kernels of Triton, with how often.
-        failure: why there are no FLOPs.
-        drops: whether it has layers of dropout.
-        hidden: tensors that look like parameters and are none.
-    """
-
-    parameters: int | None = None
+    parameters: int | None = None  # Of the model, tied ones once; None where it cannot even be built without memory.
+    # Model FLOPs as ``accounting.flops`` counts them, those of torch's attention and Triton's kernels aside; None where
+    # they could not be counted.
     flops: int | None = None
+    # Lines that wait for the GPU because they read a number from a tensor, with how often.
     reads: Counter[str] = field(default_factory=Counter)
-    launches: Counter[str] = field(default_factory=Counter)
-    failure: str = ""
-    drops: bool = False
-    hidden: list[str] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)  # Kernels of Triton, with how often.
+    failure: str = ""  # Why there are no FLOPs.
+    drops: bool = False  # Whether it has layers of dropout.
+    hidden: list[str] = field(default_factory=list)  # Tensors that look like parameters and are none.
 
 
 def count_step(workload: Workload) -> StepCount:
@@ -70,7 +64,7 @@ def _count_cached(workload: Workload) -> StepCount:
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            shapes_of_attention = user_models.watched_attention(user_models.shape_of_attention)
+            shapes_of_attention = user_models.watched_attention(shape_of_attention)
             with shapes_of_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
                 step.forward()
                 if workload.has_backward:
@@ -82,6 +76,26 @@ def _count_cached(workload: Workload) -> StepCount:
     count.reads = Counter({line or "somewhere": times for line, times in valueless.guessed.items()})  # "": unknown.
     count.launches = valueless.launches
     return count
+
+
+@contextlib.contextmanager
+def attention_kept() -> Iterator[None]:
+    """After this, all models of the process compute attention as before it, whatever was built in it."""
+    # Both are patched with themselves: leaving the patches puts them back.
+    torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
+        yield
+
+
+def shape_of_attention(call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+    """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
+    key, value = call.key, call.value
+    if call.enable_gqa:
+        group_size = call.query.shape[-3] // key.shape[-3]  # A head for each of the query's.
+        key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
+    # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
+    mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
+    return mean_of_keys + call.query.mean(-1, keepdim=True)
 
 
 _HIDDEN_SCORE = -1e4  # Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.

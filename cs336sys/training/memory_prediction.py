@@ -21,7 +21,7 @@ from cs336sys.allocations.timeline import AllocationTimeline, largest_allocation
 from cs336sys.allocations.without_values import DecisionsRead, WithoutValues
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.settings.training import Workload
@@ -34,15 +34,11 @@ from cs336sys.training.user_models import telling_user_errors
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """Most bytes held at once in a phase.
-
-    Attributes:
-        reserved: what the CUDA allocator had taken from the device, None on a CPU.
-    """
+    """Most bytes held at once in a phase."""
 
     phase: str
     allocated: int
-    reserved: int | None
+    reserved: int | None  # What the CUDA allocator had taken from the device, None on a CPU.
 
 
 def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
@@ -119,17 +115,12 @@ _DECISION_SEQUENCES = 2  # Sequences of the step on real tensors that shows what
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step on fake tensors.
-
-    Attributes:
-        parameters: of its model.
-        block: its :func:`block_changes`.
-        guessed: lines of a user's code that read numbers from tensors, which are zero here, with how often.
-    """
+    """A step on fake tensors."""
 
     timeline: AllocationTimeline
-    parameters: int
-    block: dict[str, int | None] | None
+    parameters: int  # Of its model.
+    block: dict[str, int | None] | None  # Its :func:`block_changes`.
+    # Lines of a user's code that read numbers from tensors, which are zero here, with how often.
     guessed: Mapping[str, int] = field(default_factory=dict)
 
     def notes(self, workload: Workload) -> list[str]:

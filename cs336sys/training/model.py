@@ -1,9 +1,8 @@
-"""Build a workload's model, with its attention, and its batches."""
+"""Build a workload's model, with its attention, its batches and its optimizer."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -18,12 +17,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.settings.choices import ATTENTION, FUSED_KERNELS_MODULE
+from cs336sys.machine.late_imports import importing_no_compiler, why_no_triton
+from cs336sys.settings.choices import ATTENTION, FUSED_KERNELS_MODULE, import_named
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_user_code
 from cs336sys.training import user_models
-from cs336sys.training.optimizers import require_kernels
 
 # Causal attention of query, key and value, each (..., heads, S, D).
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,15 +94,6 @@ def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManag
     return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 
-@contextlib.contextmanager
-def attention_kept() -> Iterator[None]:
-    """After this, all models of the process compute attention as before it, whatever was built in it."""
-    # Both are patched with themselves: leaving the patches puts them back.
-    torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-    with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
-        yield
-
-
 def causal_attention(name: str) -> CausalAttention | None:
     """Return causal attention of query, key, value by its name; None for the model's own, which looks at the mask."""
     return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))
@@ -118,27 +109,10 @@ def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
     return lambda query, key, value: compute(query, key, value, _ANY_MASK)
 
 
-def give_positions(model: nn.Module, positions: Tensor) -> None:
-    """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
-
-    Args:
-        model: of ``cs336_basics``, this project's or anybody's whose attention takes ``token_positions``.
-        positions: (S,), int64.
-    """
-    attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
-    if "token_positions" not in inspect.signature(attention_class.forward).parameters:
-        raise CapabilityError(
-            "cs336_basics.model.CausalMultiHeadSelfAttention.forward takes no token_positions, so that a rank cannot "
-            "tell it where its slice of a sequence is: add the argument, or choose a strategy that splits no sequence"
-        )
-
-    def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        hidden_states = args[:1]  # A block may pass positions of its own as the second argument.
-        return hidden_states, kwargs | {"token_positions": positions}
-
-    for module in model.modules():
-        if isinstance(module, attention_class):
-            module.register_forward_pre_hook(with_positions, with_kwargs=True)
+def require_kernels(option: str) -> None:
+    """Refuse an option where our kernels cannot be loaded: Triton is not installed, or cannot be imported."""
+    if (reason := why_no_triton()) is not None:
+        raise CapabilityError(f"{option} needs {reason}")
 
 
 def build_model(
@@ -302,3 +276,40 @@ def plainly_trained(workload: Workload) -> Workload:
     if workload.fused_kernels:
         plain = replace(plain, kernels="reference", compile="off")
     return plain
+
+
+# torch would import its compiler at the first call of these methods, to have them left out of it: 1.4 of the 3.6 CPU
+# seconds in which a process starts and trains a tiny model.
+for _method in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    importing_no_compiler(getattr(torch.optim.Optimizer, _method))
+
+_LEARNING_RATE = 1e-3  # torch's default.
+
+
+def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the workload's class of optimizer and its settings; for CUDA graphs it counts steps on the GPU if it can.
+
+    Raises:
+        CapabilityError: it is ours, and Triton is not installed; or it is the user's, with groups of parameters.
+    """
+    if is_user_code(workload.optimizer):
+        return user_models.optimizer_class(workload.optimizer)
+    record = workload.optimizer_record
+    if record.is_ours:
+        require_kernels(f"--optimizer {workload.optimizer}")
+        return import_named(record.name), {"state_dtype": workload.state_dtype}
+    optimizer_class, settings = import_named(record.name), record.settings
+    parameters = inspect.signature(optimizer_class).parameters
+    if workload.cuda_graph == "on" and "capturable" in parameters:
+        settings = {**settings, "capturable": True}
+    if "lr" in parameters and parameters["lr"].default is inspect.Parameter.empty:
+        settings = {**settings, "lr": _LEARNING_RATE}  # A cs336_basics of the user's need not have a default.
+    return optimizer_class, settings
+
+
+def build_optimizer(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Build the workload's optimizer of these parameters; ``settings`` replace those of the workload's choice."""
+    if is_user_code(workload.optimizer):
+        return user_models.make_optimizer(workload.optimizer, parameters, settings)
+    optimizer_class, defaults = choose_optimizer(workload)
+    return optimizer_class(parameters, **{**defaults, **settings})

@@ -23,8 +23,7 @@ from cs336sys.settings.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, 
 from cs336sys.settings.training import Workload
 from cs336sys.timing.phases import time_phases
 from cs336sys.training import user_models
-from cs336sys.training.model import blocks_of, build_model, make_batch
-from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.model import blocks_of, build_model, build_optimizer, make_batch
 
 AUTOCAST_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 

@@ -14,7 +14,7 @@ from cs336sys.capture.range_names import run_name
 from cs336sys.capture.summary import Profile
 from cs336sys.commands.nsys import measure as profiling
 from cs336sys.errors import CapabilityError
-from cs336sys.machine.diagnosis.profilers import Profiler
+from cs336sys.machine.diagnosis.software import Profiler
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload

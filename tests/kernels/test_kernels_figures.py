@@ -8,13 +8,11 @@ Other tests compute; here nothing is launched.
 
 import contextlib
 import math
-from pathlib import Path
 
-import pytest
 import torch
 from attention.attention_checks import problem_on_h200
 from torch.utils.flop_counter import FlopCounterMode
-from written_figures import read_figures, rows_of, write_figures
+from written_figures import figures_test
 
 from cs336sys.kernels import linear_cross_entropy as cross_entropy
 from cs336sys.kernels.adamw import AdamW
@@ -32,7 +30,6 @@ from cs336sys.kernels.rope import rope, rope_qkv
 from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
 from cs336sys.kernels.weighted_sum import weighted_sum
 
-PATH = Path(__file__).with_name("figures.txt")
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 ones = torch.ones
 PREDICTED = {"hidden": ones(2, 3), "weight": ones(5, 3), "targets": torch.zeros(2, dtype=torch.int64)}
@@ -107,10 +104,4 @@ def backward_programs(num_heads, length, head_dim, deterministic=False, **option
     return [launch.num_programs for launch, _ in plan.steps], len(table)
 
 
-@pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
-def test_figures_are_those_written_down(expression, rows):
-    assert rows_of(expression, globals()) == rows
-
-
-if __name__ == "__main__":
-    write_figures(PATH, globals())
+test_figures_are_those_written_down = figures_test(globals())

@@ -4,12 +4,7 @@ import functools
 
 import pytest
 import torch
-from kernel_checks import (
-    as_float64,
-    assert_equal_to_reference,
-    assert_matches_float64,
-    results,
-)
+from kernel_checks import as_float64, assert_equal_to_reference, assert_matches_float64, results
 
 from cs336sys.kernels import rms_norm as module
 from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm

@@ -1,6 +1,7 @@
 """The fused kernels that work on rows or elements, against float64: shapes, dtypes and strides of all kinds.
 
-On the CPU they run in Triton's interpreter. What one of them does alone is tested in the file of its name.
+On the CPU they run in Triton's interpreter. What swiglu and weighted_sum do alone is at the end, and what others do is
+in the files of their names.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_checks import DTYPES, LAYOUTS, assert_matches_float64, dtype_id, random, shape_id
+from kernel_checks import DTYPES, LAYOUTS, assert_equal_to_reference, assert_matches_float64, dtype_id, random, shape_id
 
 from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
 from cs336sys.kernels.rope import reference_rope, rope
@@ -101,3 +102,39 @@ def test_strides(name, layout, device):
         assert not laid_out.is_contiguous()
         changed = tensors | {key: laid_out}
         assert_matches(name, {key: changed[key] for key in inputs}, [changed[number] for number in range(len(grads))])
+
+
+def test_dtypes_of_swiglu_may_differ(device):
+    gate, up, grad = random(device, (3, 7), (3, 7), (3, 7))
+    inputs = {"gate": gate, "up": up.half()}
+    assert_matches_float64(swiglu, reference_swiglu, inputs, [grad])
+    assert swiglu(**inputs).dtype == torch.float32
+
+
+# The interpreter computes in numpy, which warns.
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_swiglu_of_huge_values_nan_and_infinity_is_as_in_the_reference(device):
+    values = [0.0, -0.0, 80.0, -80.0, 1e4, -1e4, 1e38, -1e38, torch.inf, -torch.inf, torch.nan]
+    gate, up = torch.meshgrid(*[torch.tensor(values, device=device)] * 2, indexing="ij")
+    assert_equal_to_reference(swiglu, reference_swiglu, {"gate": gate, "up": up}, [torch.ones_like(gate)])
+
+
+def test_swiglu_keeps_nothing_but_its_inputs(device):
+    inputs = [tensor.requires_grad_() for tensor in random(device, (3, 7), (3, 7))]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        swiglu(*inputs)
+    assert {tensor.data_ptr() for tensor in kept} == {tensor.data_ptr() for tensor in inputs}
+
+
+def test_weighted_sum_with_a_gradient_of_stride_0(device):
+    """As the sum sends it back."""
+    inputs = {"x": torch.randn(3, 7, 130, device=device), "weight": torch.randn(130, device=device)}
+    grad = torch.ones((), device=device).expand(3, 7)
+    assert_matches_float64(weighted_sum, reference_weighted_sum, inputs, [grad])
+
+
+def test_nan_stays_in_its_row_of_a_weighted_sum(device):
+    x, weight = torch.ones(20, 130, device=device), torch.ones(130, device=device)
+    x[3, 129] = float("nan")
+    assert weighted_sum(x, weight).isnan().nonzero().tolist() == [[3]]

@@ -10,7 +10,7 @@ import pytest
 from fake_tools import only_on_path, pretend_gpus, put_tool
 
 from cs336sys.errors import CapabilityError
-from cs336sys.machine.diagnosis import diagnose, gpu, profilers, software
+from cs336sys.machine.diagnosis import diagnose, gpu, software
 from cs336sys.machine.diagnosis.software import Check
 from cs336sys.machine.system import installed_version, run_tool
 
@@ -20,9 +20,9 @@ def installations(tmp_path, monkeypatch):
     """An empty folder in the place of all install folders, with nothing else on PATH."""
     only_on_path(monkeypatch, tmp_path / "bin")
     roots = tmp_path / "roots"
-    monkeypatch.setattr(profilers, "INSTALL_ROOTS", (str(roots),))
-    monkeypatch.setattr(profilers, "DRIVER_PARAMETERS", tmp_path / "params")
-    monkeypatch.setattr(profilers, "library_loads", lambda name: False)
+    monkeypatch.setattr(software, "INSTALL_ROOTS", (str(roots),))
+    monkeypatch.setattr(software, "DRIVER_PARAMETERS", tmp_path / "params")
+    monkeypatch.setattr(software, "library_loads", lambda name: False)
     return roots
 
 
@@ -32,19 +32,19 @@ def put_nsys(folder, version):
 
 
 def test_no_nsys_or_one_that_does_not_run(installations):
-    (check,) = profilers.check_nsys()
+    (check,) = software.check_nsys()
     assert (check.name, check.verdict, check.found) == ("nsys", "warn", "not found")
     path = put_tool(installations / "cuda-13.0" / "bin", "nsys", {})
-    (check,) = profilers.check_nsys()
+    (check,) = software.check_nsys()
     assert (check.verdict, check.found) == ("warn", f"{path} does not run")
-    assert profilers.find_nsys() is None
+    assert software.find_nsys() is None
 
 
 def test_nsys_inside_nsight_compute_without_libdw(installations):
     put_tool(installations / "cuda-13.0" / "bin", "nsys", {})
     put_nsys(installations / "nsight-compute" / "2024.1.1" / "host" / "target-linux-x64", "2024.1.1.0")
     path = put_nsys(installations / "nsight-compute" / "2025.3.1" / "host" / "target-linux-x64", "2025.3.1.0")
-    assert profilers.check_nsys() == [
+    assert software.check_nsys() == [
         Check("nsys", f"2025.3.1.0 at {path}"),
         Check(
             "nsys importer",
@@ -57,48 +57,48 @@ def test_nsys_inside_nsight_compute_without_libdw(installations):
 
 def test_nsys_with_libdw_of_the_system_or_its_own(installations, monkeypatch):
     path = put_nsys(installations / "nsight-systems" / "2025.3.1" / "bin", "2025.3.1.90")
-    assert profilers.check_nsys()[1].verdict == "warn"
+    assert software.check_nsys()[1].verdict == "warn"
     library = path.parents[1] / "host-linux-x64" / "libdw.so.1"
     library.parent.mkdir()
     library.touch()
-    assert profilers.check_nsys()[1] == Check("nsys importer", "finds libdw.so.1")
+    assert software.check_nsys()[1] == Check("nsys importer", "finds libdw.so.1")
     library.unlink()
-    monkeypatch.setattr(profilers, "library_loads", lambda name: name == "libdw.so.1")
-    assert profilers.check_nsys()[1] == Check("nsys importer", "finds libdw.so.1")
+    monkeypatch.setattr(software, "library_loads", lambda name: name == "libdw.so.1")
+    assert software.check_nsys()[1] == Check("nsys importer", "finds libdw.so.1")
 
 
 def test_nsys_on_path_comes_first(installations, tmp_path):
     put_nsys(installations / "nsight-systems" / "2025.3.1" / "bin", "2025.3.1.90")
     path = put_nsys(tmp_path / "bin", "2023.4.4.54")
-    assert profilers.find_nsys() == profilers.Profiler(path, "2023.4.4.54")
+    assert software.find_nsys() == software.Profiler(path, "2023.4.4.54")
 
 
 def test_nsys_that_a_variable_names_comes_before_all(installations, tmp_path, monkeypatch):
     put_nsys(tmp_path / "bin", "2023.4.4.54")
     path = put_nsys(tmp_path / "mine", "2025.6.1.10")
     monkeypatch.setenv("CS336SYS_NSYS", str(path))
-    assert profilers.find_nsys() == profilers.Profiler(path, "2025.6.1.10")
+    assert software.find_nsys() == software.Profiler(path, "2025.6.1.10")
     monkeypatch.setenv("CS336SYS_NSYS", str(tmp_path / "nowhere"))
     with pytest.raises(CapabilityError, match=r"CS336SYS_NSYS=.*nowhere: this does not run as nsys"):
-        profilers.find_nsys()
-    (check,) = profilers.check_nsys()
+        software.find_nsys()
+    (check,) = software.check_nsys()
     assert (check.verdict, check.fix) == ("warn", "`unset CS336SYS_NSYS`.")
 
 
 def test_ncu_and_its_counters(installations, tmp_path, monkeypatch):
-    assert profilers.check_ncu().found == "not found"
+    assert software.check_ncu().found == "not found"
     banner = "NVIDIA (R) Nsight Compute Command Line Profiler\nCopyright\nVersion 2025.3.1.0 (build 36398880)"
     path = put_tool(installations / "nsight-compute" / "2025.3.1", "ncu", {"--version": banner})
-    assert profilers.check_ncu() == Check("ncu", f"2025.3.1.0 at {path}")
+    assert software.check_ncu() == Check("ncu", f"2025.3.1.0 at {path}")
     (tmp_path / "params").write_text("EnableMSI: 1\nRmProfilingAdminOnly: 1\n")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    check = profilers.check_ncu()
+    check = software.check_ncu()
     assert (check.verdict, check.found) == (
         "warn",
         f"2025.3.1.0 at {path}; the driver keeps performance counters from users",
     )
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert profilers.check_ncu().verdict == "ok"
+    assert software.check_ncu().verdict == "ok"
 
 
 def test_triton_interpreter_works():
@@ -144,10 +144,7 @@ def test_python_and_torch_out_of_range(monkeypatch):
     assert software.check_python().verdict == "missing"
     monkeypatch.setattr(software, "installed_version", lambda package: "2.14.0")
     assert software.check_torch() == Check(
-        "torch",
-        "2.14.0, supported is <2.14,>=2.11",
-        "missing",
-        '`python -m pip install "torch<2.14,>=2.11"`.',
+        "torch", "2.14.0, supported is <2.14,>=2.11", "missing", '`python -m pip install "torch<2.14,>=2.11"`.'
     )
 
 

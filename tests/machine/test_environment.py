@@ -16,6 +16,7 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_s
 
 import cs336sys
 from cs336sys.machine import system
+from cs336sys.machine.diagnosis import software
 from cs336sys.machine.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
 from cs336sys.processes.caches import kept_settings_file
 
@@ -201,5 +202,5 @@ def test_cpu_model_comes_from_lscpu(tmp_path, monkeypatch):
 
 
 def test_a_library_loads_or_not():
-    assert system.library_loads(None if sys.platform == "darwin" else "libc.so.6")
-    assert not system.library_loads("libnothing.so.1")
+    assert software.library_loads(None if sys.platform == "darwin" else "libc.so.6")
+    assert not software.library_loads("libnothing.so.1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from running import wait_until
 
-from cs336sys.machine.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
+from cs336sys.machine.device import GpuReadings, Reading, nvml_reader, reading_gpu
 from cs336sys.machine.system import read_gpus
 
 pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'cs336sys[gpu]'")
@@ -111,7 +111,7 @@ def test_energy_is_unknown_without_a_counter():
 
 
 def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
-    monkeypatch.setattr("cs336sys.machine.gpu_readings._MOST_READINGS", 8)
+    monkeypatch.setattr("cs336sys.machine.device._MOST_READINGS", 8)
     now_s = 0.0
 
     def wait(interval_s):
@@ -119,7 +119,7 @@ def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
         now_s += interval_s
         return now_s >= 0.2
 
-    monkeypatch.setattr("cs336sys.machine.gpu_readings.time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr("cs336sys.machine.device.time", SimpleNamespace(perf_counter=lambda: now_s))
     readings = GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.001)
     readings._has_ended = SimpleNamespace(wait=wait, set=lambda: None)
     with readings:

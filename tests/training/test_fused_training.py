@@ -186,7 +186,7 @@ def test_some_of_the_kernels():
 )
 def test_without_triton(settings, what, monkeypatch):
     reason = "the package triton, which is not installed"
-    monkeypatch.setattr("cs336sys.training.optimizers.why_no_triton", lambda: reason)
+    monkeypatch.setattr("cs336sys.training.model.why_no_triton", lambda: reason)
     with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
         TrainStep(workload(**settings), DEVICE)
 

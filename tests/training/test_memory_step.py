@@ -22,12 +22,7 @@ from cs336sys.settings.sizes import ModelSize, choose_size
 from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import memory_prediction as prediction
 from cs336sys.training.checkpoints import MemoryStep
-from cs336sys.training.memory_prediction import (
-    block_changes,
-    predict_memory,
-    predicted_timeline,
-    timeline_peaks,
-)
+from cs336sys.training.memory_prediction import block_changes, predict_memory, predicted_timeline, timeline_peaks
 
 STRATEGIES = ("none", "block", "every=2", "nested")
 INSIDE_BLOCKS = ("sublayer", "attention", "ffn")

@@ -24,7 +24,7 @@ from cs336sys.settings.training import Workload
 from cs336sys.tables.titles import package_notes
 from cs336sys.tables.training_plan import training_plan
 from cs336sys.training import model as models
-from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.model import build_optimizer
 from cs336sys.training.user_models import telling_user_errors
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=16, d_model=16, d_ff=16, num_heads=2)

@@ -25,11 +25,10 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import flop_counting, user_models
 from cs336sys.training.flop_counting import count_step, counted_columns
 from cs336sys.training.memory_prediction import predicted_timeline
-from cs336sys.training.model import blocks_of
+from cs336sys.training.model import blocks_of, build_optimizer
 from cs336sys.training.operation_counting import count_model
-from cs336sys.training.optimizers import build_optimizer
 from cs336sys.training.step import TrainStep, training_warnings
-from cs336sys.training.user_models import initialization
+from cs336sys.training.user_models import modules as layers_of_users
 from cs336sys.training.user_models.loading import user_folders
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
@@ -562,5 +561,5 @@ def test_models_are_filled_layer_by_layer_only_where_that_changes_nothing(model,
 
 def test_lazily_conjugated_tensors_are_compared():
     first, *others = torch.randn(4, 64, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
-    assert initialization._start_alike(first, *others)
-    assert not initialization._start_alike(first, others[0], *(2 * tensor for tensor in others[1:]))
+    assert layers_of_users._start_alike(first, *others)
+    assert not layers_of_users._start_alike(first, others[0], *(2 * tensor for tensor in others[1:]))

@@ -22,8 +22,14 @@ from cs336sys.commands.own_kernels import PARTS, OddCase, UsersProblem, measure_
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.machine.device import DTYPES, choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.machine.gpu_readings import reading_gpu
+from cs336sys.machine.device import (
+    DTYPES,
+    choose_device,
+    held_memory_gib,
+    peak_memory_gib,
+    reading_gpu,
+    reset_peak_memory,
+)
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
@@ -414,7 +420,7 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.checked`).
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.calls`).
     """
     workload = AttentionWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

@@ -17,10 +17,10 @@ from cs336sys.machine.device import (
     held_memory_gib,
     peak_memory_gib,
     peak_resident_gib,
+    reading_gpu,
     reset_peak_memory,
     reset_peak_resident,
 )
-from cs336sys.machine.gpu_readings import reading_gpu
 from cs336sys.parity.step import Checked, check_training
 from cs336sys.results.model import Samples, configuration_key
 from cs336sys.run.cells import Outcome, Progress

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.machine.diagnosis.software import Check, faulty
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import source_file
 from cs336sys.training import user_models

@@ -132,7 +132,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
     Samples and derived columns are those of :func:`measure_kernel`. Each call that is timed has new inputs, and is
-    checked (:mod:`cs336sys.timing.checked`).
+    checked (:mod:`cs336sys.timing.calls`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

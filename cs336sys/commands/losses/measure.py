@@ -14,8 +14,7 @@ from cs336sys.parity.step import check_few_blocks
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.profiling import LossWorkload, read_text
-from cs336sys.training.model import build_model
-from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.model import build_model, build_optimizer
 from cs336sys.training.step import TrainStep, set_matmul_precision, training_warnings, with_notes
 from cs336sys.training.user_models import telling_user_errors
 

@@ -21,7 +21,7 @@ from cs336sys.capture.reading import open_capture
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.device import choose_device
-from cs336sys.machine.diagnosis.profilers import Profiler, find_nsys, makes_reports
+from cs336sys.machine.diagnosis.software import Profiler, find_nsys, makes_reports
 from cs336sys.parity.step import check_few_blocks
 from cs336sys.processes.files import OwnedFolder, written_whole
 from cs336sys.processes.parent import python_module

@@ -23,10 +23,9 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
 from cs336sys.training.flop_counting import count_step
-from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, plainly_trained
-from cs336sys.training.optimizers import build_optimizer
-from cs336sys.training.ranks.sharded_strategies import cast_outputs_of_replicated
+from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, build_optimizer, plainly_trained
 from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture
+from cs336sys.training.ranks.strategies import cast_outputs_of_replicated
 from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 
 _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)

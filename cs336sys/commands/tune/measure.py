@@ -21,7 +21,7 @@ from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.timing.phases import gpu_busy_ms
 from cs336sys.training.checkpoints import MemoryStep
-from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.model import build_optimizer
 from cs336sys.training.step import TrainStep, set_matmul_precision, time_steps
 from cs336sys.training.user_models import telling_user_errors
 

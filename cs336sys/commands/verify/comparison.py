@@ -11,12 +11,10 @@ from torch import Tensor
 from cs336sys.commands.verify.program import Training
 from cs336sys.commands.verify.reference import Reference
 from cs336sys.findings import Finding, sentence
-from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
-from cs336sys.parity.proportion import EXPLAINED
-from cs336sys.parity.record import RankReport, Record
+from cs336sys.parity.record import RankReport, Record, assemble
 from cs336sys.parity.rounding import rounding_in
-from cs336sys.parity.weights import norm, relative_difference
+from cs336sys.parity.weights import EXPLAINED, norm, relative_difference
 from cs336sys.settings.verification import Program
 
 GRADIENT_PHASES = ("backward", "finish", "optimizer")  # In which gradients are sent.

@@ -14,10 +14,9 @@ from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.optimizers import OptimizerSpec
-from cs336sys.parity.proportion import EXPLAINED, is_near, scale_factor
 from cs336sys.parity.record import RankReport
 from cs336sys.parity.subject import build_subject
-from cs336sys.parity.weights import norm
+from cs336sys.parity.weights import EXPLAINED, is_near, norm, scale_factor
 from cs336sys.settings.verification import SAVED_AFTER, VerifiedWorkload
 
 

@@ -24,8 +24,8 @@ from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parity import optimizers
 from cs336sys.parity import record as recording
 from cs336sys.parity import subject as subjects
-from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
+from cs336sys.parity.record import model_name
 from cs336sys.settings.user_code import is_user_code, source_file
 from cs336sys.settings.verification import SAVED_AFTER, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models

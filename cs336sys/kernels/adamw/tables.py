@@ -61,14 +61,6 @@ class Update(NamedTuple):
         return [*addresses, self.step.data_ptr(), self.weight.numel(), self.number, self.group, aligned]
 
 
-class ChunkRange(NamedTuple):
-    """The chunks of one launch, whose parameters share a variant."""
-
-    variant: Variant
-    first_chunk: int
-    num_chunks: int
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether what is launched now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
@@ -123,13 +115,14 @@ class Chunks:
         total = sum(counts)
         # Of each chunk its parameter's row, and its place among that parameter's chunks.
         self.table = upload(torch.stack([rows, torch.arange(total) - first_chunks[rows]], dim=1).int())
-        self.launches: list[ChunkRange] = []
-        # Parameters of one variant, which are next to each other, are updated by one launch.
+        # Variant, first chunk, number of chunks: one launch for the parameters of a variant, next to each other.
+        self.launches: list[tuple[Variant, int, int]] = []
         first_chunk = 0
         variants = [variant for variant, _ in sizes]
         for variant, group in itertools.groupby(zip(variants, counts, strict=True), key=operator.itemgetter(0)):
             num_chunks_of_launch = sum(count for _, count in group)
-            self.launches.append(ChunkRange(variant, first_chunk, num_chunks_of_launch))
+            if num_chunks_of_launch:  # Empty parameters have no chunks.
+                self.launches.append((variant, first_chunk, num_chunks_of_launch))
             first_chunk += num_chunks_of_launch
         self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
         self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
@@ -208,10 +201,9 @@ class ParameterSet:
 
 def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float | None) -> None:
     """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
-    launches = [launch for launch in chunks.launches if launch.num_chunks]  # Empty parameters have no chunks.
     tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
     if max_norm is not None:
-        for variant, first, count in launches:
+        for variant, first, count in chunks.launches:
             kernels.adamw_norm_kernel[(count,)](
                 rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
             )
@@ -221,7 +213,7 @@ def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float
     kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
     sources = rows, chunks.table, chunks.factors, chunks.clip
     # Without fusion by the compiler: all variants must give the same bits.
-    for variant, first, count in launches:
+    for variant, first, count in chunks.launches:
         half_tile, num_warps = tile_settings(variant)
         config = kernels.UpdateConfig(*variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile)
         kernels.adamw_update_kernel[(count,)](

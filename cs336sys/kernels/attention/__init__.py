@@ -16,7 +16,7 @@ from cs336sys.kernels.attention.problem import (
 )
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, reference_attention, score_rule, tiled_backward
 from cs336sys.kernels.autograd import refuse_transforms
-from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.machine.late_imports import why_no_triton
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -64,10 +64,6 @@ class AttentionProblem:
     def num_key_sequences(self) -> int:
         return self.num_sequences // self.group_size
 
-    def keys_of_tile(self, query_rows: int) -> int:
-        """Return the most keys that a tile of ``query_rows`` queries sees."""
-        return self.num_keys if self.window is None else min(self.num_keys, self.window + query_rows - 1)
-
 
 def group_size(query: Tensor, key: Tensor) -> int:
     """Return how many query heads share one of keys and values: all tensors without (batch, heads) have one each."""

@@ -1,6 +1,6 @@
 """Checks what this machine has and lacks for cs336sys, and says how to fix each lack."""
 
-from cs336sys.machine.diagnosis import profilers, software
+from cs336sys.machine.diagnosis import software
 from cs336sys.machine.diagnosis.software import Check
 from cs336sys.machine.system import installed_version, read_gpus
 
@@ -21,5 +21,5 @@ def diagnose() -> list[Check]:
     checks.append(software.check_compiler())
     if installed_version("triton") is not None:
         checks += software.check_attention()
-    checks += [*profilers.check_nsys(), profilers.check_ncu()]
+    checks += [*software.check_nsys(), software.check_ncu()]
     return checks + software.check_host()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336sys.machine.triton_package import repair_interpreter
+from cs336sys.machine.late_imports import repair_interpreter
 from cs336sys.processes.caches import use_private_caches
 
 

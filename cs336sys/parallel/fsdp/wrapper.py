@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.late_imports import importing_no_compiler
 from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, by_first_name, mark_share

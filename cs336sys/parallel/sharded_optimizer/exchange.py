@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.late_imports import importing_no_compiler
 from cs336sys.parallel.collectives import Broadcasts, SliceGather
 
 # Modules without a forward pass of their own, or with one that only calls their children.

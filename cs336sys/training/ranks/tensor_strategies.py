@@ -3,10 +3,12 @@
 import contextlib
 import datetime
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cs336_basics.model
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,11 +26,14 @@ from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.training import model as models
-from cs336sys.training.ranks.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
 from cs336sys.training.ranks.strategies import (
+    BUCKETS,
     OptimizerChoice,
     Replica,
+    averaging_replica,
     build_plain_model,
+    full_tensors,
+    fully_sharded,
     replica_of_torch,
     sequences_of_rank,
 )
@@ -192,19 +197,38 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
 
 
+def give_positions(model: nn.Module, positions: Tensor) -> None:
+    """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
+
+    Args:
+        model: of ``cs336_basics``, this project's or anybody's whose attention takes ``token_positions``.
+        positions: (S,), int64.
+    """
+    attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
+    if "token_positions" not in inspect.signature(attention_class.forward).parameters:
+        raise CapabilityError(
+            "cs336_basics.model.CausalMultiHeadSelfAttention.forward takes no token_positions, so that a rank cannot "
+            "tell it where its slice of a sequence is: add the argument, or choose a strategy that splits no sequence"
+        )
+
+    def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        hidden_states = args[:1]  # A block may pass positions of its own as the second argument.
+        return hidden_states, kwargs | {"token_positions": positions}
+
+    for module in model.modules():
+        if isinstance(module, attention_class):
+            module.register_forward_pre_hook(with_positions, with_kwargs=True)
+
+
 # Implementations of a block of ring attention by a workload's attention: torch's own has no logsumexp.
 _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
 
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """This project's attention as the :class:`~cs336sys.parallel.context_parallel.BlockAttention` of a ring.
+    """This project's attention as the :class:`~cs336sys.parallel.context_parallel.BlockAttention` of a ring."""
 
-    Attributes:
-        implementation: as of ``flash_attention``.
-    """
-
-    implementation: str = "auto"
+    implementation: str = "auto"  # As of ``flash_attention``.
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         return flash_attention(query, key, value, is_causal, return_logsumexp=True, implementation=self.implementation)
@@ -245,10 +269,10 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     if record.gathers_ahead:  # As this project's FSDP alone does.
         # FSDP shards over all ranks, also those of one group, because each has gradients of other tokens.
         replica = fully_sharded(workload, device, optimizer, attention)
-        models.give_positions(replica.model, positions)
+        give_positions(replica.model, positions)
         return replace(replica, **of_this_rank)
     plain = build_plain_model(workload, device, attention)
-    models.give_positions(plain, positions)
+    give_positions(plain, positions)
     if not record.communicates:  # The step that others are compared with: without communication.
         return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
     return averaging_replica(plain, optimizer, **of_this_rank)
@@ -294,7 +318,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
     mesh = init_device_mesh("cuda", (world_size,))
     plain = build_plain_model(workload, device)
     positions = context.positions(device)
-    models.give_positions(plain, positions)
+    give_positions(plain, positions)
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:

@@ -3,9 +3,9 @@
 - ``loading.py``: how is the user's code found and called (next to a ``cs336_basics`` of the user's, too), and how are
   its errors reported?
   Which optimizer does a function of it make?
-- ``blocks.py``: which of its modules are the blocks, and which tensors look like parameters and are none?
 - ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
-- ``initialization.py``: how does a model get its first values one layer at a time?
+- ``modules.py``: which of its modules are the blocks, which tensors look like parameters and are none, and how does a
+  model get its first values one layer at a time?
 """
 
 from cs336sys.training.user_models.attention import (
@@ -13,18 +13,14 @@ from cs336sys.training.user_models.attention import (
     left_to_torch,
     nothing_dropped,
     replace_attention,
-    shape_of_attention,
     torch_attention,
     watched_attention,
     without_dropout,
 )
-from cs336sys.training.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
-from cs336sys.training.user_models.initialization import fill, layer_initializer, tiny_sizes
 from cs336sys.training.user_models.loading import (
     build,
     call_model,
     copied_code,
-    first_tensor,
     innermost_line,
     load,
     make_optimizer,
@@ -36,4 +32,12 @@ from cs336sys.training.user_models.loading import (
     telling_errors_of,
     telling_user_errors,
     token_logits,
+)
+from cs336sys.training.user_models.modules import (
+    fill,
+    find_blocks,
+    hidden_parameters,
+    hidden_warnings,
+    layer_initializer,
+    tiny_sizes,
 )

@@ -15,7 +15,6 @@ from cs336sys.settings.choices import ATTENTION
 torch_attention = F.scaled_dot_product_attention  # torch's own, whatever stands in its place.
 
 _flash_attention: Callable[..., Tensor] | None = None  # Imported once a model asks for it.
-_LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -62,7 +61,7 @@ class AttentionCall(NamedTuple):
             return "with a mask, which our kernels have none of but the causal one"
         if self.dropout_p > 0:
             return f"with dropout {self.dropout_p:g}, which our kernels have none of"
-        if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] != value.shape[-1]:
+        if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
             return f"of head dimensions {query.shape[-1]} and {value.shape[-1]}: ours are equal and at most 256"
         if query.dtype not in _DTYPES:
             return f"of {query.dtype}, which our kernels do not compute in"
@@ -117,46 +116,25 @@ def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], T
         yield
 
 
-def shape_of_attention(call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
-    """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
-    key, value = call.key, call.value
-    if call.enable_gqa:
-        group_size = call.query.shape[-3] // key.shape[-3]  # A head for each of the query's.
-        key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
-    # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
-    mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
-    return mean_of_keys + call.query.mean(-1, keepdim=True)
-
-
-_DROPOUTS = {
-    name: getattr(F, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-}
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 _drops = True
 
 
 def without_dropout() -> None:
     """Let no model of this process drop anything from now on: what is checked must be the same twice."""
-    _let_drop(drops=False)
+    global _drops
+    _drops = False
+    for name in _DROPOUTS:
+        setattr(F, name, _drop_nothing)
 
 
 @contextlib.contextmanager
 def nothing_dropped() -> Iterator[None]:
     """Turn dropout off in this context; build models in it, too, because replaced attention reads then what to drop."""
-    before = _drops
-    _let_drop(drops=False)
-    try:
+    functions: dict[str, Any] = dict.fromkeys(_DROPOUTS, _drop_nothing)
+    with mock.patch.multiple(F, **functions), mock.patch(f"{__name__}._drops", False):
         yield
-    finally:
-        _let_drop(before)
-
-
-def _let_drop(drops: bool) -> None:
-    global _drops
-    _drops = drops
-    for name, function in _DROPOUTS.items():
-        setattr(F, name, function if drops else _drop_nothing)
 
 
 def _drop_nothing(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

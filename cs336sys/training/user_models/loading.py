@@ -249,11 +249,6 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def first_tensor(value: Any) -> Any:
-    """Return the first tensor in what a module takes or returns; None if there is none."""
-    return next((leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)), None)
-
-
 def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) -> Tensor:
     """Return the logits, (batch, context, vocabulary), in what a model of tokens returned.
 

@@ -6,7 +6,7 @@ import torch
 from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.context_parallel import attention
 from cs336sys.parallel.tensor_parallel import layers, wrapper
-from cs336sys.training import model as models
+from cs336sys.training.ranks import tensor_strategies
 from cs336sys.training.ranks.step import ParallelStep
 
 _SEEN, _PASS_ON, _MERGE = attention._Ring.seen, attention._Ring.pass_on, attention.merge_block
@@ -46,7 +46,7 @@ OF_RINGS = {
     "blocks are merged by halves": (attention, "merge_block", _merge_by_halves),
     "the logsumexp is that of the own block": (attention, "merge_block", _keep_the_first_logsumexp),
     "gradients are lost on their way": (attention._Ring, "pass_on", _lose_gradients_on_their_way),
-    "positions are those in the slice": (models, "give_positions", lambda *_: None),
+    "positions are those in the slice": (tensor_strategies, "give_positions", lambda *_: None),
 }
 OF_LAYERS = {
     "input gradients not summed": (layers._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),

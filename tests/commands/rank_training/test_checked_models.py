@@ -16,7 +16,7 @@ from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import UserCode, Workload
-from cs336sys.training.ranks.sharded_strategies import torch_fsdp
+from cs336sys.training.ranks.strategies import torch_fsdp
 from cs336sys.training.step import TrainStep
 
 FILE = Path(__file__).parents[2] / "user_models.py"

@@ -49,11 +49,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 _LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(LaunchConfig),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
+    ctypes.c_int, ctypes.POINTER(LaunchConfig), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
 _ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int,

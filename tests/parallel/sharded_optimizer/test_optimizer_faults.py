@@ -13,7 +13,7 @@ from small_models import PartlyUsed, error_of, refusal_of, wait_at_most
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.machine.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.late_imports import importing_no_compiler
 from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.gradient_slices import mark_slice, require_elementwise
 from cs336sys.parallel.rank_consistency import digest_of

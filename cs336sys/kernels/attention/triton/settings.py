@@ -162,7 +162,9 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     """
     # Not split: in the interpreter, which has no capability; of float32, which was not measured; and with few keys,
     # where the second launch costs the CPU more than the splits save the GPU.
-    num_keys = problem.keys_of_tile(tile.query_rows)
+    num_keys = problem.num_keys
+    if problem.window is not None:  # The most keys that a tile of queries sees.
+        num_keys = min(num_keys, problem.window + tile.query_rows - 1)
     if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)

@@ -6,13 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_checks import (
-    assert_exact,
-    assert_matches_float64,
-    on_hopper,
-    problem_on_h200,
-    random_inputs,
-)
+from attention_checks import assert_exact, assert_matches_float64, on_hopper, problem_on_h200, random_inputs
 
 from cs336sys.kernels.attention import choice, flash_attention, operators
 from cs336sys.kernels.attention.hopper import schedule, settings

@@ -12,10 +12,7 @@ from compile_for_gpus import GPUS, Gpu, make_problem_on
 from cs336sys.kernels.attention import choice, native_call
 from cs336sys.kernels.attention.hopper import settings as hopper_settings
 from cs336sys.kernels.attention.problem import AMD, AttentionOptions, Operand
-from cs336sys.kernels.attention.triton.settings import (
-    backward_settings,
-    forward_settings,
-)
+from cs336sys.kernels.attention.triton.settings import backward_settings, forward_settings
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,7 @@ def backward_form(request, monkeypatch):
 @CAUSAL
 @BACKWARD_FORMS
 @pytest.mark.parametrize(
-    ("num_queries", "num_keys"),
-    [(1, 1), (1, LONG), (LONG, 1), (17, LONG - 2), (LONG - 2, 17), (LONG, LONG), (64, 128)],
+    ("num_queries", "num_keys"), [(1, 1), (1, LONG), (LONG, 1), (17, LONG - 2), (LONG - 2, 17), (LONG, LONG), (64, 128)]
 )
 def test_lengths(num_queries, num_keys, is_causal, backward_form, device):
     assert_matches_float64(random_inputs((SEQUENCES,), num_queries, num_keys, 16, torch.float32, device), is_causal)

@@ -1,11 +1,53 @@
-"""Finds out whether Triton can be imported here, and repairs its interpreter."""
+"""Imports of torch's compiler, which wait until somebody needs it, and of Triton: whether it can be, and its repair."""
 
 import functools
 import importlib.util
 import os
+import sys
+import weakref
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COMPILER = "torch._dynamo"
+
+# The attribute of a function that holds what torch calls instead of it; without it, torch asks its compiler.
+_ATTRIBUTE = "__dynamo_disable"
+
+# Functions that hold themselves there until the compiler is imported.
+_excluded: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+class _CompilerWatch:
+    """Removes the attributes when the compiler is imported; finds no module."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: object = None) -> None:
+        if name == _COMPILER:
+            for function in list(_excluded):
+                vars(function).pop(_ATTRIBUTE, None)
+            _excluded.clear()
+
+
+def importing_no_compiler(disabled: Function) -> Function:
+    """Return a function that ``torch._disable_dynamo`` has wrapped, which now imports no compiler when it is called.
+
+    At its first call torch would import the compiler to exclude it, 1.1 of the 3 CPU seconds in which a rank starts and
+    takes a first step. Here that waits until somebody else imports the compiler; before, nothing is compiled.
+    """
+    function = getattr(disabled, "__wrapped__", None)
+    if function is None or _COMPILER in sys.modules:  # a torch that wraps in another way, or nothing left to save
+        return disabled
+    if _CompilerWatch not in sys.meta_path:
+        sys.meta_path.insert(0, _CompilerWatch)
+    # Torch's wrapper calls what this attribute holds, here the function itself, and asks the compiler only without it.
+    # A wrapper of ours that decides at each call would itself be compiled.
+    vars(function)[_ATTRIBUTE] = function
+    _excluded.add(function)  # Once there is a compiler, _CompilerWatch removes the attribute.
+    return disabled
 
 
 class TritonFinder:
