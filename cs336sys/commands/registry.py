@@ -15,16 +15,14 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
 from cs336sys.tables.page import html_page, html_picture, html_table
-from cs336sys.tables.saved import Pictures, Presentation, SavedCommand
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, tidy, with_origin
 from cs336sys.tables.table import Table, grid_of, with_rows
-from cs336sys.tables.tidy import tidy, with_origin
 
 # Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` in its ``tables.py``.
 _ELSEWHERE = {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
     "memprof": "memprof.page.SAVED",
-    "shard": "shard.board_tables.SAVED",
     "trace": "trace.difference_tables.SAVED",
 }
 _FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/tables.py"))

@@ -15,7 +15,7 @@ import typer
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.invocation import LazyGroup
-from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting, writes_file
+from cs336sys.command_line.options.reading import Effect, effect_of, runs_code, setting, writes_file
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.settings.fields import OUTPUT
 
@@ -105,7 +105,7 @@ def slurm(
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
     from cs336sys.tables.outputs import check_writable, write_file, writing_stdout
-    from cs336sys.tables.sentences import package_templates
+    from cs336sys.tables.table import package_templates
 
     command, context = _read_command(ctx, arguments)
     name, command_options = arguments[0], dict(context.params)

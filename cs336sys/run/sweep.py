@@ -30,7 +30,7 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.user_code import TO_FILE, named_object
-from cs336sys.tables.sentences import sentences
+from cs336sys.tables.table import sentences
 
 if TYPE_CHECKING:
     from cs336sys.machine.system import Capacity
@@ -152,8 +152,8 @@ class Sweep:
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
+            from cs336sys.tables.saved import tidy, with_origin
             from cs336sys.tables.table import with_rows
-            from cs336sys.tables.tidy import tidy, with_origin
 
             cells = pooled(self.cells)
             rows = with_origin(cells, self.runs)
@@ -431,7 +431,7 @@ def show_plan(
     """
     capacity = check_planned(options, device, across_ranks=across_ranks, **measured_files)
     if not across_ranks or is_first_rank():
-        from cs336sys.tables.tidy import tidy
+        from cs336sys.tables.saved import tidy
 
         output.emit(tidy(command, [plan_table(capacity)], are_planned=True))
 

@@ -9,8 +9,7 @@ from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.fields import Configured
 from cs336sys.settings.training import UserCode, Workload
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, named_columns
+from cs336sys.tables.table import Column, named_columns, sentences
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 

@@ -7,8 +7,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.machine.system import Capacity
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row
+from cs336sys.tables.table import Column, Table, fill_row, sentences
 
 # Of a PeakMemory: the memory at the moment when most is held, on paper.
 PEAK_COLUMNS = (

@@ -14,7 +14,7 @@ from run_commands import invoke
 from written_figures import read_figures, rows_of, write_figures
 
 from cs336sys.accounting.step_time.prediction import StepConfiguration
-from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.reading import read_memory_limit
 from cs336sys.commands.allreduce.options import message_sizes
 from cs336sys.commands.memprof.page import axis_ticks
 from cs336sys.commands.nsys import measure

@@ -9,7 +9,7 @@ from run_commands import invoke, tables
 
 from cs336sys.accounting.hardware import Ceilings, read_ceilings
 from cs336sys.commands.doctor import measure as measuring
-from cs336sys.commands.doctor.tables import ceilings_table
+from cs336sys.commands.doctor.options import ceilings_table
 from cs336sys.errors import UsageError
 from cs336sys.machine import diagnosis
 from cs336sys.machine.diagnosis.software import Check

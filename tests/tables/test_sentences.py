@@ -6,7 +6,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from cs336sys.tables.sentences import package_templates, paragraphs, sentences
+from cs336sys.tables.table import package_templates, paragraphs, sentences
 
 PACKAGE = Path(__file__).parents[2] / "cs336sys"
 

@@ -17,7 +17,6 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import (
     format_mean_std,
     format_number,
@@ -27,6 +26,7 @@ from cs336sys.tables.numbers import (
     in_shown_unit,
     unit_label,
 )
+from cs336sys.tables.predictions import answers_table
 from cs336sys.tables.render import render
 from cs336sys.tables.table import Column, Table, select_in_groups
 from cs336sys.tables.terminal import print_tables

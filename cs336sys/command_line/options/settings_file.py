@@ -2,7 +2,7 @@
 
 The tables of a file become click's ``default_map``, level by level; the keys of a command are read when that command
 runs. A file that the user has not named may come from a stranger: it is refused if another user owns it, and sets only
-options that are declared harmless (:class:`cs336sys.command_line.options.effects.Effect`).
+options that are declared harmless (:class:`cs336sys.command_line.options.reading.Effect`).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import Effect, effect_of
+from cs336sys.command_line.options.reading import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
 from cs336sys.processes import is_first_rank
 

@@ -12,8 +12,7 @@ from cs336sys.settings.operations import CollectiveWorkload
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
+from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns, sentences
 from cs336sys.tables.titles import failure_notes, shown_settings, title
 
 # How calls were timed, by the name in samples and derived columns.

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.reading import choice, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan

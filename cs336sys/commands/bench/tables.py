@@ -18,8 +18,7 @@ from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, measured_cells
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
 # Where the clock falls by a larger share, steps that computing limits slow down by more than they spread.

@@ -23,8 +23,7 @@ from cs336sys.results.comparison import (
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import Value, format_quantity
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row, with_rows
+from cs336sys.tables.table import Column, Table, fill_row, sentences, with_rows
 
 # A table says how far the ratio of means is off that of medians from this logarithm of their quotient on.
 _NOTED_STALLS = 0.02

@@ -14,8 +14,7 @@ from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 
 _ALWAYS_SHOWN = ("precision", "compile")
 

@@ -10,8 +10,7 @@ from cs336sys.settings.profiling import LossWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table
+from cs336sys.tables.table import Column, Table, sentences
 
 _AVERAGED = 20  # A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
 

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import refuse_given, split_list
+from cs336sys.command_line.options.reading import reads_file, refuse_given, setting, split_list, writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings.profiling import ProfileWorkload

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from cs336sys.results.model import Cell, Run
 from cs336sys.tables.saved import SavedCommand, of_run
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Table, named_columns
+from cs336sys.tables.table import Table, named_columns, sentences
 
 _AUTOCAST_COLUMNS = (
     *named_columns(precision="autocast", loss_function="loss function", parameters="parameters", fc1="fc1 output"),

@@ -11,8 +11,15 @@ from cs336sys.capture.difference import CaptureDifference, TimeChange, compare_c
 from cs336sys.capture.ranks import RankMatching
 from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.taxonomy import short_name
-from cs336sys.commands.trace.tables import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
-from cs336sys.commands.trace.verdict import damage_sentences, say_trace
+from cs336sys.commands.trace.tables import (
+    DisplayOptions,
+    damage_sentences,
+    file_words,
+    say_trace,
+    shape_words,
+    trace_tables,
+    verdict_table,
+)
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import format_quantity

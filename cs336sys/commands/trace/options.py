@@ -12,8 +12,8 @@ import typer
 
 from cs336sys import __version__
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SaveOption
+from cs336sys.command_line.options.reading import reads_file, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, Run

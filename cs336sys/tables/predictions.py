@@ -1,5 +1,8 @@
-"""A predicted step as a row: its configuration in words, its time, and what sets it."""
+"""What accounting derives as tables: derived values (``docs/account.md``), and a predicted step as a row."""
 
+from collections.abc import Sequence
+
+from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
@@ -7,8 +10,32 @@ from cs336sys.accounting.step_time.memory import step_peak_bytes
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.public_steps import public_note
 from cs336sys.accounting.step_time.rates import Rates
-from cs336sys.tables.numbers import Value
-from cs336sys.tables.table import named_columns
+from cs336sys.tables.numbers import Value, format_operand, in_shown_unit
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
+
+_COLUMNS = (
+    Column("question", "question", value=lambda answer: answer.question or None),
+    Column("quantity", "quantity", value=lambda answer: answer.quantity),
+    Column("value", "value", "value", exact="exact", kind="kind"),
+    Column("unit", "unit"),
+    Column("derivation", "derivation", value=lambda answer: answer.derivation(format_operand)),
+    Column("reason", "because", value=lambda answer: answer.reason or None),
+    Column("source", "source", value=lambda answer: answer.source),
+)
+
+# Units that count the same.
+_KINDS = {"decimal_bytes": "bytes"}
+
+
+def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequence[str] = ()) -> Table:
+    """Build a table with a row for each derived value; ``notes`` say what is assumed."""
+    rows: list[dict[str, Value]] = []
+    for answer in answers:
+        value, unit = in_shown_unit(answer.value, answer.unit)
+        kind = _KINDS.get(answer.unit, answer.unit)
+        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value, "kind": kind})
+    return Table(name, title, _COLUMNS, rows, notes)
+
 
 PREDICTED_COLUMNS = named_columns(
     "step_ms", tokens_per_s="tokens/s", mfu_percent="MFU", peak_gib="memory of a rank", limit="set by"
