@@ -55,8 +55,6 @@ def measured_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.status == "ok"]
 
 
-_ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
-
 # By command: the dotted name of its cells' workload, imported for its tables, and the settings that the command adds.
 _CELLS: dict[str, tuple[str, ...]] = {
     "bench": ("cs336sys.settings.training.Workload", "rounds", "interleave", "interleaved"),
@@ -100,8 +98,9 @@ def tidy(
         # Its tables have a column "kernels" for the number of kernels that a phase launched.
         names = dict.fromkeys("model_kernels" if name == "kernels" else name for name in names)
     # The rows of a table are cells if all name their run; other tables, of verdicts or sums, stay as they are.
+    origin = () if are_planned else tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
     return [
-        replace(table, settings=table.settings or setting_columns(names), origin=() if are_planned else _ORIGIN_COLUMNS)
+        replace(table, settings=table.settings or setting_columns(names), origin=origin)
         if are_planned or all("run_id" in row for row in table.rows)
         else table
         for table in tables

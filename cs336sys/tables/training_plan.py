@@ -1,7 +1,6 @@
 """The table of ``--dry-run``: cells that train on one device, and the memory that is predicted for them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.machine.system import Capacity
@@ -22,8 +21,6 @@ PEAK_COLUMNS = (
 # Of a device's memory: above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
 _TIGHT_PART = 0.9
 
-_FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
-
 
 def training_plan(
     workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
@@ -34,18 +31,15 @@ def training_plan(
         row = workload.configuration() | {"parameters": workload.parameters}
         if workload.memory_is_known:
             peak = workload.predicted_peak()
-            row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
+            row |= fill_row(PEAK_COLUMNS, peak)
+            if capacity is not None:  # Else the device's memory is not known.
+                part = peak.total_gib / capacity.memory_gib
+                fits = "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"
+                row |= {"capacity_percent": 100 * part, "fits": fits}
         rows.append(row)
     settings = titles.plan_settings(workloads, titles.SETTING_COLUMNS)
-    columns = (*titles.SIZE_COLUMNS, *settings, *PEAK_COLUMNS, *_FITTING_COLUMNS)
+    fitting = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
+    columns = (*titles.SIZE_COLUMNS, *settings, *PEAK_COLUMNS, *fitting)
     assumptions = sentences(__name__, "plan", capacity=capacity, tight_percent=100 * _TIGHT_PART)
     heading = f"{command}: cells and predicted memory (nothing was run)"
     return Table("plan", heading, columns, rows, (*assumptions, *titles.unknown_memory(workloads), *notes))
-
-
-def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
-    """Return the values of :data:`_FITTING_COLUMNS`; none where the device's memory is not known."""
-    if capacity is None:
-        return {}
-    part = needed_gib / capacity.memory_gib
-    return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
