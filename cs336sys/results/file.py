@@ -48,7 +48,6 @@ def check_appendable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _refusing_faults(path: Path) -> Iterator[None]:
-    """Turn an OSError in this context into a UsageError."""
     try:
         yield
     except OSError as error:
@@ -184,7 +183,6 @@ class ResultsFile:
             )
 
     def _present_keys(self) -> set[str]:
-        """Return the :func:`_key` of each record that the file holds now."""
         self._stream.seek(0)
         content = self._stream.read()
         if is_compressed(self.path):

@@ -231,7 +231,6 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
 
 
 def _sorted(table: Table, order: str) -> Table:
-    """Return the table with its rows in an ``order`` as :func:`select_in_groups` takes it."""
     columns = _columns_named(table, order.removeprefix("-"))
     if not columns:
         return table

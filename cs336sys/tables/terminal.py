@@ -63,7 +63,6 @@ def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
 
 
 def _stacked_headers(grid: Grid) -> list[str]:
-    """Break headers into lines as wide as the values below them."""
     stacked = []
     for index, header in enumerate(grid.headers):
         width = max((len(row[index]) for row in grid.rows), default=1)
@@ -150,7 +149,6 @@ def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
 
 
 def _records(grid: Grid) -> RichTable:
-    """Draw each row as lines of header and value."""
     drawing = RichTable(box=box.ROUNDED, show_header=False)
     drawing.add_column(overflow="fold")
     drawing.add_column(overflow="fold")

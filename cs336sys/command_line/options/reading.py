@@ -31,7 +31,6 @@ class Effect(enum.StrEnum):
 
 
 def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
-    """Declare an option as ``typer.Option`` does, and its effect."""
     option = typer.Option(*names, **settings)
     option.effect = effect
     return option
@@ -53,8 +52,6 @@ def effect_of(declaration: Any) -> Effect:
 # No option needs larger numbers: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
 LARGEST_NUMBER = 1e18
-# A refusal of numbers that are too small names only maxima below it.
-_OUT_OF_REACH = 1e9
 
 # Names of the values of options in help, by their types. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
@@ -162,17 +159,14 @@ def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     return option
 
 
-# Code that may define names which do not stand in the file.
-_COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b"
-
-
 def read_function(text: str) -> str:
     """Return an option's value, FILE.py:NAME, or raise a UsageError if the file, which is not run, lacks the name."""
     file, name = source_file(text), split_reference(text)[1]
     # An object that Python has passed (here:NAME) is there already, and its NAME, which we made up, stands in no file.
     if file.suffix == ".py" and named_object(text) is None:
-        source = file.read_text(encoding="utf-8", errors="replace")  # Any mention of NAME may define or import it.
-        if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
+        source = file.read_text(encoding="utf-8", errors="replace")
+        # Any mention of NAME may define or import it, and so may code that computes names.
+        if not re.search(rf"\b{name}\b|import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b", source):
             functions = re.findall(r"^(?:class|(?:async )?def) (\w+)", source, flags=re.M)
             listed = ", ".join(functions) or "no function"
             raise UsageError(f"'{text}': {file.name} has no {name}; it has {listed}{did_you_mean(name, functions)}")
@@ -287,7 +281,7 @@ def between(lowest: float, highest: float, *, is_whole: bool = False) -> Callabl
 
     def convert(text: str) -> Any:
         value = _read_whole(text) if is_whole else _read_finite(text)
-        if value < lowest and highest >= _OUT_OF_REACH:  # Nobody reaches that maximum, so the error need not name it.
+        if value < lowest and highest >= 1e9:  # Nobody reaches that maximum, so the error need not name it.
             raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")

@@ -18,9 +18,6 @@ from cs336sys.command_line.options.reading import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
 from cs336sys.processes import is_first_rank
 
-# Options that stand in for each other: the file's values of all are ignored where the user gives one.
-_ALTERNATIVES = (("precision", "bf16", "fp16"),)
-
 # Keys of a context's ``meta``: how errors begin that name a command's table, the file, and whether the user named it.
 _PLACE, _FILE, _IS_NAMED = "cs336sys.settings", "cs336sys.settings_file", "cs336sys.settings_file_is_named"
 
@@ -139,9 +136,9 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
             defaults[option.name] = [_option_text(f"{place}{key}", item) for item in values]
         else:
             defaults[option.name] = _option_text(f"{place}{key}", value)
-    for names in _ALTERNATIVES:
-        if any(name in typed or os.environ.get(_variable(ctx, name)) for name in names):
-            defaults = {name: value for name, value in defaults.items() if name not in names}
+    names = ("precision", "bf16", "fp16")  # Which stand in for each other.
+    if any(name in typed or os.environ.get(_variable(ctx, name)) for name in names):
+        return {name: value for name, value in defaults.items() if name not in names}
     return defaults
 
 
@@ -180,9 +177,6 @@ def _option_text(key: str, value: Any) -> str:
 # whether errors show tracebacks, nsys's path, the engine of attention, and whether tests write pages of docs.
 _OTHER_VARIABLES = (DEBUG_VARIABLE, "CS336SYS_NSYS", "CS336SYS_TRITON_ENGINE", "CS336SYS_WRITE_DOCS")
 
-# Words as similar as this are misspellings of each other: benhc and bench are 0.8, triton and attn 0.6.
-_MISSPELLING_SIMILARITY = 0.75
-
 
 def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
     """Let every option be set by a variable of its own name, where Typer's would have that of the Python parameter."""
@@ -219,7 +213,8 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
             raise UsageError(f"{variable}: {_no_such_option(ctx, name, names, prefix)}")
         # Of a group: the variable should name one of its commands next, which checks the rest itself.
         word = name.partition("_")[0].lower()
-        if word not in commands and difflib.get_close_matches(word, commands, cutoff=_MISSPELLING_SIMILARITY):
+        # Misspellings are so similar: benhc and bench are 0.8, triton and attn 0.6.
+        if word not in commands and difflib.get_close_matches(word, commands, cutoff=0.75):
             raise UsageError(f"{variable}: unknown command '{word}': {choose_from(word, commands)}")
         if word not in commands:
             example = f"{prefix}{next(iter(commands)).upper()}_{name}"

@@ -15,9 +15,6 @@ from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns, sentences
 from cs336sys.tables.titles import failure_notes, shown_settings, title
 
-# How calls were timed, by the name in samples and derived columns.
-TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
-
 
 class MessageSweep(NamedTuple):
     """Settings that the cells of one sweep over message sizes share."""
@@ -178,12 +175,12 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     rows = []
     for sweep, group in groups_of(cells).items():
         factor = bus_factor(sweep.collective, sweep.world_size)  # 0 of a single rank, which sends nothing.
-        for timing, label in TIMINGS.items():
+        for timing in ("back_to_back", "synchronized"):
             line = fit_of(group, timing)
             if line is None:
                 continue
             is_finite = math.isfinite(line.bytes_per_s)  # Else larger messages took no longer.
-            row = sweep._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
+            row = sweep._asdict() | {"timing": timing.replace("_", " "), "latency_us": 1e6 * line.latency_s}
             row["bandwidth_gbps"] = line.bytes_per_s / 1e9 if is_finite else None
             row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None
             row["half_bandwidth_bytes"] = line.half_bandwidth_bytes if is_finite else None
@@ -200,9 +197,6 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     )
     return Table("fit", "latency and bandwidth of a message", columns, rows, sentences(__name__, "fit"))
 
-
-# Time over the ranks is drawn for so many sizes at most: more lines cannot be told apart.
-_MOST_SIZES = 8
 
 _STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
 
@@ -270,7 +264,8 @@ def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]])
             points = points_by_message.setdefault(cell.configuration["message_bytes"], [])
             points.append((group.world_size, cell.samples["back_to_back"].median))
     messages = sorted(points_by_message, reverse=True)
-    for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / _MOST_SIZES)]):
+    # Of eight sizes at most: more lines cannot be told apart.
+    for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / 8)]):
         label = format_number(float(message_bytes), "decimal_bytes")
         ranks, times_us = zip(*sorted(points_by_message[message_bytes]), strict=True)
         drawing.plot(ranks, times_us, label=label, color=f"C{number}", **_STYLE)

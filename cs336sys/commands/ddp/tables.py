@@ -58,25 +58,21 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("communicated_bytes", "communicated", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
-    return [
-        of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
-        # A note adds " it in the backward pass".
-        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
-        _bucket_table(cells, (Column("size", "size"), *shown.values())),
-    ]
-
-
-def _step_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Explain the columns of steps, with what only some sweeps have: calls that send no gradients, and rounds."""
     calls = [(cell.derived.get("gradient_calls", 0), cell.derived.get("calls", 0)) for cell in cells]
-    return sentences(
+    notes = sentences(
         __name__,
         "steps",
         is_measured=any(cell.status == "ok" for cell in cells),
         has_call_without_gradients=any(0 < gradient_calls < all_calls for gradient_calls, all_calls in calls),
         has_rounds=any("rounds" in cell.configuration for cell in cells),
     )
+    sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
+    return [
+        of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, notes, _STEADIER),
+        # A note adds " it in the backward pass".
+        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
+        _bucket_table(cells, (Column("size", "size"), *shown.values())),
+    ]
 
 
 def link_of(cell: Cell) -> communication.AlphaBeta:
@@ -144,10 +140,6 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     )
 
 
-# Points of the model's curve.
-_CURVE_POINTS = 61
-
-
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
     """Draw, for each sweep, overhead over the mean size of a bucket: exposed times as points, the model as a curve."""
     import numpy as np
@@ -161,7 +153,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         sizes_mb = [total_bytes / cell.derived["gradient_calls"] / 1e6 for cell in sweep]
         if link.has_bandwidth:
             # From a quarter of the smallest to one bucket of all.
-            curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, _CURVE_POINTS).tolist()
+            curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, 61).tolist()
             predicted_ms = [1e3 * communication.overhead_on_link_s(total_bytes, size, link) for size in curve_bytes]
             # The handout's names: s bytes in n buckets at a bandwidth of w, and a cost of o for each call.
             drawing.plot([size / 1e6 for size in curve_bytes], predicted_ms, color="C7", label="model: s / (n w) + n o")

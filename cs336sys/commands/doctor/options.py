@@ -109,6 +109,5 @@ def ceilings_table(ceilings: Ceilings) -> Table:
 
 
 def _pair(measured: float, datasheet: float | None) -> dict[str, float | None]:
-    """Return the columns of a measured value and that of the datasheet, if it has one."""
     percent = None if datasheet is None else 100 * measured / datasheet
     return {"measured": measured, "datasheet": datasheet, "datasheet_percent": percent}

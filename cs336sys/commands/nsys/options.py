@@ -92,7 +92,6 @@ def _profile(
     *,
     compare_precision: bool,
 ) -> None:
-    """Profile each workload with each profiler in worker processes, and report."""
     from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
     from cs336sys.tables.outputs import check_writable
 
@@ -112,7 +111,6 @@ def _profile(
 
 
 def _show_report(source: list[Path], range_names: list[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
-    """Read the one report of ``--from``, and show it."""
     from cs336sys.capture.reading import capture_files, read_captures
     from cs336sys.capture.summary import summarize
     from cs336sys.commands.nsys.tables import plot_report, report_tables

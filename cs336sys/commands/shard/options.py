@@ -110,7 +110,6 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
 
 
 def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
-    """Refuse options of ``shard`` that mean nothing with ``--board``."""
     reasons = {  # False for an option that was not given.
         f"--model {model}": model is not None and "--board measures the leaderboard's model",
         f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",

@@ -93,7 +93,6 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
-    """Build the table of a rank's memory at each moment, measured and predicted."""
     columns = (
         *identity,
         *named_columns("moment", "source"),
@@ -158,12 +157,8 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
 _COLORS = {"parameters": "#1f4e96", "gradients": "#c23b22", "optimizer_state": "#7fb2e5", "rest": "#00a35c"}
 
-# More axes in a row cannot be read on a page.
-_AXES_IN_A_ROW = 6
-
 # Of the distance between moments: a measured and a predicted bar, and where they stand.
-_BAR_WIDTH = 0.4
-_OFFSETS = {"measured": -_BAR_WIDTH / 2, "predicted": _BAR_WIDTH / 2}
+_BAR_WIDTH, _OFFSETS = 0.4, {"measured": -0.2, "predicted": 0.2}
 
 
 def plot_memory(cells: Sequence[Cell], path: Path) -> None:
@@ -172,7 +167,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
     count = max(1, len(drawn))
-    columns = min(count, _AXES_IN_A_ROW)
+    columns = min(count, 6)  # More axes in a row cannot be read on a page.
     rows = math.ceil(count / columns)
     figure, grid = new_axes(1 + 2.6 * columns, 4.6 * rows, rows, columns, sharey=True)
     axes = grid.flat
@@ -181,7 +176,10 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
         for source, moments in memory_of(cell).items():
             _draw_bars(drawing, moments, source)
         drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
-        drawing.set_title(_shard_heading(cell, list(settings)), fontsize=8)
+        configuration = cell.configuration
+        ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
+        names = [configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)]
+        drawing.set_title(", ".join(names), fontsize=8)
         drawing.grid(axis="y", alpha=0.3)
     for drawing in axes[::columns]:
         drawing.set_ylabel("memory of the fullest rank, GiB")
@@ -203,12 +201,6 @@ def _draw_bars(drawing: Axes, moments: Sequence[RankMemory], source: str) -> Non
             fill = color if source == "measured" else "none"
             drawing.bar(x, height_gib, 0.92 * _BAR_WIDTH, bottom_gib, linewidth=0.8, facecolor=fill, edgecolor=color)
             bottom_gib += height_gib
-
-
-def _shard_heading(cell: Cell, settings: Sequence[str]) -> str:
-    configuration = cell.configuration
-    ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
-    return ", ".join([configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)])
 
 
 _BOARD_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | by_key(*STRATEGY_COLUMNS)
@@ -263,7 +255,6 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _board_row(cell: Cell) -> dict[str, Any]:
-    """Return a cell's settings and results, with its predicted peak."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     row = cell.configuration | cell.derived | {"status": cell.status}
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}

@@ -130,7 +130,6 @@ def _read_bandwidths(path: Path, analyses: Iterable["Analysis"]) -> "BusBandwidt
 
 
 def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: list[Cell]) -> None:
-    """Record the cells for a caller in Python, and append them to the file of --save if there is one."""
     from cs336sys.results.file import ResultsFile
 
     # Of the machine that made the capture, not this one: its file names the GPU alone.

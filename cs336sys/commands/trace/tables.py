@@ -96,8 +96,8 @@ def _step_sentences(analysis: Analysis, most_parts: int, where: str = "") -> lis
 
 
 # Parts of a step that have a sentence; of equal ones the first is named first.
-_IDLE_PARTS = [part for part in IDLE_PARTS if part != StepPart.UNKNOWN]
-_EXPLAINED_PARTS = (*_IDLE_PARTS, StepPart.COMMUNICATION, StepPart.WAITING, StepPart.COPIES)
+_EXPLAINED_PARTS = [part for part in IDLE_PARTS if part != StepPart.UNKNOWN]
+_EXPLAINED_PARTS += [StepPart.COMMUNICATION, StepPart.WAITING, StepPart.COPIES]
 
 
 def _facts(analysis: Analysis) -> dict[str, Any]:
