@@ -20,11 +20,12 @@ from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, tidy, wi
 from cs336sys.tables.table import Table, grid_of, with_rows
 
 # Where the record (:class:`~cs336sys.tables.saved.SavedCommand`) of each command stands whose cells can be shown.
-_WITH_TABLES = ("allreduce", "bench", "ddp", "kernels", "losses", "nsys", "precision", "shard", "tune", "verify")
+_WITH_TABLES = ("allreduce", "bench", "ddp", "kernels", "losses", "nsys", "shard", "tune", "verify")
 RECORDS = {name: f"{name}.tables.SAVED" for name in _WITH_TABLES} | {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
     "memprof": "memprof.page.SAVED",
+    "precision": "precision.options.SAVED",
     "trace": "trace.difference_tables.SAVED",
 }
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.results.foreign import FileUsage
-from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
+from cs336sys.results.foreign import FileUsage, Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
 _WARNED_PERCENT = 80  # How much of the limits within which a file is read may be used without a warning.
@@ -57,7 +56,7 @@ def _refusing_faults(path: Path) -> Iterator[None]:
 class ResultsFile:
     """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
 
-    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.gzip_members`). If
+    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.foreign`). If
     somebody removes, replaces or rewrites the file meanwhile, the records that it lacks are appended again.
 
     Attributes:

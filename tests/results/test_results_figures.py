@@ -18,7 +18,7 @@ import pytest
 from written_figures import figures_test, outcome
 
 from cs336sys.errors import UsageError
-from cs336sys.results import comparison, foreign, gzip_members, model, plain_pickle, recording, schema, statistics
+from cs336sys.results import comparison, foreign, model, plain_pickle, recording, schema, statistics
 from cs336sys.results.file import ResultsFile, check_appendable
 from cs336sys.results.model import Cell, Results, Run, Samples
 
@@ -136,8 +136,8 @@ def appended(content, *records, name="saved.jsonl", between=None):
 
 def members(compressed, limit=None):
     try:
-        return list(gzip_members.members_of(compressed, limit))
-    except gzip_members.TooLargeError:
+        return list(foreign.members_of(compressed, limit))
+    except foreign.TooLargeError:
         return "too large"
 
 

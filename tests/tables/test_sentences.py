@@ -48,4 +48,4 @@ def test_numbers_are_written_by_filters():
 
 def test_a_fact_that_is_not_there_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="capacity"):
-        sentences("cs336sys.tables.training_plan", "plan")
+        sentences("cs336sys.tables.titles", "plan")

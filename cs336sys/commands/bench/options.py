@@ -45,7 +45,7 @@ def bench(
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
     from cs336sys.commands.bench import tables
-    from cs336sys.tables.training_plan import training_plan
+    from cs336sys.tables.titles import training_plan
 
     workloads = training.workloads(mode)
     baseline = baseline or ""

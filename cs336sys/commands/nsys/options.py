@@ -60,7 +60,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.capture.nsys import is_profiled
-    from cs336sys.tables.training_plan import training_plan
+    from cs336sys.tables.titles import training_plan
 
     output.check(plot=profiling.plot)
     if source:
