@@ -218,6 +218,10 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
     return sentences
 
 
+# Progress is reported so often: a picture takes a second, and a page may have hundreds.
+_SILENT_S = 5.0
+
+
 def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pictures]]) -> str:
     """Return the text of a page with invocations' tables and pictures; say how many pictures are drawn.
 
@@ -236,7 +240,7 @@ def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pi
                 say(f"warning: {error}")
                 parts.append(f'<p class="note">{html.escape(str(error))}</p>')
             drawn += 1
-            if drawn < total and time.monotonic() - reported_at_s >= 5.0:  # A page may have hundreds, a second each.
+            if drawn < total and time.monotonic() - reported_at_s >= _SILENT_S:
                 reported_at_s = time.monotonic()
                 say(f"{drawn} of {total} pictures are done")
         parts += [html_table(table, "h3") for table in tables]

@@ -462,6 +462,9 @@ def check_planned(
     return available
 
 
+_SMALL_GIB = 4.0  # Any machine has so much: nvidia-smi is not asked.
+
+
 class PredictedCell(Protocol):
     """A workload whose memory is predicted, if its model is ours."""
 
@@ -483,8 +486,7 @@ def refuse_what_does_not_fit(
     Nor are ranks that torchrun or Slurm started, which may be on several machines.
     """
     needed_gib = {workload.name: workload.predicted_gib or 0.0 for workload in workloads}  # 0.0: not predicted.
-    # Any machine has 4 GiB: nvidia-smi is not asked.
-    if max(needed_gib.values(), default=0.0) < 4.0 or (across_ranks and started_outside()):
+    if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.machine.system import capacity
 
