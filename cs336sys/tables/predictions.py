@@ -59,15 +59,6 @@ def configuration_words(configuration: StepConfiguration) -> str:
     return ", ".join(filter(None, choices))
 
 
-def limit_words(time: StepTime) -> str:
-    """Name what a step's time is made of: launches, or the two largest terms with their shares."""
-    if time.waits_for_launches:
-        return "launches (CPU)"
-    parts = {**time.terms_s, "communication": time.exposed_s}
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    return ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
-
-
 def step_row(
     configuration: StepConfiguration, time: StepTime, rates: Rates, memory_bytes: float | None = None
 ) -> dict[str, Value]:
@@ -83,6 +74,11 @@ def step_row(
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
+    limit = "launches (CPU)"
+    if not time.waits_for_launches:  # The two largest terms of the step's time, with their shares.
+        parts = {**time.terms_s, "communication": time.exposed_s}
+        largest = sorted(parts, key=lambda name: -parts[name])[:2]
+        limit = ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
     peak = peak_tflops(rates.gpu, configuration.training.precision)  # None for a GPU without a datasheet
     # Of one rank and its GPU: ``size`` has the rank's micro-batch, and no strategy that is predicted splits layers.
     tflops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
@@ -91,7 +87,7 @@ def step_row(
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,
         "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * tflops / peak,
-        "limit": limit_words(time),
+        "limit": limit,
     }
 
 

@@ -40,7 +40,16 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     if file is None:
         folders = (Path.cwd(), *Path.cwd().parents)
         file = next((path for path in (folder / "pyproject.toml" for folder in folders) if path.is_file()), None)
-    tables = {} if file is None else _read_settings(file)
+    tables: dict[str, Any] = {}
+    if file is not None:
+        import tomllib
+
+        try:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise UsageError(f"cannot read {file}: it is not TOML: {error}") from error
     if is_pyproject:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
@@ -67,17 +76,6 @@ def _refuse_other_owner(path: Path) -> None:
                 f"{path}: belongs to another user, {name}, so its settings are not taken; --config {path} takes them, "
                 f"and --config {os.devnull} none"
             )
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"cannot read {path}: it is not TOML: {error}") from error
 
 
 def _place(ctx: Any) -> str:

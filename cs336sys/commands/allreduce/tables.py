@@ -73,20 +73,6 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
         return None
 
 
-def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
-    """Return, by the cell's id, a column with its distance from its group's line; two sizes always fit, and have none.
-
-    Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
-    """
-    misfits = {}
-    for group in groups_of(cells).values():
-        line = fit_of(group, timing)
-        if line is not None and len(group) > 2:
-            for cell, size, time_s in zip(group, *_points(group, timing), strict=True):
-                misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
-    return misfits
-
-
 def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
     """Return the cells' sizes in bytes and median times in s."""
     return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
@@ -140,7 +126,13 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
 
 def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]:
     """Return a row for each cell, with its times by one timing if it was measured, else with the requested size."""
-    misfits = _misfits(cells, timing)
+    misfits = {}  # By the cell's id, a column with its distance from its group's line; two sizes always fit.
+    for group in groups_of(cells).values():
+        line = fit_of(group, timing)
+        if line is not None and len(group) > 2:
+            for cell, size, time_s in zip(group, *_points(group, timing), strict=True):
+                # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
+                misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
     return [
         cell.configuration
         | {"size_bytes": cell.configuration["message_bytes"], **cell.derived, "status": cell.status}

@@ -34,7 +34,16 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
     identifying = distinguishing_settings([cell_settings(pair.a.representative) for pair in pairs])
     identity = [Column(name, name.replace("_", " ")) for name in identifying]
     metric_tables = [_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()]
-    first, *others = with_rows(*metric_tables, _not_compared(pairs, identity), _summary(compared))
+    status_columns = (
+        *identity,
+        Column("a_status", "A", value=lambda pair: pair.a.status),
+        Column("b_status", "B", value=lambda pair: pair.b.status),
+        Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
+    )
+    unmeasured = [pair for pair in pairs if not pair.is_measured]
+    rows = [cell_settings(pair.a.representative) | fill_row(status_columns, pair) for pair in unmeasured]
+    not_compared = Table("not_compared", "compare: cells that are not ok in both files", status_columns, rows)
+    first, *others = with_rows(*metric_tables, not_compared, _summary(compared))
     settings_of_first, *settings_of_others = (cell_settings(pair.a.representative).items() for pair in pairs)
     shared = [item for item in settings_of_first if all(item in other for other in settings_of_others)]
     shared_settings = f"every cell: {', '.join(f'{name} {value}' for name, value in shared)}"
@@ -113,17 +122,6 @@ def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     farthest = max(logs, default=0.0)
     stalled_percent = 100 * math.expm1(farthest) if farthest > 0.02 else None  # Less is not worth a note.
     return {"worth": worth, "count": count, "stalled_percent": stalled_percent}
-
-
-def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> Table:
-    columns = (
-        *identity,
-        Column("a_status", "A", value=lambda pair: pair.a.status),
-        Column("b_status", "B", value=lambda pair: pair.b.status),
-        Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
-    )
-    rows = [cell_settings(pair.a.representative) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
-    return Table("not_compared", "compare: cells that are not ok in both files", columns, rows)
 
 
 def _summary(compared: Compared) -> Table:

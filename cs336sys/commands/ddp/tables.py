@@ -101,7 +101,12 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         settings = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
-        notes += _optimum(sweep, settings)
+        # Which buckets the model would choose, by the link's bandwidth and latency.
+        link, sent_bytes = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+        best_bytes = float(communication.optimal_bucket_on_link_bytes(sent_bytes, link)) if link.has_bandwidth else 0.0
+        overhead_ms = 1e3 * communication.overhead_on_link_s(sent_bytes, best_bytes, link) if best_bytes else 0.0
+        facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
+        notes += sentences(__name__, "optimum", **facts)
     columns = (
         *identity,
         Column("bucket_mb", "bucket, MB"),
@@ -113,15 +118,6 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     )
     heading = "bucket sizes and the model of their overhead"
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
-
-
-def _optimum(sweep: Sequence[Cell], settings: str) -> tuple[str, ...]:
-    """Say which buckets the model would choose for a sweep of these settings, by the link's bandwidth and latency."""
-    link, sent_bytes = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
-    best_bytes = float(communication.optimal_bucket_on_link_bytes(sent_bytes, link)) if link.has_bandwidth else 0.0
-    overhead_ms = 1e3 * communication.overhead_on_link_s(sent_bytes, best_bytes, link) if best_bytes else 0.0
-    facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
-    return sentences(__name__, "optimum", **facts)
 
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:

@@ -25,20 +25,16 @@ def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         *named_columns(layer_norm="layer norm output", rms_norm="RMSNorm in its place", logits="logits", loss="loss"),
         *named_columns(loss_outside="loss outside autocast", gradients="gradients", status="status", reason="reason"),
     )
-    return [
-        Table("accumulation", "1000 times 0.01, which is 10", columns, sums, sentences(__name__, "accumulation")),
-        Table("autocast", _autocast_title(steps, run), autocast_columns, dtypes, sentences(__name__, "autocast")),
-    ]
-
-
-def _autocast_title(cells: Sequence[Cell], run: Run | None) -> str:
     parts = ["Dtypes of the toy model's parts under autocast"]
-    if cells:
-        device = cells[0].configuration["device"]
+    if steps:
+        device = steps[0].configuration["device"]
         parts.append(f"on {device}")
         if run is not None:
             parts.append(f"({run.machine['gpu' if device == 'cuda' else 'cpu']}) with torch {run.machine['torch']}")
-    return " ".join(parts)
+    return [
+        Table("accumulation", "1000 times 0.01, which is 10", columns, sums, sentences(__name__, "accumulation")),
+        Table("autocast", " ".join(parts), autocast_columns, dtypes, sentences(__name__, "autocast")),
+    ]
 
 
 def precision(
