@@ -161,7 +161,7 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
 
 
 # Bytes decompressed at once: the last of a member's reads reaches into the next ones, which are read again.
-_READ_BYTES = 2**14
+_MEMBER_READ_BYTES = 2**14
 
 GZIP_MAGIC = b"\x1f\x8b\x08"  # How a member begins, by which the next one is found after a damaged one.
 
@@ -212,7 +212,7 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
     content = bytearray()
     position = start
     while position < len(compressed) and not decompressor.eof:
-        part = compressed[position : position + _READ_BYTES]
+        part = compressed[position : position + _MEMBER_READ_BYTES]
         try:
             # One byte more than the limit shows that it is exceeded; zlib takes 0 for no limit.
             content += decompressor.decompress(part, 0 if limit is None else limit + 1 - len(content))

@@ -360,8 +360,8 @@ def _training_label(cell: Cell, settings: Sequence[str]) -> str:
     for name in labels.keys() & {"cuda_graph", "warmup"}:
         labels[name] = f"{titles.SETTING_COLUMNS[name].header} {labels[name]}"
     if "compile" in labels:
-        words = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
-        labels["compile"] = words[labels["compile"]]
+        compilations = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
+        labels["compile"] = compilations[labels["compile"]]
     return ", ".join(labels.values())
 
 
