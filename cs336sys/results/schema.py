@@ -5,7 +5,7 @@ from typing import Any, get_args
 from cs336sys.results.model import SCHEMA_VERSION, TABLES_SCHEMA_VERSION, Status
 
 
-def _object(optional: str = "", **properties: Any) -> dict[str, Any]:
+def _object(optional: str = "", /, **properties: Any) -> dict[str, Any]:
     """Return the schema of an object with these properties, one of which may be lacking, and no others."""
     required = [name for name in properties if name != optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
