@@ -42,6 +42,15 @@ def run(run_id="r", machine=None, **environment):
     return Run(run_id, "2026", (), machine or {}, environment)
 
 
+def saved_arguments(*given, home="/home/me/"):
+    """Return the words of a command line as they are saved, where /home/me is a link to /data/me."""
+    with (
+        patch.dict("os.environ", HOME=home),
+        patch("os.path.realpath", lambda path: path.replace("/home/me", "/data/me")),
+    ):
+        return list(Run("id", "now", given, {}, {}).arguments)
+
+
 def cell(*measured, run_id="r", status="ok", command="bench", unit="ms", series="step", **configuration):
     samples = {series: of(*measured, unit=unit)} if measured else {}
     return Cell(command, configuration, status, samples, {}, None, run_id)
