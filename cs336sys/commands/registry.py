@@ -19,30 +19,41 @@ from cs336sys.tables.page import html_page, html_picture, html_table
 from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, tidy, with_origin
 from cs336sys.tables.table import Table, grid_of, with_rows
 
-# Where the record (:class:`~cs336sys.tables.saved.SavedCommand`) of each command stands whose cells can be shown.
-_WITH_TABLES = ("allreduce", "bench", "ddp", "kernels", "losses", "nsys", "shard", "tune", "verify")
-RECORDS = {name: f"{name}.tables.SAVED" for name in _WITH_TABLES} | {
+# Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` in its ``tables.py``.
+_ELSEWHERE = {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
     "memprof": "memprof.page.SAVED",
     "precision": "precision.options.SAVED",
     "trace": "trace.difference_tables.SAVED",
 }
+_FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/tables.py"))
+
+
+def _record(command: str) -> SavedCommand | None:
+    """Import a command's record; None where it has none."""
+    if command not in _FOLDERS and command not in _ELSEWHERE:
+        return None
+    module, _, record = _ELSEWHERE.get(command, f"{command}.tables.SAVED").rpartition(".")
+    return getattr(importlib.import_module(f"cs336sys.commands.{module}"), record, None)
 
 
 def can_be_shown(command: str) -> bool:
     """Return whether this version can show cells of a command."""
-    return command in RECORDS
+    return _record(command) is not None
+
+
+def saved_commands() -> list[str]:
+    """Return the commands whose cells can be shown."""
+    return list(filter(can_be_shown, sorted({*_FOLDERS, *_ELSEWHERE})))
 
 
 def saved_command(command: str) -> SavedCommand:
     """Return the record of how a command's cells are shown, or raise a UsageError where there is none."""
-    if command not in RECORDS:
-        choices = choose_from(command, sorted(RECORDS))
+    if (record := _record(command)) is None:
+        choices = choose_from(command, saved_commands())
         raise UsageError(f"cells of '{command}' cannot be shown by this cs336sys: {choices}")
-    module, _, record = RECORDS[command].rpartition(".")
-    saved: SavedCommand = getattr(importlib.import_module(f"cs336sys.commands.{module}"), record)
-    return saved
+    return record
 
 
 @dataclass

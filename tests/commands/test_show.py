@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys.cli import COMMANDS, app, module_of
-from cs336sys.commands.registry import RECORDS, invocations, saved_pictures, saved_tables, shown_cells
+from cs336sys.commands.registry import invocations, saved_commands, saved_pictures, saved_tables, shown_cells
 from cs336sys.results.model import configuration_key, read_results
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.tables.render import render
@@ -68,7 +68,7 @@ def test_every_command_that_saves_can_be_shown():
         command = getattr(importlib.import_module(module_of(name)), name)
         if callable(command) and {"save", "sweeping"} & inspect.signature(command).parameters.keys():
             saving.append(name)
-    assert sorted(saving) == sorted(RECORDS)
+    assert sorted(saving) == saved_commands()
 
 
 def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
