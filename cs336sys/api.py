@@ -1,7 +1,7 @@
 """The commands as functions, for notebooks and scripts: the same options, refusals, worker processes and tables.
 
-Each function hands a :class:`~cs336sys.command_line.request.Request` to its command, which runs in this process, writes
-progress and warnings to standard error, and nothing to standard output. No import here needs torch.
+Each function hands a :class:`~cs336sys.command_line.invocation.Request` to its command, which runs in this process,
+writes progress and warnings to standard error, and nothing to standard output. No import here needs torch.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ import typer
 
 from cs336sys.cli import app
 from cs336sys.command_line.faults import sentence_of
-from cs336sys.command_line.options.effects import Effect, effect_of
-from cs336sys.command_line.options.reading import types_in
-from cs336sys.command_line.request import Request, keyword_of, values_of
+from cs336sys.command_line.invocation import Request, keyword_of, values_of
+from cs336sys.command_line.options.reading import Effect, effect_of, types_in
 from cs336sys.commands.show import drawings, saved_presentations
 from cs336sys.errors import INTERRUPTED, SENTENCES, TERMINATED, OutputError, UsageError, did_you_mean
 from cs336sys.processes import started_outside

@@ -5,9 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.reading import choice, setting, writes_file
 from cs336sys.command_line.options.training import DryRunOption, OptionGroup, option_of, setting_options
 from cs336sys.run.sweep import run_sweep, show_plan
 from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload

@@ -3,6 +3,7 @@
 import contextlib
 import html
 import importlib
+import itertools
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,15 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
 from cs336sys.tables.page import html_page, html_picture, html_table
-from cs336sys.tables.saved import Pictures, Presentation, SavedCommand
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, tidy, with_origin
 from cs336sys.tables.table import Table, grid_of, with_rows
-from cs336sys.tables.tidy import tidy, with_origin
 
 # Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` in its ``tables.py``.
 _ELSEWHERE = {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
     "memprof": "memprof.page.SAVED",
-    "shard": "shard.board_tables.SAVED",
+    "precision": "precision.options.SAVED",
     "trace": "trace.difference_tables.SAVED",
 }
 _FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/tables.py"))
@@ -135,10 +135,6 @@ def _refusing_faults(invocation: Invocation, done: str = "shown") -> Iterator[No
         ) from error
 
 
-# Longest setting and value in a sentence.
-_LABEL_CHARACTERS = 80
-
-
 def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Cell]:
     """Return an invocation's cells of these statuses (of any, without one), with their rounds pooled.
 
@@ -157,7 +153,10 @@ def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Pr
     with _refusing_faults(invocation):
         tables = tidy(invocation.command, with_rows(*command.tables(rows, invocation.run, presentation)), rows)
         for table in tables:
-            _check_table(table)
+            for row, column in itertools.product(table.rows, table.all_columns):
+                if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
+                    raise TypeError(f"{column.key} is {row[column.key]}")  # Which cannot be written.
+            grid_of(table)
     return tables
 
 
@@ -187,15 +186,6 @@ def sound_cells_and_tables(
         for sentence in sentences:
             say(f"warning: {sentence}")
         return build()
-
-
-def _check_table(table: Table) -> None:
-    """Raise an error of :data:`FAULTS` where a table cannot be written."""
-    for row in table.rows:
-        for column in table.all_columns:
-            if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
-                raise TypeError(f"{column.key} is {row[column.key]}")
-    grid_of(table)
 
 
 def saved_pictures(
@@ -232,7 +222,8 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
     sentences = []
     for key, reason in faults.items():
         settings = invocation.cells.pop(key).configuration
-        label = ", ".join(f"{name} {settings[name]}"[:_LABEL_CHARACTERS] for name in identifying if name in settings)
+        # No setting and value takes more than 80 characters of a sentence.
+        label = ", ".join(f"{name} {settings[name]}"[:80] for name in identifying if name in settings)
         place = f"{invocation.command}, {invocation.name}"
         sentences.append(f"{place}: the values of {label or 'the cell'} {reason}, and it is left out")
     return sentences
@@ -254,19 +245,14 @@ def saved_page(title: str, shown: Sequence[tuple[Invocation, Sequence[Table], Pi
         parts.append(f"<h2>{html.escape(f'{invocation.command}, {invocation.name}')}</h2>")
         parts += [f"<pre>{html.escape(line)}</pre>" for line in dict.fromkeys(lines)]
         for name, draw in pictures.items():
-            parts.append(_picture_part(draw, f"{invocation.command}: {name}"))
+            try:
+                parts.append(html_picture(draw, f"{invocation.command}: {name}"))
+            except UsageError as error:  # The page says why it cannot be drawn.
+                say(f"warning: {error}")
+                parts.append(f'<p class="note">{html.escape(str(error))}</p>')
             drawn += 1
             if drawn < total and time.monotonic() - reported_at_s >= _SILENT_S:
                 reported_at_s = time.monotonic()
                 say(f"{drawn} of {total} pictures are done")
         parts += [html_table(table, "h3") for table in tables]
     return html_page(title, parts)
-
-
-def _picture_part(draw: Callable[[Path], None], caption: str) -> str:
-    """Return a picture as HTML, or the reason why it cannot be drawn."""
-    try:
-        return html_picture(draw, caption)
-    except UsageError as error:
-        say(f"warning: {error}")
-        return f'<p class="note">{html.escape(str(error))}</p>'

@@ -12,9 +12,8 @@ import typer
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.invocation import LazyGroup
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import choice, one_of, split_list
+from cs336sys.command_line.options.reading import choice, one_of, setting, split_list, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Status, passed_over_words, read_results
 

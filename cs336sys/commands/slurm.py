@@ -15,7 +15,7 @@ import typer
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.invocation import LazyGroup
-from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting, writes_file
+from cs336sys.command_line.options.reading import Effect, effect_of, runs_code, setting, writes_file
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.settings.fields import OUTPUT
 
@@ -35,7 +35,6 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 # sbatch's --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on below.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
-_OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")
 
 # Options of the command that are directives of the same name.
 _OPTIONS_OF_SLURM = {
@@ -79,7 +78,7 @@ class Job:
             if value is not None and not re.fullmatch(r"\S+", value):
                 raise UsageError(f"{name} '{value}': must be one word")
         for option in self.sbatch:
-            if not _OPTION.fullmatch(option):
+            if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", option):
                 rule = "must be an option of sbatch without its dashes: constraint=h200"
                 raise UsageError(f"--sbatch '{option}': {rule}")
             name = option.partition("=")[0]
@@ -105,7 +104,7 @@ def slurm(
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
     from cs336sys.tables.outputs import check_writable, write_file, writing_stdout
-    from cs336sys.tables.sentences import package_templates
+    from cs336sys.tables.table import package_templates
 
     command, context = _read_command(ctx, arguments)
     name, command_options = arguments[0], dict(context.params)
@@ -162,7 +161,6 @@ def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_nod
 
 
 def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
-    """Return the command that the job will run, and a context with its options."""
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
     name, *options = arguments

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.results.foreign import FileUsage
-from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
+from cs336sys.results.foreign import FileUsage, Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
 _WARNED_PERCENT = 80  # How much of the limits within which a file is read may be used without a warning.
@@ -48,7 +47,6 @@ def check_appendable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _refusing_faults(path: Path) -> Iterator[None]:
-    """Turn an OSError in this context into a UsageError."""
     try:
         yield
     except OSError as error:
@@ -58,7 +56,7 @@ def _refusing_faults(path: Path) -> Iterator[None]:
 class ResultsFile:
     """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
 
-    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.gzip_members`). If
+    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.foreign`). If
     somebody removes, replaces or rewrites the file meanwhile, the records that it lacks are appended again.
 
     Attributes:
@@ -97,7 +95,16 @@ class ResultsFile:
         self._stream.seek(0)
         self._usage = FileUsage()
         if is_compressed(self.path):
-            self._close_cut_member()
+            # A member that is half written, beyond which no program reads, is replaced by a whole one; its line ends.
+            whole, cut = _check_members(self.path, self._stream.read())
+            self._usage.add(whole)
+            rest = b"" if cut is None else cut.content
+            if not (whole + rest or b"\n").endswith(b"\n"):  # An empty file has no line to end.
+                rest += b"\n"
+            if cut is not None:
+                self._stream.truncate(cut.start)
+            if rest:
+                self._stream.write(as_member(rest))
         else:
             _check_first_line(self.path, self._stream.readline(2**20))  # A run's, which is short.
             self._stream.seek(0)
@@ -173,7 +180,11 @@ class ResultsFile:
             self._read_existing()  # Its size, which others have changed.
         else:
             return
-        keys = self._present_keys()
+        self._stream.seek(0)
+        content = self._stream.read()
+        if is_compressed(self.path):
+            content, _ = read_members(content)
+        keys = {_key(record) for record in map(read_record, content.splitlines()) if record is not None}
         unwritten_count = len(self._unwritten)
         self._unwritten = [line for key, line in self._records if key not in keys]
         is_record_lost = len(self._unwritten) > unwritten_count  # Otherwise others have only added or changed lines.
@@ -182,15 +193,6 @@ class ResultsFile:
             self.notices.append(
                 f"{self.path} was {change} while cells were appended to it: the missing ones are appended again"
             )
-
-    def _present_keys(self) -> set[str]:
-        """Return the :func:`_key` of each record that the file holds now."""
-        self._stream.seek(0)
-        content = self._stream.read()
-        if is_compressed(self.path):
-            content, _ = read_members(content)
-        records = map(read_record, content.splitlines())
-        return {_key(record) for record in records if record is not None}
 
     def _open_again(self) -> None:
         """Open the file that has the name now; the earlier stream stays where that fails."""
@@ -215,18 +217,6 @@ class ResultsFile:
             ) from None
         except OSError:
             return  # Some network file systems have no locks.
-
-    def _close_cut_member(self) -> None:
-        """Replace a member that is half written, beyond which no program reads, by a whole one, and end its line."""
-        whole, cut = _check_members(self.path, self._stream.read())
-        self._usage.add(whole)
-        rest = b"" if cut is None else cut.content
-        if not (whole + rest or b"\n").endswith(b"\n"):  # An empty file has no line to end.
-            rest += b"\n"
-        if cut is not None:
-            self._stream.truncate(cut.start)
-        if rest:
-            self._stream.write(as_member(rest))
 
 
 def _check_members(path: Path, compressed: bytes) -> tuple[bytes, Member | None]:

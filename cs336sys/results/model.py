@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from cs336sys.errors import UsageError
 from cs336sys.results import foreign
-from cs336sys.results.gzip_members import GZIP_MAGIC, TooLargeError, is_compressed, members_of
+from cs336sys.results.foreign import GZIP_MAGIC, TooLargeError, is_compressed, members_of
 from cs336sys.results.recording import current_recording
 
 SCHEMA_VERSION = 1

@@ -244,7 +244,6 @@ def _logarithms(values: Sequence[float]) -> list[float]:
 
 
 def _level_values(side: SideSamples, level: Level) -> list[float]:
-    """Return a side's samples, or the medians of its rounds or runs."""
     if level == "samples":
         return list(side[0][0])  # There is one run, of one round.
     if level == "rounds":
@@ -346,7 +345,6 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
 
 @cache
 def _rank_sum_null(smaller_count: int, larger_count: int) -> _Null:
-    """Return the null distribution for ``smaller_count`` samples of one side and ``larger_count`` of the other."""
     most = smaller_count * larger_count
     variance = most * (smaller_count + larger_count + 1) / 12
     if smaller_count > _MOST_EXACT or most > _MOST_EXACT**3:
@@ -357,7 +355,6 @@ def _rank_sum_null(smaller_count: int, larger_count: int) -> _Null:
 
 @cache
 def _signed_rank_null(count: int) -> _Null:
-    """Return the null distribution for so many pairs."""
     most = count * (count + 1) // 2
     variance = most * (2 * count + 1) / 12
     if count > 2 * _MOST_EXACT:

@@ -88,10 +88,6 @@ class _Child:
         except Exception as error:
             return Outcome("error", reason=f"cannot read the measuring process's answer: {_first_sentences(error)}")
 
-    def send(self, configuration: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # That the process has died is noticed when its answer is read.
-            self.connection.send(configuration)
-
 
 class Worker:
     """A process that measures one cell after another.
@@ -157,7 +153,8 @@ class Worker:
         limit_s = min((limit for limit in (timeout_s, self._silence_s) if limit is not None), default=None)
         sent_s = time.monotonic()
         self._is_busy = True  # Before it is sent: an interruption in between must not take it for idle.
-        child.send(configuration)
+        with contextlib.suppress(OSError):  # That the process has died is noticed when its answer is read.
+            child.connection.send(configuration)
         while True:
             remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())
             message = child.receive(remaining)

@@ -11,9 +11,7 @@ from cs336sys.command_line.faults import say
 from cs336sys.results.model import Cell, distinguishing_settings
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
-
 
 # Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
 _TRACER_LINES = b"USDT:"
@@ -46,14 +44,23 @@ def showing_progress(
     more than a pipe holds while it keeps Python's lock would wait for ever.
     """
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     if not is_shown:
         yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
         # A duplicate, as 2 is redirected below; left open for the thread that prints what outlives the sweep.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            "{task.fields[stage]}",
+        )
+        shown_bar = Progress("{task.description}", *columns, console=console, transient=True)
         # Lines of workers are printed above the bar, or they would be written into it.
-        with _bar_of(console) as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):
+        with shown_bar as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):
             yield _Bar(bar, command, len(configurations))
     else:
         with (
@@ -171,13 +178,6 @@ def _print_above(bar: "Progress", line: bytes) -> None:
 def _write_to(descriptor: int, line: bytes) -> None:
     while line:
         line = line[os.write(descriptor, line) :]
-
-
-def _bar_of(console: "Console") -> "Progress":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress("{task.description}", *columns, "{task.fields[stage]}", console=console, transient=True)
 
 
 class _Bar(SweepProgress):

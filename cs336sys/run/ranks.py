@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import writes_file
 from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, is_first_rank, started_outside
 from cs336sys.processes.child import imported

@@ -30,17 +30,12 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.user_code import TO_FILE, named_object
-from cs336sys.tables.sentences import sentences
+from cs336sys.tables.table import sentences
 
 if TYPE_CHECKING:
     from cs336sys.machine.system import Capacity
     from cs336sys.run.cells import Outcome
     from cs336sys.tables.table import Table
-
-# Imported by name, and only for sweeps that have ranks or are tracked.
-_JOINED_WORKER = "cs336sys.run.ranks.JoinedWorker"
-_START_TRACKING = "cs336sys.run.tracking.start_tracking"
-_CHECK_INSTALLED = "cs336sys.run.tracking.check_installed"
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
@@ -152,8 +147,8 @@ class Sweep:
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
+            from cs336sys.tables.saved import tidy, with_origin
             from cs336sys.tables.table import with_rows
-            from cs336sys.tables.tidy import tidy, with_origin
 
             cells = pooled(self.cells)
             rows = with_origin(cells, self.runs)
@@ -243,13 +238,17 @@ class _RunningSweep:
         _refuse_timeout(options, identity)
         self.ranks: Any = None
         if identity is not None:
-            self.ranks = import_named(_JOINED_WORKER)(self.measure, command_line(), identity, configurations)
+            # This and trackers are imported by name, only for sweeps that have them.
+            self.ranks = import_named("cs336sys.run.ranks.JoinedWorker")(
+                self.measure, command_line(), identity, configurations
+            )
         self.is_shown = self.ranks is None or self.ranks.is_first
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
         self.tracking: Any = None
         if trackers:
+            start_tracking = import_named("cs336sys.run.tracking.start_tracking")
             settings = distinguishing_settings(configurations)
-            self.tracking = import_named(_START_TRACKING)(self.command, settings, trackers)
+            self.tracking = start_tracking(self.command, settings, trackers)
         self.file = ResultsFile(save) if save else None
         # ResultsFile() creates a file that was not there, which has nothing to resume.
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
@@ -331,7 +330,12 @@ class _RunningSweep:
                 self._cool_down(configuration, progress)
                 started_s = time.monotonic()
                 outcome = self._measure(configuration, progress)
-                cell = self._cell_of(configuration, outcome)
+                run_id = "" if self.run is None else self.run.run_id
+                # Rounded before anything is shown, so that saved results show the same.
+                samples = {name: series.to_keep for name, series in outcome.samples.items()}
+                cell = Cell(
+                    self.command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id
+                )
                 took_s = time.monotonic() - started_s
                 self._keep(cell)
                 if self.tracking is not None:
@@ -384,12 +388,6 @@ class _RunningSweep:
                 say(note)
         return outcome
 
-    def _cell_of(self, configuration: dict[str, Any], outcome: "Outcome") -> Cell:
-        run_id = "" if self.run is None else self.run.run_id
-        # Rounded before anything is shown, so that saved results show the same.
-        samples = {name: samples.to_keep for name, samples in outcome.samples.items()}
-        return Cell(self.command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id)
-
     def _keep(self, cell: Cell) -> None:
         """Put a cell into the tables and the file: an interruption leaves it in both or in neither."""
         with interruptions_deferred():
@@ -431,7 +429,7 @@ def show_plan(
     """
     capacity = check_planned(options, device, across_ranks=across_ranks, **measured_files)
     if not across_ranks or is_first_rank():
-        from cs336sys.tables.tidy import tidy
+        from cs336sys.tables.saved import tidy
 
         output.emit(tidy(command, [plan_table(capacity)], are_planned=True))
 
@@ -450,7 +448,7 @@ def check_planned(
             raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")
     _refuse_timeout(options, started_outside() if across_ranks else None)
     if options.track:
-        import_named(_CHECK_INSTALLED)(options.track)
+        import_named("cs336sys.run.tracking.check_installed")(options.track)
     if options.save is not None:
         check_appendable(options.save)
     from cs336sys.machine.system import capacity
@@ -464,8 +462,7 @@ def check_planned(
     return available
 
 
-# Any machine has so much: nvidia-smi is not asked.
-_SMALL_GIB = 4.0
+_SMALL_GIB = 4.0  # Any machine has so much: nvidia-smi is not asked.
 
 
 class PredictedCell(Protocol):

@@ -20,9 +20,6 @@ from cs336sys.results.model import Cell, Run, folders_of, json_text
 # Of MLflow's experiment and W&B's project, where their variables name no other.
 PROJECT = "cs336sys"
 
-# MLflow's limit for a tag; its parameters may have 6000.
-_LONGEST_TEXT = 5000
-
 
 @dataclass(frozen=True)
 class TrackedCell:
@@ -65,7 +62,8 @@ class _Mlflow:
         now_ms = int(1000 * time.time())
         metrics = [Metric(name, value, timestamp=now_ms, step=0) for name, value in cell.figures.items()]
         parameters = [Param(name, value) for name, value in cell.parameters.items()]
-        tags = [RunTag(name, value[:_LONGEST_TEXT]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
+        # MLflow's limit for a tag; its parameters may have 6000.
+        tags = [RunTag(name, value[:5000]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
         self._client.log_batch(run_id, metrics, parameters, tags)
         for path in cell.files:
             self._client.log_artifact(run_id, str(path))

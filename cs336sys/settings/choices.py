@@ -135,7 +135,6 @@ COUNTING_MODULE = "cs336sys.training.flop_counting"
 # optimizers and communicators are set up. torch asks for three, and for eleven with its DistributedDataParallel.
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_TORCH_DDP = 11
-_USERS_OPTIMIZER = Optimizer()  # Nothing is known of an optimizer that a function of the user's makes.
 
 
 class StepChoices:
@@ -177,7 +176,7 @@ class StepChoices:
 
     @property
     def optimizer_record(self) -> Optimizer:
-        return OPTIMIZERS.get(self.optimizer, _USERS_OPTIMIZER)
+        return OPTIMIZERS.get(self.optimizer, Optimizer())  # Nothing is known of one that the user's function makes.
 
     @property
     def moment_bytes(self) -> int:

@@ -131,7 +131,6 @@ def same_setting(owner: Any, name: str, default: Any = None) -> Any:
 
 
 def _describe_fields(kind: Any) -> tuple[Setting, ...]:
-    """Return the description of every field of a class, completed by the field's name, type and default."""
     settings = []
     for member in fields(kind):
         described = member.metadata.get("setting", Setting())

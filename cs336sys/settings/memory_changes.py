@@ -18,11 +18,6 @@ from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import OPTIMIZERS, Workload
 
-_MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
-_RANKS = (2, 4, 8)
-# Checkpoints around blocks compute at most the forward pass again, a third of FLOPs: of other models we know no more.
-_WHOLE_FORWARD_PERCENT = 100 / 3
-
 
 @dataclass(frozen=True)
 class SettingChange:
@@ -95,7 +90,7 @@ _BF16_STATE = SettingChange(
 def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
     """Yield the numbers of micro-batches that divide the batch and are more than the workload has."""
     size = workload.training.size.batch_size
-    for count in _MICRO_BATCHES:
+    for count in (2, 4, 8, 16, 32, 64):
         if count > workload.micro_batches and size % count == 0:
             yield SettingChange(
                 "micro_batches", count, f"--micro-batches {count}",
@@ -110,7 +105,7 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
     """Yield the checkpointing strategies that a model can have, each with the FLOPs that it computes again."""
     every_block = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
     if not training.is_ours:
-        percent = _WHOLE_FORWARD_PERCENT
+        percent = 100 / 3  # They compute at most the forward pass again, a third of FLOPs: we know no more.
         cost = f"up to {percent:.0f} % of FLOPs again"
         yield SettingChange("checkpointing", "block", "--checkpoint block", every_block, cost, percent)
         return
@@ -138,7 +133,7 @@ def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
     if not _can_predict_shards(training):
         return
     # The memory of FSDP is predicted for our model alone.
-    for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
+    for ranks, strategy in product((2, 4, 8), ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
         if training.size.batch_size % ranks:
             continue
         cost = f"{ranks} GPUs"

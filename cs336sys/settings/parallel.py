@@ -35,7 +35,6 @@ def bucket_name(bucket_mb: float | str) -> str:
 
 
 def _names_with(ability: str) -> tuple[str, ...]:
-    """Return the names of strategies by a field of their records."""
     return tuple(name for name, strategy in STRATEGIES.items() if getattr(strategy, ability))
 
 

@@ -12,9 +12,6 @@ Value = str | bool | int | float | Samples | Interval | None
 
 MISSING = "-"
 
-# Columns below it are shown in MiB: GiB with four decimals would leave three digits of a tiny model's memory.
-_LEAST_GIB = 0.1
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -76,13 +73,14 @@ def unit_label(unit: str | None) -> str:
 def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[str | None]:
     """Return the unit in which each column of a table is shown, from the columns' units and values.
 
-    Their own, but MiB for GiB where the largest number is below 0.1 GiB. A column of zeros follows the others in GiB.
+    Their own, but MiB for GiB where the largest number is below 0.1 GiB, of which GiB with four decimals would leave
+    three digits. A column of zeros follows the others in GiB.
     """
     largest = [max((abs(_number(value)) for value in values), default=0.0) for _, values in columns]
     units = [unit for unit, _ in columns]
     largest_gib = max((size for unit, size in zip(units, largest, strict=True) if unit == "gib"), default=0.0)
     return [
-        "gib as mib" if unit == "gib" and 0 < (size or largest_gib) < _LEAST_GIB else unit
+        "gib as mib" if unit == "gib" and 0 < (size or largest_gib) < 0.1 else unit
         for unit, size in zip(units, largest, strict=True)
     ]
 
@@ -144,12 +142,15 @@ def _format_interval(interval: Interval, unit: str | None) -> str:
 def format_number(value: float | None, unit: str | None = None) -> str:
     """Write a number under a header with its unit: four significant digits, thousands separators, ``-`` for None.
 
-    Without a unit a whole number keeps all digits and no separators, and another up to four decimals.
+    Without a unit a whole number keeps all digits and no separators, and another up to four decimals, a tiny one as
+    ``1.2e-05``.
     """
     if value is None:
         return MISSING
     if unit is None:
-        return _format_bare(value)
+        if isinstance(value, int) or not math.isfinite(value):
+            return str(value)
+        return f"{value:.2g}" if value and abs(value) < 1e-4 else f"{value:z.4f}".rstrip("0").rstrip(".")
     rule = _rule(unit)
     value *= rule.factor
     divisor, suffix = _scale(value, rule.scales)
@@ -239,12 +240,3 @@ def _decimals(value: float, digits: int, most: int) -> int:
 def _fixed(value: float, decimals: int) -> str:
     # z: a small negative number is rounded to 0.00, not to -0.00.
     return f"{value:z,.{decimals}f}"
-
-
-def _format_bare(value: float) -> str:
-    """Write a number without a unit: an integer whole, another with up to four decimals, a tiny one as ``1.2e-05``."""
-    if isinstance(value, int) or not math.isfinite(value):
-        return str(value)
-    if value and abs(value) < 1e-4:
-        return f"{value:.2g}"
-    return f"{value:z.4f}".rstrip("0").rstrip(".")

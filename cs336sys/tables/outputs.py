@@ -100,13 +100,10 @@ def new_axes(
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-# A handle and a name of 20 characters at 9 points; "activations and buffers" and its handle take 1.8 inches at 7.
-_LEGEND_INCHES = 1.8
-
-
 def legend_columns(figure: "Figure") -> int:
     """Return how many entries of a legend fit side by side above the plots."""
-    return max(1, int(figure.get_figwidth() / _LEGEND_INCHES))
+    # A handle and a name of 20 characters at 9 points; "activations and buffers" and its handle take 1.8 inches at 7.
+    return max(1, int(figure.get_figwidth() / 1.8))
 
 
 def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata: dict[str, Any] | None = None) -> None:
@@ -114,7 +111,13 @@ def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata:
     content = io.BytesIO()
     _show_names_as_typed(figure)
     figure.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)
-    write_file(path, _with_palette(content) if path.suffix == ".png" else content.getvalue(), option)
+    if path.suffix == ".png":  # In 256 colours, which is all that plots have: a third of the bytes.
+        from PIL import Image
+
+        picture = Image.open(content).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        content = io.BytesIO()
+        picture.save(content, format="png", optimize=True)
+    write_file(path, content.getvalue(), option)
 
 
 def _show_names_as_typed(figure: "Figure") -> None:
@@ -130,15 +133,6 @@ def _show_names_as_typed(figure: "Figure") -> None:
         if text not in powers:
             text.set_parse_math(False)
             text.set_usetex(False)
-
-
-def _with_palette(png: io.BytesIO) -> bytes:
-    """Return the picture in 256 colours, which is all that plots have: a third of the bytes."""
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.open(png).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(content, format="png", optimize=True)
-    return content.getvalue()
 
 
 @contextlib.contextmanager

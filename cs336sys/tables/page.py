@@ -12,8 +12,7 @@ from pathlib import Path
 from cs336sys.errors import CapabilityError, OutputError, UsageError
 from cs336sys.processes.files import OwnedFolder
 from cs336sys.tables.outputs import check_drawing, check_writable
-from cs336sys.tables.sentences import package_templates
-from cs336sys.tables.table import Table, grid_of, one_line
+from cs336sys.tables.table import Table, grid_of, one_line, package_templates
 
 # So many columns fit a printed page in smaller letters alone. Texts of more characters wrap; longer words are broken.
 _WIDE_COLUMNS, _LONG_CHARACTERS = 12, 24

@@ -17,8 +17,7 @@ from cs336sys.results.recording import current_recording
 from cs336sys.results.statistics import Interval
 from cs336sys.tables import outputs
 from cs336sys.tables.numbers import Value
-from cs336sys.tables.sentences import package_templates
-from cs336sys.tables.table import Grid, Table, grid_of, one_line
+from cs336sys.tables.table import Grid, Table, grid_of, one_line, package_templates
 
 # What --output calls standard output, as everywhere.
 STDOUT = Path("-")

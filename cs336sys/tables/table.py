@@ -1,16 +1,21 @@
-"""A table: columns with units, rows and notes, and its cells as text for people."""
+"""A table: columns with units, rows and notes, the templates of its sentences, and its cells as text for people."""
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import NOISY_PART, SAME_PERCENT, Interval, is_noisy
-from cs336sys.tables.numbers import Value, central_value, format_value, shown_units, unit_label
+from cs336sys.tables.numbers import Value, central_value, format_quantity, format_value, shown_units, unit_label
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Table:
         notes: sentences printed below the table.
         steadier: options of the command by which measurements become less noisy: ``more --steps``.
         hidden: the keys of columns that only programs get.
-        settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.tables.tidy`.
+        settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.tables.saved`.
     """
 
     name: str
@@ -226,7 +231,6 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
 
 
 def _sorted(table: Table, order: str) -> Table:
-    """Return the table with its rows in an ``order`` as :func:`select_in_groups` takes it."""
     columns = _columns_named(table, order.removeprefix("-"))
     if not columns:
         return table
@@ -272,3 +276,27 @@ def _check_names(names: Sequence[str], option: str, choices: Collection[str]) ->
     for name in names:
         if name not in choices:
             raise UsageError(f"{option} '{name}': {choose_from(name, list(dict.fromkeys(choices)))}")
+
+
+@cache
+def package_templates() -> "Environment":
+    """Load the package's templates by their paths in it, with filters that write numbers."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("cs336sys", ".")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"to": format, "quantity": format_quantity}
+    environment.filters["counted"] = lambda number, noun: f"{number} {noun}{'s' * (number != 1)}"
+    return environment
+
+
+def paragraphs(template: "Template", block: str, facts: dict[str, Any]) -> list[str]:
+    """Return the paragraphs that a block makes of the facts, each in one line, or raise a jinja2.UndefinedError."""
+    text = "".join(template.blocks[block](template.new_context(facts)))
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
+
+
+def sentences(module: str, block: str, **facts: Any) -> tuple[str, ...]:
+    """Return the sentences of a block of the template next to a module: ``tables.jinja`` next to ``tables.py``."""
+    path = module.removeprefix("cs336sys.").replace(".", "/")
+    return tuple(paragraphs(package_templates().get_template(f"{path}.jinja"), block, facts))

@@ -44,7 +44,11 @@ def _drawings(table: Table, console: Console) -> tuple[str, list[RichTable]]:
         return one_line(table.title), [whole]
     grid, common = _without_common(grid)
     title = ", ".join([one_line(table.title), *common])
-    fitting = _fitting_table(grid, console) or _fitting_table(_turned(grid), console)
+    # Turned: rows as columns, each headed by its first value; the first column has the old headers. As numbers, so that
+    # values are aligned to the right and not wrapped.
+    (headers, *rows) = zip(grid.headers, *grid.rows, strict=True)
+    turned = Grid(list(headers), list(map(list, rows)), is_number=[False] + [True] * len(grid.rows))
+    fitting = _fitting_table(grid, console) or _fitting_table(turned, console)
     return title, [fitting] if fitting else list(_split(grid, console)) or [_records(grid)]
 
 
@@ -59,7 +63,6 @@ def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
 
 
 def _stacked_headers(grid: Grid) -> list[str]:
-    """Break headers into lines as wide as the values below them."""
     stacked = []
     for index, header in enumerate(grid.headers):
         width = max((len(row[index]) for row in grid.rows), default=1)
@@ -90,13 +93,6 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
     if not chosen:
         return grid, []
     return _chosen_columns(grid, chosen), [f"{grid.headers[index]} {grid.rows[0][index]}" for index in common]
-
-
-def _turned(grid: Grid) -> Grid:
-    """Return rows as columns, each headed by its first value; the first column has the old headers."""
-    (headers, *rows) = zip(grid.headers, *grid.rows, strict=True)
-    # As numbers, so that values are aligned to the right and not wrapped.
-    return Grid(list(headers), list(map(list, rows)), is_number=[False] + [True] * len(grid.rows))
 
 
 def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
@@ -153,7 +149,6 @@ def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
 
 
 def _records(grid: Grid) -> RichTable:
-    """Draw each row as lines of header and value."""
     drawing = RichTable(box=box.ROUNDED, show_header=False)
     drawing.add_column(overflow="fold")
     drawing.add_column(overflow="fold")

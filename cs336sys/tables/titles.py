@@ -1,16 +1,17 @@
-"""Titles and notes of tables, the settings that they show, and the pooling of a sweep's rounds (``--rounds``)."""
+"""Titles and notes of tables, the settings that they show, the pooling of a sweep's rounds, and the plan of a sweep."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cs336sys.accounting.memory import GIB
+from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.fields import Configured
 from cs336sys.settings.training import UserCode, Workload
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, named_columns
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
@@ -85,7 +86,7 @@ def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
 
 
 def machine_words(run: Run | None) -> list[str]:
-    """Name the GPU or CPU and the versions of a run, for titles."""
+    """Name the GPU or CPU and the versions of a run, for"""
     if run is None:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
@@ -265,3 +266,40 @@ def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
+
+
+# Of a PeakMemory: the memory at the moment when most is held, on paper.
+PEAK_COLUMNS = (
+    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters / GIB),
+    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients / GIB),
+    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state / GIB),
+    Column("activations_gib", "activations", "gib", lambda peak: peak.activations / GIB),
+    Column("predicted_peak_gib", "predicted peak", "gib", lambda peak: peak.total_gib),
+    Column("moment", "moment of the peak", value=lambda peak: peak.moment),
+)
+
+# Of a device's memory: above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
+_TIGHT_PART = 0.9
+
+
+def training_plan(
+    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
+) -> Table:
+    """Build the table of ``--dry-run``: each cell with its predicted memory, whether it fits, and ``notes`` below."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"parameters": workload.parameters}
+        if workload.memory_is_known:
+            peak = workload.predicted_peak()
+            row |= fill_row(PEAK_COLUMNS, peak)
+            if capacity is not None:  # Else the device's memory is not known.
+                part = peak.total_gib / capacity.memory_gib
+                fits = "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"
+                row |= {"capacity_percent": 100 * part, "fits": fits}
+        rows.append(row)
+    settings = plan_settings(workloads, SETTING_COLUMNS)
+    fitting = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
+    columns = (*SIZE_COLUMNS, *settings, *PEAK_COLUMNS, *fitting)
+    assumptions = sentences(__name__, "plan", capacity=capacity, tight_percent=100 * _TIGHT_PART)
+    heading = f"{command}: cells and predicted memory (nothing was run)"
+    return Table("plan", heading, columns, rows, (*assumptions, *unknown_memory(workloads), *notes))

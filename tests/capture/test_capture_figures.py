@@ -33,7 +33,7 @@ from cs336sys.capture import timeline as timelines
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.summary import summarize
 from cs336sys.capture.taxonomy import Category, category_of, short_name
-from cs336sys.commands.trace.verdict import rank_sentence
+from cs336sys.commands.trace.tables import rank_sentence
 from cs336sys.errors import CapabilityError, UsageError
 
 # A tenth of a second each.

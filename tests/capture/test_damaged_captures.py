@@ -10,7 +10,7 @@ from profile_files import ChromeTrace, NsysReport
 
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import summarize
-from cs336sys.commands.trace.verdict import verdict
+from cs336sys.commands.trace.tables import verdict
 from cs336sys.errors import UsageError
 
 KERNELS = ("sm90_gemm", "vectorized_elementwise_kernel<4>", "softmax", "reduce_kernel<512>", "triton_poi", "adam")

@@ -12,7 +12,7 @@ from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, backward_step, write_o
 
 from cs336sys.capture.ranks import RankMatching, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
-from cs336sys.commands.trace.verdict import rank_sentence, verdict
+from cs336sys.commands.trace.tables import rank_sentence, verdict
 
 DATA = Path(__file__).parent / "data"
 

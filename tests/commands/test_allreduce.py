@@ -51,20 +51,6 @@ def test_every_cell_is_checked_and_timed(tmp_path):
     assert CollectiveWorkload(**cell.configuration).size_bytes == 1000
 
 
-def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
-    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
-    options = "--collective all_reduce,reduce_scatter --world-size 3 --message 8B:1MB --factor 50000"
-    rows = tables(invoke("allreduce --device cpu", options, "--dry-run --format json"))["plan"]["rows"]
-    assert [(row["collective"], row["size_bytes"], row["elements"], row["tensors_bytes"]) for row in rows] == [
-        ("all_reduce", 8, 2, 8),
-        ("all_reduce", 400_000, 100_000, 400_000),
-        ("reduce_scatter", 8, None, None),
-        ("reduce_scatter", 399_996, 99_999, 533_328),
-    ]
-    assert rows[1]["all_ranks_bytes"] == 1_200_000
-    assert rows[2]["reason"].endswith("choose at least 12 bytes")
-
-
 # Two agents that measure the same cells by default: run/test_ranks.py.
 @pytest.mark.nightly
 def test_under_torchrun_cells_for_which_there_are_too_few_ranks_are_unsupported(tmp_path):

@@ -8,7 +8,6 @@ from run_commands import invoke, tables
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.commands.attention.tables import pool_flash_rounds
-from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
 from cs336sys.run.cells import Worker
 
@@ -16,22 +15,6 @@ pytestmark = pytest.mark.usefixtures("kept_workers")
 
 FLASH = "flash --device cpu --context 32 --num-heads 2 --head-dim 16 --dtype fp32"
 ATTN = "attn --device cpu --batch-size 2 --head-dim 8 --context 16 --steps 2"
-
-
-def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch):
-    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("H100", 80.0))
-    shape = "--context 1024,65536 --head-dim 64 --dry-run --format json"
-    plan = tables(invoke("attn", shape))["plan"]
-    expected = [(1024, "eager"), (1024, "compiled"), (65536, "eager"), (65536, "compiled")]
-    assert [(row["context"], row["implementation"]) for row in plan["rows"]] == expected
-    n, s = 4 * 8 * 1024 * 64, 4 * 8 * 1024**2
-    assert plan["rows"][0]["predicted_held_gib"] == (5 * n + s) / 2**30
-    assert "2 of 4 need more than the 80.0 GiB of H100" in plan["notes"]
-    batches = tables(invoke("attn --implementation eager --batch-size 1,2", shape))["plan"]
-    assert [row["batch_size"] for row in batches["rows"]] == [1, 1, 2, 2]
-    assert batches["title"].endswith("(nothing was run): heads 1, head dim 64, dtype fp32, causal False")
-    plan = tables(invoke("flash --implementation auto,eager", shape))["plan"]
-    assert [row["predicted_peak_gib"] is None for row in plan["rows"]] == [True, False] * 2
 
 
 def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
@@ -91,12 +74,6 @@ def test_heads_of_keys_and_windows_are_swept_and_shown():
     # 2 heads of 32 queries that see 5 keys, the first of them fewer.
     flops = 4 * 2 * 16 * (32**2 - 27**2) // 2
     assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9)
-
-
-def test_settings_are_kept_of_triton_alone_and_before_others_of_a_shape_are_measured():
-    names = "--implementation eager,triton --context 32,64"
-    plan = tables(invoke(FLASH, "--keep-settings", names, "--dry-run --format json"))["plan"]
-    assert [row["implementation"] for row in plan["rows"]] == ["triton", "eager"] * 2
 
 
 def test_no_settings_are_kept_where_no_gpu_runs_the_kernels(tmp_path, monkeypatch):

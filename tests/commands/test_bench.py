@@ -5,7 +5,6 @@ import os
 import statistics
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -186,17 +185,6 @@ def test_graphs_on_a_cpu_are_a_row_that_says_why_and_the_sweep_goes_on():
     assert "speedup" not in found
 
 
-def test_dry_run_predicts_memory_and_measures_nothing():
-    rows = plan_of("--size small,10b --context 128,512 --bf16 --rounds 3 --mode forward,train")["rows"]
-    settings = [(row["size"], row["context"], row["mode"]) for row in rows]
-    assert settings == [*product(("small", "10b"), (128, 512), ("forward", "train"))]
-    assert all(row["gradients_gib"] == row["optimizer_state_gib"] == 0 for row in rows if row["mode"] == "forward")
-    for row in (row for row in rows if row["mode"] == "train"):
-        parts = [row[f"{part}_gib"] for part in ("parameters", "gradients", "optimizer_state", "activations")]
-        assert parts[2] == pytest.approx(8 * row["parameters"] / 2**30)
-        assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
-
-
 @pytest.mark.parametrize(
     ("memory_gib", "verdicts"), [(16.0, ["yes", "no"]), (2.2, ["tight", "no"]), (None, [None] * 2)]
 )
@@ -215,13 +203,6 @@ def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatc
     assert f"fits: on NVIDIA H200 with {memory_gib} GiB; tight: over 90 % of it." in plan["notes"]
     parts = [100 * row["predicted_peak_gib"] / memory_gib for row in plan["rows"]]
     assert [row["capacity_percent"] for row in plan["rows"]] == pytest.approx(parts)
-
-
-def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
-    alone, in_turn = (plan_of(TINY, "--attention sdpa,flash", more) for more in ("", "--interleave attention"))
-    assert in_turn["rows"] == alone["rows"]
-    (note,) = set(in_turn["notes"]) - set(alone["notes"])
-    assert note == "All values of attention hold parameters and optimizer states together: add the other rows'."
 
 
 COURSE_PACKAGE = {

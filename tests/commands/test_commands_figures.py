@@ -13,14 +13,20 @@ import torch
 from run_commands import invoke
 from written_figures import read_figures, rows_of, write_figures
 
+from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.step_time.prediction import StepConfiguration
-from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.reading import read_memory_limit
 from cs336sys.commands.allreduce.options import message_sizes
+from cs336sys.commands.doctor.options import ceilings_table
+from cs336sys.commands.losses.tables import loss_tables
 from cs336sys.commands.memprof.page import axis_ticks
 from cs336sys.commands.nsys import measure
 from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
 from cs336sys.errors import CapabilityError
-from cs336sys.machine.diagnosis.software import Profiler
+from cs336sys.machine import diagnosis
+from cs336sys.machine.diagnosis.profilers import Profiler
+from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.system import Capacity, cpu_model
 from cs336sys.results.model import Cell, Samples
 from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
@@ -65,6 +71,46 @@ def compared(first, second, device="cuda"):
     best = fastest(groups)
     (comparison,) = compared_to_best(groups, best).values()
     return groups[best][0].configuration["checkpointing"], is_decided(comparison, device)
+
+
+def plan(line, *keys, gpu_gib=None):
+    """Return the title and the notes of a dry run, columns of its rows, and what it says on a machine of such GPUs."""
+    capacity = None if gpu_gib is None else Capacity("H200", gpu_gib)
+    with (
+        mock.patch("cs336sys.machine.system.capacity", return_value=capacity),
+        mock.patch("cs336sys.commands.shard.options.gpu_capacity", return_value=capacity),
+        mock.patch("cs336sys.run.cells.Worker.measure", None),
+    ):
+        result = invoke(line, "--dry-run --format json")
+    if result.exit_code:
+        return result.stderr
+    (table,) = json.loads(result.stdout)["tables"]
+    rows = [tuple(row.get(key) for key in keys) for row in table["rows"]]
+    return [table["title"], *rows, *table["notes"], result.stderr]
+
+
+def printed(line):
+    """Return the exit code and the lines that a command prints on any machine."""
+    result = invoke(line)
+    shown = result.stdout.replace(cpu_model(), "a CPU").replace(torch.__version__, "TORCH")
+    return [result.exit_code, *shown.splitlines(), *result.stderr.splitlines()]
+
+
+def diagnosed(*checks):
+    with mock.patch.object(diagnosis, "diagnose", return_value=list(checks)):
+        return printed("doctor --format table")
+
+
+def compared_losses(*runs):
+    """Return whether steps are shown, and the differences of losses from the first of the same batches."""
+    cells = []
+    for losses, drawn_by in runs:
+        configuration = {"text": "t", "text_digest": "1", "context": 4, "batch_size": 1, "seed": 0} | drawn_by
+        cells.append(Cell("losses", configuration, "ok", {"loss": Samples("nats", "of every step", tuple(losses))}))
+    (table,) = loss_tables(cells, None)
+    columns = {column.key for column in table.columns}
+    names = ("largest_difference", "mean_difference", "steps")
+    return ["steps" in columns, *(tuple(row.get(name) for name in names) for row in table.rows)]
 
 
 def profiler_of(name, device, is_installed, makes_reports=True):

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from run_commands import invoke
@@ -92,86 +93,31 @@ def tables(a, b, options=""):
         return json.loads(invoke("compare a.jsonl b.jsonl", options, "--format json").stdout)["tables"]
 
 
+def runs(side, factor=1.0):
+    """Return four files of a process each: the noise is what these differ by, and two samples of each are enough."""
+    levels = (factor * level for level in (98, 100, 101, 102))
+    return {
+        f"{side}{number}": {"cells": [cell("small", step=times(level, level + 1))], "run_id": f"{side}{number}"}
+        for number, level in enumerate(levels)
+    }
+
+
+def of_code(name, median_ms):
+    return {"cells": [small(median_ms)], "run_id": name, "source_digest": name}
+
+
+def printed(options, joined=(), **saved):
+    """Return what a comparison of these files prints, also where scipy is not installed; the last may be two joined."""
+    with files(**saved), mock.patch.dict(sys.modules, scipy=None):
+        if joined:
+            Path("both.jsonl").write_text("".join(Path(f"{name}.jsonl").read_text() for name in joined))
+        result = invoke("compare", options)
+    return [result.exit_code, *result.stdout.splitlines(), *result.stderr.splitlines()]
+
+
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
 def test_comparisons_are_those_written_down(expression, rows):
     assert rows_of(expression, globals()) == rows
-
-
-def test_comparison_of_two_sweeps(monkeypatch):
-    """Also where scipy is not installed."""
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with files(a=A, b=B):
-        result = invoke("compare a.jsonl b.jsonl")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == (
-        "### compare: step_ms of B against A\n"
-        "\n"
-        "| size   | precision   |   A median, ms |   B median, ms |    B/A |   95 % from |     to |      p | "
-        "verdict         |   A runs |   B runs |   A lag 1 |   B lag 1 |\n"
-        "|:-------|:------------|---------------:|---------------:|--"
-        "-----:|------------:|-------:|-------:|:----------------|---------:|---------:|----------:|----------:|\n"
-        "| small  | fp32        |          100.0 |          110.0 | 1"
-        ".100x |      1.097x | 1.103x | 0.0002 | differs: slower |        1 |        1 |     -0.54 |     -0.54 |\n"
-        "| small  | bf16        |          50.00 |          40.00 | 0"
-        ".800x |      0.795x | 0.805x | 0.0002 | differs: faster |        1 |        1 |     -0.54 |     -0.54 |\n"
-        "| medium | fp32        |          300.0 |          300.0 | 1"
-        ".000x |      1.000x | 1.000x |    1.0 | same within 0 % |        1 |        1 |     -0.54 |     -0.54 |\n"
-        "\n"
-        "- B/A: ratio of the medians with its 95 % interval, lower is better; p: of the rank-sum test; differs: "
-        "p up to 0.05, or drifting samples that do not overlap; same: the interval is within 5 % of 1; runs: rounds "
-        "count; lag 1: autocorrelation of samples\n"
-        "- one run a side: what differs from run to run is not covered; take --rounds, or several files a side\n"
-        "- every cell: command bench, context 512\n"
-        "\n"
-        "### compare: cells that are not ok in both files\n"
-        "\n"
-        "| size   | precision   | A   | B   | reason             |\n"
-        "|:-------|:------------|:----|:----|:-------------------|\n"
-        "| medium | bf16        | ok  | oom | CUDA out of memory |\n"
-        "\n"
-        "### compare: summary\n"
-        "\n"
-        "| metric   |   cells |   faster |   slower |   same |   undecided |   geometric mean of B/A |\n"
-        "|:---------|--------:|---------:|---------:|-------:|------------:|------------------------:|\n"
-        "| step_ms  |       3 |        1 |        1 |      1 |           0 |                  0.958x |\n"
-    )
-
-
-def test_several_files_and_rounds_are_runs():
-    """Four processes a side: the noise is what these differ by, and two samples of each are enough."""
-    runs = {
-        f"{side}{number}": {
-            "cells": [cell("small", step=times(factor * level, factor * level + 1))],
-            "run_id": side + str(number),
-        }
-        for side, factor in (("a", 1), ("b", 1.2))
-        for number, level in enumerate((98, 100, 101, 102))
-    }
-    a, b = (",".join(f"{side}{number}.jsonl" for number in range(4)) for side in "ab")
-    with files(**runs):
-        result = invoke("compare", a, b, "--fail-above 5% --format json")
-        alone = json.loads(invoke("compare a0.jsonl b0.jsonl --format json").stdout)["tables"][0]["rows"][0]
-    (table, _) = json.loads(result.stdout)["tables"]
-    (row,) = table["rows"]
-    assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("differs: slower", 4, 4)
-    assert table["notes"][1] == (
-        "the noise is the spread between runs of one side; compare in the documentation says how many it needs"
-    )
-    assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 19.9 % slower\n")
-    assert alone["verdict"] == "undecided"
-
-
-def test_runs_of_other_code_are_left_out_and_it_is_said():
-    old, new = (
-        {"cells": [small(ms)], "run_id": name, "source_digest": name} for name, ms in (("old", 100), ("new", 50))
-    )
-    with files(old=old, new=new):
-        both = "".join(Path(f"{name}.jsonl").read_text() for name in ("old", "new"))
-        Path("both.jsonl").write_text(both)
-        result = invoke("compare old.jsonl both.jsonl --format json")
-    row = json.loads(result.stdout)["tables"][0]["rows"][0]
-    assert (row["ratio"], row["b_runs"]) == (0.5, 1)
-    assert result.stderr == "warning: B holds 1 cell of other code or another machine than its last: left out\n"
 
 
 @pytest.mark.parametrize("value", ["0.0", "1e308", "5e-324", str(10**400), "-1.0", "[" * 5000])

@@ -6,8 +6,7 @@ import typer
 from run_commands import invoke, tables
 
 from cs336sys.commands.losses.measure import measure_losses
-from cs336sys.commands.losses.tables import loss_tables
-from cs336sys.results.model import Cell, Samples, configuration_key
+from cs336sys.results.model import configuration_key
 from cs336sys.settings.profiling import LossWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
@@ -53,20 +52,6 @@ def test_wrong_kernel_is_found_before_training(tmp_path, monkeypatch):
     outcome = measure_losses(configuration, lambda stage: None)
     assert outcome.status == "wrong"
     assert outcome.reason.startswith("with our kernels: after 5 steps ")
-
-
-def test_losses_are_compared_on_the_same_batches_alone():
-    def cell(losses, **drawn_by):
-        configuration = {"text": "t", "text_digest": "1", "context": 4, "batch_size": 1, "seed": 0} | drawn_by
-        return Cell("losses", configuration, "ok", samples={"loss": Samples("nats", "of every step", tuple(losses))})
-
-    cells = [cell([5.0, 4.0]), cell([3.0, 2.0], context=8), cell([5.5, 4.0, 1.0]), cell([3.0, 2.5], context=8)]
-    cells += [cell([9.0, 9.0], **other) for other in ({"seed": 1}, {"batch_size": 2}, {"text_digest": "2"})]
-    (table,) = loss_tables(cells, None)
-    found = [(row.get("largest_difference"), row.get("mean_difference"), row["steps"]) for row in table.rows]
-    assert found == [(None, None, 2), (None, None, 2), (0.5, 0.25, 3), (0.5, 0.25, 2), *[(None, None, 2)] * 3]
-    assert "steps" in {column.key for column in table.columns}
-    assert "steps" not in {column.key for column in loss_tables(cells[:2], None)[0].columns}
 
 
 def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatch):

@@ -45,8 +45,7 @@ from cs336sys.commands.nsys.tables import profile_tables
 from cs336sys.commands.rank_training.scaling_tables import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.commands.rank_training.tables import plot_timelines
 from cs336sys.commands.registry import saved_command
-from cs336sys.commands.shard.board_tables import board_tables
-from cs336sys.commands.shard.tables import shard_tables
+from cs336sys.commands.shard.tables import board_tables, shard_tables
 from cs336sys.commands.trace.tables import kind_table
 from cs336sys.results.model import Run, Samples, read_results
 from cs336sys.results.statistics import Interval

@@ -70,30 +70,6 @@ def test_nothing_writes_json_that_is_none():
     assert [call for call in calls if call[2].get("allow_nan") != "False"] == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "saved"),
-    [
-        ("/home/me/mine.py:build", "~/mine.py:build"),
-        ("--save=/home/me/r.jsonl", "--save=~/r.jsonl"),
-        ("/data/me", "~"),
-        ("a.pickle,/data/me/b.pickle", "a.pickle,~/b.pickle"),
-        ("../../home/me/x", "../..~/x"),
-        ("/home/me2/x", "/home/me2/x"),
-        ("/home/me-old/x", "/home/me-old/x"),
-        ("/backup/home/me/x", "/backup/home/me/x"),
-        ("~/x", "~/x"),
-    ],
-)
-def test_the_command_line_names_no_home_folder(argument, saved, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me/")
-    monkeypatch.setattr(os.path, "realpath", lambda path: path.replace("/home/me", "/data/me"))
-    run = Run("id", "now", ("bench", argument), {}, {})
-    assert run.arguments == ("bench", saved)
-    monkeypatch.undo()
-    monkeypatch.setenv("HOME", "/")
-    assert Run("id", "now", ("/x", "/"), {}, {}).arguments == ("/x", "/")
-
-
 DEEP = "[" * 200 + "]" * 200
 
 

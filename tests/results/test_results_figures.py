@@ -18,7 +18,7 @@ import pytest
 from written_figures import figures_test, outcome
 
 from cs336sys.errors import UsageError
-from cs336sys.results import comparison, foreign, gzip_members, model, plain_pickle, recording, schema, statistics
+from cs336sys.results import comparison, foreign, model, plain_pickle, recording, schema, statistics
 from cs336sys.results.file import ResultsFile, check_appendable
 from cs336sys.results.model import Cell, Results, Run, Samples
 
@@ -40,6 +40,15 @@ def of(*measured, unit="ms"):
 
 def run(run_id="r", machine=None, **environment):
     return Run(run_id, "2026", (), machine or {}, environment)
+
+
+def saved_arguments(*given, home="/home/me/"):
+    """Return the words of a command line as they are saved, where /home/me is a link to /data/me."""
+    with (
+        patch.dict("os.environ", HOME=home),
+        patch("os.path.realpath", lambda path: path.replace("/home/me", "/data/me")),
+    ):
+        return list(Run("id", "now", given, {}, {}).arguments)
 
 
 def cell(*measured, run_id="r", status="ok", command="bench", unit="ms", series="step", **configuration):
@@ -136,8 +145,8 @@ def appended(content, *records, name="saved.jsonl", between=None):
 
 def members(compressed, limit=None):
     try:
-        return list(gzip_members.members_of(compressed, limit))
-    except gzip_members.TooLargeError:
+        return list(foreign.members_of(compressed, limit))
+    except foreign.TooLargeError:
         return "too large"
 
 

@@ -3,13 +3,14 @@
 import gzip
 import importlib.util
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.results.model import read_results
+from cs336sys.results.model import Cell, Run, Samples, read_results
 
 KEPT = sorted((Path(__file__).parents[2] / "docs" / "results").rglob("*.jsonl.gz"))
 
@@ -52,6 +53,12 @@ def lines_of(path, step=1):
     """The first five lines, and each ``step``-th of the others."""
     lines = gzip.decompress(path.read_bytes()).splitlines()
     return [json.loads(line) for line in [*lines[:5], *lines[5::step]]]
+
+
+@pytest.mark.parametrize("kind", [Run, Cell, Samples])
+def test_schema_has_the_fields_of_what_is_written(schema, kind):
+    properties = schema["$defs"][kind.__name__.lower()]["properties"]
+    assert [name for name in properties if name not in ("schema_version", "kind")] == [f.name for f in fields(kind)]
 
 
 def test_every_kept_file_is_valid(schema, tier):

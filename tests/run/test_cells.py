@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,13 +177,15 @@ def test_idle_worker_ends_by_itself_and_a_measuring_one_is_killed():
 
 
 def test_a_worker_interrupted_as_its_cell_begins_is_killed_in_silence(monkeypatch, capfd):
-    def send(child, configuration):
-        child.connection.send(configuration)
-        assert child.connection.poll(60)
+    def send(connection, configuration):
+        send_configuration(connection, configuration)
+        assert connection.poll(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Child, "send", send)
     worker = Worker("fake_cells:measure")
+    worker.start()
+    send_configuration = Connection.send
+    monkeypatch.setattr(Connection, "send", send)
     with pytest.raises(KeyboardInterrupt):
         run(worker, "tell for ever")
     process = worker._child.guarded.process
@@ -195,7 +198,7 @@ def test_a_worker_nobody_listens_to_ends_in_silence(capfd):
     worker = Worker("fake_cells:measure")
     worker.start()
     child = worker._child
-    child.send({"action": "tell for ever"})
+    child.connection.send({"action": "tell for ever"})
     assert child.connection.poll(60)
     child.connection.close()
     assert child.guarded.has_ended(60)

@@ -36,8 +36,8 @@ from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import name_object
 from cs336sys.tables.render import render
+from cs336sys.tables.saved import tidy, with_origin
 from cs336sys.tables.table import Column, Table
-from cs336sys.tables.tidy import tidy, with_origin
 
 
 def sweep(actions, **options):

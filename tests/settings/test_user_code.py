@@ -7,11 +7,8 @@ import pytest
 
 from cs336sys.errors import UsageError
 from cs336sys.settings.course_package import CoursePackage, course_package, first_folder, set_aside_others
-from cs336sys.settings.sizes import choose_size
-from cs336sys.settings.training import UserCode, Workload
-from cs336sys.settings.user_code import digest, source_file
+from cs336sys.settings.user_code import digest
 
-SIZE = choose_size("tiny")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -36,24 +33,6 @@ def test_the_digest_is_of_the_file_and_of_what_it_imports_from_its_folder(folder
     with (folder / changed).open("a") as file:
         file.write("# edited\n")
     assert digest([reference]) != before
-
-
-def test_modules_are_named_as_they_are_imported():
-    assert source_file("cs336_basics.model:BasicsTransformerLM").name == "model.py"
-    assert source_file("json:loads").name == "__init__.py"
-
-
-def test_a_cell_of_ours_is_configured_as_before_there_were_others():
-    own = Workload(SIZE).configuration()
-    assert not {"model", "loss", "batch", "blocks", "code_digest"} & own.keys()
-    users = Workload(SIZE, optimizer="mine.py:adam", user=UserCode("mine.py:build", code_digest="12ab"))
-    assert users.configuration() == own | {
-        "model": "mine.py:build",
-        "optimizer": "mine.py:adam",
-        "code_digest": "12ab",
-    }
-    assert Workload.from_configuration(users.configuration()) == users
-    assert "/" not in Workload(SIZE, user=UserCode("../a/mine.py:build")).name
 
 
 def test_the_course_package_of_this_checkout_is_ours():

@@ -1,15 +1,111 @@
-"""Files that options name: found writable before anything is measured, and written whole or not at all."""
+"""Tables and pictures in files, in pipes and on terminals: what cannot be written is found before it is measured.
 
+What they look like is in ``figures.txt``.
+"""
+
+import io
 import os
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from test_tables_figures import EMPTY, SWEEP
 
-from cs336sys.errors import OutputError
-from cs336sys.tables.outputs import check_writable, write_figure, write_file
+from cs336sys.errors import CapabilityError, OutputError, UsageError
+from cs336sys.tables import outputs
+from cs336sys.tables.outputs import FORMATS, check_plot, check_writable, read_output, write_figure, write_file
+from cs336sys.tables.page import check_page_writable, html_page, html_picture, html_table
+from cs336sys.tables.render import check_output, emit, render
+
+
+def test_a_folder_gets_a_file_for_each_name_of_tables(tmp_path):
+    check_output(read_output(f"{tmp_path}/new/"))
+    emit([SWEEP, EMPTY], output=read_output(f"{tmp_path}/new/"))
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {f"{SWEEP.name}.csv", f"{EMPTY.name}.csv"}
+    assert (tmp_path / "new" / f"{SWEEP.name}.csv").read_text() == render([SWEEP], "csv")
+    emit([SWEEP], format="markdown", output=tmp_path)
+    assert (tmp_path / f"{SWEEP.name}.md").read_text() == render([SWEEP], "markdown")
+
+
+def as_terminal(monkeypatch):
+    """Let standard output say that it is a terminal; no fixture, for pytest sets another before the test."""
+    stream = type("Terminal", (io.StringIO,), {"encoding": "utf-8", "isatty": lambda self: True})()
+    monkeypatch.setattr("sys.stdout", stream)
+    return stream
+
+
+def test_emit_draws_on_a_terminal_as_wide_as_columns_says(monkeypatch):
+    terminal = as_terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    emit([SWEEP])
+    plain = re.sub(r"\x1b\[\d*m", "", terminal.getvalue())
+    assert "size   parameters   forward, ms  tokens/s  launch-bound  status" in plain
+    monkeypatch.setenv("COLUMNS", "40")
+    emit([SWEEP], format="table")
+    assert "forward, ms   12.30 ± 0.36       -" in terminal.getvalue()
+
+
+def test_emit_without_unicode_still_prints_the_numbers(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    emit([SWEEP], format="markdown")
+    stream.flush()
+    assert b"| small  |      128.6 M |  12.30 ? 0.36 |" in stream.buffer.getvalue()
+
+
+def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path):
+    existing = tmp_path / "report.md"
+    existing.write_text("yesterday's numbers")
+    check_output(existing, "markdown")
+    check_output(None)
+    assert existing.read_text() == "yesterday's numbers"
+
+    with pytest.raises(UsageError, match=r"^cannot write --output .*report.md: there is no folder .*new; make it, or"):
+        check_output(tmp_path / "new" / "report.md")
+    assert not (tmp_path / "new").exists()
+
+    with pytest.raises(UsageError, match=r"^cannot write --output .*report.md/x: "):
+        check_output(existing / "x")
+    with pytest.raises(UsageError, match=f"unknown format 'pdf': choose from {', '.join(FORMATS)}$"):
+        check_output(existing, "pdf")
+
+
+def test_table_is_printed_where_the_output_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"^cannot write --output .*: Not a directory$"):
+        emit([SWEEP], output=tmp_path / "file" / "table")
+    assert capsys.readouterr().out == render([SWEEP], "markdown")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "format"),
+    [
+        ("x.json", None, "json"),
+        ("x.CSV", None, "csv"),
+        ("x.tex", None, "latex"),
+        ("x.typ", None, "typst"),
+        ("x.txt", None, "table"),
+        ("x.md", None, "markdown"),
+        ("results", None, "markdown"),
+        ("x.json", "csv", "csv"),
+        ("-", None, "markdown"),
+        (None, "table", "table"),
+    ],
+)
+def test_format_follows_the_name_of_the_file_unless_said(tmp_path, monkeypatch, capsys, name, asked, format):
+    monkeypatch.chdir(tmp_path)
+    # A pipe and a file are as wide as it takes.
+    monkeypatch.setenv("COLUMNS", "20")
+    check_output(name and Path(name))
+    emit([SWEEP], format=asked, output=name and Path(name))
+    printed, files = capsys.readouterr().out, [path.read_text() for path in tmp_path.iterdir()]
+    assert [printed, *files] == ([render([SWEEP], format)] if name in ("-", None) else ["", render([SWEEP], format)])
+
 
 # Less than any table or picture takes.
 ROOM_BYTES = 100
@@ -64,3 +160,26 @@ def test_a_link_to_a_file_that_is_not_there_stays_a_link(tmp_path):
     write_file(link, b"new\n", "--output")
     assert link.is_symlink()
     assert (tmp_path / "file.md").read_bytes() == b"new\n"
+
+
+def test_a_page_loads_nothing():
+    def draw(path):
+        path.write_bytes(b"a picture")
+
+    page = html_page("t", [html_table(SWEEP), html_picture(draw, "what it shows")])
+    assert '<img src="data:image/png;base64,YSBwaWN0dXJl" alt="what it shows">' in page
+    assert not re.search(r"https?:|src=\"(?!data:)|@import|url\(|<link|<script", page)
+
+
+def test_a_page_needs_the_ending_of_one(tmp_path):
+    check_page_writable(None)
+    check_page_writable(tmp_path / "new" / "page.html")
+    with pytest.raises(UsageError, match=r"--html .*p.pdf: the file must end in .html"):
+        check_page_writable(tmp_path / "p.pdf")
+
+
+def test_pictures_need_what_draws_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs.importlib.util, "find_spec", lambda name: None)
+    for check, name in ((check_plot, "p.png"), (check_page_writable, "p.html")):
+        with pytest.raises(CapabilityError, match=rf"{name}: matplotlib is not installed: python -m pip install"):
+            check(tmp_path / name)

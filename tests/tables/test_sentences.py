@@ -6,7 +6,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from cs336sys.tables.sentences import package_templates, paragraphs, sentences
+from cs336sys.tables.table import package_templates, paragraphs, sentences
 
 PACKAGE = Path(__file__).parents[2] / "cs336sys"
 
@@ -48,4 +48,4 @@ def test_numbers_are_written_by_filters():
 
 def test_a_fact_that_is_not_there_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="capacity"):
-        sentences("cs336sys.tables.training_plan", "plan")
+        sentences("cs336sys.tables.titles", "plan")

@@ -6,18 +6,26 @@ Lines of a text end in ``|`` there (tests/written_figures.py).
 # Further names are used in figures.txt.
 # ruff: noqa: F401
 
+import html
 import io
+import json
 import math
+import re
 from dataclasses import replace
 
 from rich.console import Console
 from written_figures import figures_test, outcome
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
+from cs336sys.commands.bench.tables import bench_tables, clock_notes, joined_readings, median_clock
+from cs336sys.commands.ddp.tables import ddp_tables
+from cs336sys.commands.losses.tables import loss_tables
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval
-from cs336sys.tables.answers import answers_table
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import LossWorkload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
 from cs336sys.tables.numbers import (
     format_mean_std,
     format_number,
@@ -27,9 +35,13 @@ from cs336sys.tables.numbers import (
     in_shown_unit,
     unit_label,
 )
+from cs336sys.tables.outputs import FORMATS
+from cs336sys.tables.page import html_page, html_table
+from cs336sys.tables.predictions import answers_table
 from cs336sys.tables.render import render
-from cs336sys.tables.table import Column, Table, select_in_groups
+from cs336sys.tables.table import Column, Table, grid_of, select_columns, select_in_groups
 from cs336sys.tables.terminal import print_tables
+from cs336sys.tables.titles import interpreted_notes, steps_words
 
 
 def ms(*measured):
@@ -53,6 +65,61 @@ RATIOS = Table(
     [Column("size", "size"), Column("ratio", "ratio", "ratio")],
     [{"size": name, "ratio": value} for name, value in (("a", Interval(2.0, 1.0, 3.0)), ("b", math.nan), ("c", 1.5))],
 )
+
+
+NOISY = Table(
+    "t",
+    "T",
+    (Column("step_ms", "step", "ms"), Column("over", "over", "ratio")),
+    [{"step_ms": ms(1.0, 3.0), "over": Interval(1.1, 0.5, 2.0, 1.0, to_decide=40)}, {"over": 1.0}],
+    steadier="more --steps",
+)
+# What people do not see and programs get: settings, origin and hidden columns.
+WHOLE = Table(
+    "t",
+    "t",
+    (Column("step_ms", "step", "ms", spread="samples"), Column("wall_ms", "wall", "ms")),
+    [{"size": "tiny", "seed": 0, "wall_ms": 2.0, "run_id": "a"}],
+    hidden=["wall_ms"],
+    settings=[Column("size", "size"), Column("seed", "seed")],
+    origin=[Column("run_id", "run")],
+)
+
+
+def held(*rows):
+    """Return a table of two columns of memory, in GiB."""
+    columns = (Column("peak_gib", "peak", "gib"), Column("state_gib", "state", "gib"))
+    return Table("m", "m", columns, [dict(zip(("peak_gib", "state_gib"), row, strict=True)) for row in rows])
+
+
+def headers(tables):
+    return [[column.header for column in table.shown_columns] for table in tables]
+
+
+def notes_of_interpreter(*settings, device="cuda", gpu="NVIDIA H200", interpreted="1"):
+    cells = [Cell("bench", {"device": device} | each, "ok") for each in settings]
+    return interpreted_notes(cells, Run("", "", (), {"gpu": gpu}, {"TRITON_INTERPRET": interpreted}))
+
+
+def title(**settings):
+    """Return the title of a step that failed, with these settings."""
+    return bench_tables([Cell("bench", Workload(SIZES["tiny"], **settings).configuration(), "oom")], None)[0].title
+
+
+def losses(count):
+    """Return the header of the last losses' mean, and the mean, of losses 0, 1, 2, ..."""
+    values = Samples("nats", "of every step", tuple(map(float, range(count))))
+    configuration = LossWorkload(Workload(SIZES["tiny"]), "README.md", text_digest="0123").configuration()
+    (table,) = loss_tables([Cell("losses", configuration, "ok", {"loss": values})], None)
+    return [(column.header, table.rows[0]["last_loss"]) for column in table.columns if column.key == "last_loss"]
+
+
+def sent_by(*transports):
+    """Return the title of bucketed steps, and whether it takes a column to tell them apart."""
+    workload = Workload(SIZES["tiny"])
+    workloads = [ParallelWorkload(workload, "bucketed", 2, bucket_mb="block", transport=one) for one in transports]
+    table = ddp_tables([Cell("ddp", one.configuration(), "oom", reason="none") for one in workloads], None)[0]
+    return table.title, "transport" in [column.key for column in table.columns]
 
 
 def order(tables):

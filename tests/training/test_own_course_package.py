@@ -21,8 +21,7 @@ from cs336sys.settings.choices import OPTIMIZERS, Optimizer
 from cs336sys.settings.course_package import CoursePackage, telling_import_errors
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
-from cs336sys.tables.titles import package_notes
-from cs336sys.tables.training_plan import training_plan
+from cs336sys.tables.titles import package_notes, training_plan
 from cs336sys.training import model as models
 from cs336sys.training.model import build_optimizer
 from cs336sys.training.user_models import telling_user_errors

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import connects, setting, writes_file
-from cs336sys.command_line.options.reading import among, choice
+from cs336sys.command_line.options.reading import among, choice, connects, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.file import check_name
 from cs336sys.settings.fields import LONGEST_S, MEASURING, OUTPUT
@@ -54,7 +53,7 @@ class OutputOptions:
 
     def check_selection(self, command: str, tables: Callable[[Sequence["Cell"], None], Sequence["Table"]]) -> None:
         """Raise a UsageError before anything is measured if a command has no table or column of the chosen names."""
-        from cs336sys.tables.tidy import tidy
+        from cs336sys.tables.saved import tidy
 
         if self.table or self.columns or self.sort:
             self.select([tidy(command, tables([], None))])  # Tables of no cells have all columns.

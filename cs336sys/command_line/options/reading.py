@@ -1,6 +1,7 @@
-"""Options that several commands share, and the reading of their values."""
+"""Options: their declaration with the effects that they have, and the reading of their values."""
 
 import copy
+import enum
 import functools
 import inspect
 import math
@@ -14,15 +15,43 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting
 from cs336sys.errors import UsageError, choose_from, did_you_mean
 from cs336sys.settings.user_code import is_file, is_user_code, named_object, source_file, split_reference
+
+
+class Effect(enum.StrEnum):
+    """An effect of an option, as errors say it; a settings file that no user has named sets harmless options alone."""
+
+    HARMLESS = "is harmless"
+    READS_FILE = "reads a file"
+    WRITES_FILE = "writes a file"
+    RUNS_CODE = "names code to run"
+    CONNECTS = "opens connections"
+    UNDECLARED = "does not declare what it may do"
+
+
+def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
+    option = typer.Option(*names, **settings)
+    option.effect = effect
+    return option
+
+
+# An option declared by typer.Option itself is Effect.UNDECLARED, and set by the settings files that users name alone.
+setting = functools.partial(_declared, Effect.HARMLESS)
+reads_file = functools.partial(_declared, Effect.READS_FILE)
+writes_file = functools.partial(_declared, Effect.WRITES_FILE)
+runs_code = functools.partial(_declared, Effect.RUNS_CODE)
+connects = functools.partial(_declared, Effect.CONNECTS)
+
+
+def effect_of(declaration: Any) -> Effect:
+    """Return the effect that an option's declaration names."""
+    return getattr(declaration, "effect", Effect.UNDECLARED)
+
 
 # No option needs larger numbers: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
 LARGEST_NUMBER = 1e18
-# A refusal of numbers that are too small names only maxima below it.
-_OUT_OF_REACH = 1e9
 
 # Names of the values of options in help, by their types. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
@@ -130,17 +159,14 @@ def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     return option
 
 
-# Code that may define names which do not stand in the file.
-_COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b"
-
-
 def read_function(text: str) -> str:
     """Return an option's value, FILE.py:NAME, or raise a UsageError if the file, which is not run, lacks the name."""
     file, name = source_file(text), split_reference(text)[1]
     # An object that Python has passed (here:NAME) is there already, and its NAME, which we made up, stands in no file.
     if file.suffix == ".py" and named_object(text) is None:
-        source = file.read_text(encoding="utf-8", errors="replace")  # Any mention of NAME may define or import it.
-        if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
+        source = file.read_text(encoding="utf-8", errors="replace")
+        # Any mention of NAME may define or import it, and so may code that computes names.
+        if not re.search(rf"\b{name}\b|import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b", source):
             functions = re.findall(r"^(?:class|(?:async )?def) (\w+)", source, flags=re.M)
             listed = ", ".join(functions) or "no function"
             raise UsageError(f"'{text}': {file.name} has no {name}; it has {listed}{did_you_mean(name, functions)}")
@@ -255,7 +281,7 @@ def between(lowest: float, highest: float, *, is_whole: bool = False) -> Callabl
 
     def convert(text: str) -> Any:
         value = _read_whole(text) if is_whole else _read_finite(text)
-        if value < lowest and highest >= _OUT_OF_REACH:  # Nobody reaches that maximum, so the error need not name it.
+        if value < lowest and highest >= 1e9:  # Nobody reaches that maximum, so the error need not name it.
             raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")
@@ -289,3 +315,26 @@ def among(names: Collection[str]) -> Callable[[str], list[str]]:
         return [f"{earlier}{comma}{name}" for name in names if name.startswith(last) and name not in earlier.split(",")]
 
     return complete
+
+
+_BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def byte_count(text: str) -> int:
+    """Read ``512``, ``8B``, ``1.5MB`` (1,500,000) or ``1MiB`` (1,048,576), or raise a UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", text.upper())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise UsageError("write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)")
+    count = float(match[1]) * _BYTE_UNITS[match[2]]
+    if not 1 <= count <= LARGEST_NUMBER or count != int(count):
+        raise UsageError("must be a whole number of bytes, between 1 and 1e18")
+    return int(count)
+
+
+def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
+    """Read the bytes of ``130GiB``, ``140GB`` or ``80G`` (GiB, as Slurm and Docker count), or raise a UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT])(I?B)?", text.strip().upper())
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise UsageError(f"{option} '{text}': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)")
+    return float(match[1]) * _BYTE_UNITS[match[2] + (match[3] or "IB")]

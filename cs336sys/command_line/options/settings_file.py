@@ -2,7 +2,7 @@
 
 The tables of a file become click's ``default_map``, level by level; the keys of a command are read when that command
 runs. A file that the user has not named may come from a stranger: it is refused if another user owns it, and sets only
-options that are declared harmless (:class:`cs336sys.command_line.options.effects.Effect`).
+options that are declared harmless (:class:`cs336sys.command_line.options.reading.Effect`).
 """
 
 import contextlib
@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import Effect, effect_of
+from cs336sys.command_line.options.reading import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
 from cs336sys.processes import is_first_rank
-
-# Options that stand in for each other: the file's values of all are ignored where the user gives one.
-_ALTERNATIVES = (("precision", "bf16", "fp16"),)
 
 # Keys of a context's ``meta``: how errors begin that name a command's table, the file, and whether the user named it.
 _PLACE, _FILE, _IS_NAMED = "cs336sys.settings", "cs336sys.settings_file", "cs336sys.settings_file_is_named"
@@ -43,7 +40,16 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     if file is None:
         folders = (Path.cwd(), *Path.cwd().parents)
         file = next((path for path in (folder / "pyproject.toml" for folder in folders) if path.is_file()), None)
-    tables = {} if file is None else _read_settings(file)
+    tables: dict[str, Any] = {}
+    if file is not None:
+        import tomllib
+
+        try:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise UsageError(f"cannot read {file}: it is not TOML: {error}") from error
     if is_pyproject:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
@@ -70,17 +76,6 @@ def _refuse_other_owner(path: Path) -> None:
                 f"{path}: belongs to another user, {name}, so its settings are not taken; --config {path} takes them, "
                 f"and --config {os.devnull} none"
             )
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"cannot read {path}: it is not TOML: {error}") from error
 
 
 def _place(ctx: Any) -> str:
@@ -139,9 +134,9 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
             defaults[option.name] = [_option_text(f"{place}{key}", item) for item in values]
         else:
             defaults[option.name] = _option_text(f"{place}{key}", value)
-    for names in _ALTERNATIVES:
-        if any(name in typed or os.environ.get(_variable(ctx, name)) for name in names):
-            defaults = {name: value for name, value in defaults.items() if name not in names}
+    names = ("precision", "bf16", "fp16")  # Which stand in for each other.
+    if any(name in typed or os.environ.get(_variable(ctx, name)) for name in names):
+        return {name: value for name, value in defaults.items() if name not in names}
     return defaults
 
 
@@ -180,9 +175,6 @@ def _option_text(key: str, value: Any) -> str:
 # whether errors show tracebacks, nsys's path, the engine of attention, and whether tests write pages of docs.
 _OTHER_VARIABLES = (DEBUG_VARIABLE, "CS336SYS_NSYS", "CS336SYS_TRITON_ENGINE", "CS336SYS_WRITE_DOCS")
 
-# Words as similar as this are misspellings of each other: benhc and bench are 0.8, triton and attn 0.6.
-_MISSPELLING_SIMILARITY = 0.75
-
 
 def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
     """Let every option be set by a variable of its own name, where Typer's would have that of the Python parameter."""
@@ -219,7 +211,8 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
             raise UsageError(f"{variable}: {_no_such_option(ctx, name, names, prefix)}")
         # Of a group: the variable should name one of its commands next, which checks the rest itself.
         word = name.partition("_")[0].lower()
-        if word not in commands and difflib.get_close_matches(word, commands, cutoff=_MISSPELLING_SIMILARITY):
+        # Misspellings are so similar: benhc and bench are 0.8, triton and attn 0.6.
+        if word not in commands and difflib.get_close_matches(word, commands, cutoff=0.75):
             raise UsageError(f"{variable}: unknown command '{word}': {choose_from(word, commands)}")
         if word not in commands:
             example = f"{prefix}{next(iter(commands)).upper()}_{name}"

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.command_line.options.bytes import byte_count
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import split_list
+from cs336sys.command_line.options.reading import byte_count, setting, split_list, writes_file
 from cs336sys.command_line.options.training import DeviceOption, DryRunOption, OptionGroup, setting_options
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank

@@ -12,12 +12,8 @@ from cs336sys.settings.operations import CollectiveWorkload
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
+from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns, sentences
 from cs336sys.tables.titles import failure_notes, shown_settings, title
-
-# How calls were timed, by the name in samples and derived columns.
-TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
 
 
 class MessageSweep(NamedTuple):
@@ -77,20 +73,6 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
         return None
 
 
-def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
-    """Return, by the cell's id, a column with its distance from its group's line; two sizes always fit, and have none.
-
-    Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
-    """
-    misfits = {}
-    for group in groups_of(cells).values():
-        line = fit_of(group, timing)
-        if line is not None and len(group) > 2:
-            for cell, size, time_s in zip(group, *_points(group, timing), strict=True):
-                misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
-    return misfits
-
-
 def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
     """Return the cells' sizes in bytes and median times in s."""
     return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
@@ -144,7 +126,13 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
 
 def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]:
     """Return a row for each cell, with its times by one timing if it was measured, else with the requested size."""
-    misfits = _misfits(cells, timing)
+    misfits = {}  # By the cell's id, a column with its distance from its group's line; two sizes always fit.
+    for group in groups_of(cells).values():
+        line = fit_of(group, timing)
+        if line is not None and len(group) > 2:
+            for cell, size, time_s in zip(group, *_points(group, timing), strict=True):
+                # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
+                misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
     return [
         cell.configuration
         | {"size_bytes": cell.configuration["message_bytes"], **cell.derived, "status": cell.status}
@@ -179,12 +167,12 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     rows = []
     for sweep, group in groups_of(cells).items():
         factor = bus_factor(sweep.collective, sweep.world_size)  # 0 of a single rank, which sends nothing.
-        for timing, label in TIMINGS.items():
+        for timing in ("back_to_back", "synchronized"):
             line = fit_of(group, timing)
             if line is None:
                 continue
             is_finite = math.isfinite(line.bytes_per_s)  # Else larger messages took no longer.
-            row = sweep._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
+            row = sweep._asdict() | {"timing": timing.replace("_", " "), "latency_us": 1e6 * line.latency_s}
             row["bandwidth_gbps"] = line.bytes_per_s / 1e9 if is_finite else None
             row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None
             row["half_bandwidth_bytes"] = line.half_bandwidth_bytes if is_finite else None
@@ -201,9 +189,6 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     )
     return Table("fit", "latency and bandwidth of a message", columns, rows, sentences(__name__, "fit"))
 
-
-# Time over the ranks is drawn for so many sizes at most: more lines cannot be told apart.
-_MOST_SIZES = 8
 
 _STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
 
@@ -271,7 +256,8 @@ def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]])
             points = points_by_message.setdefault(cell.configuration["message_bytes"], [])
             points.append((group.world_size, cell.samples["back_to_back"].median))
     messages = sorted(points_by_message, reverse=True)
-    for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / _MOST_SIZES)]):
+    # Of eight sizes at most: more lines cannot be told apart.
+    for number, message_bytes in enumerate(messages[:: math.ceil(len(messages) / 8)]):
         label = format_number(float(message_bytes), "decimal_bytes")
         ranks, times_us = zip(*sorted(points_by_message[message_bytes]), strict=True)
         drawing.plot(ranks, times_us, label=label, color=f"C{number}", **_STYLE)

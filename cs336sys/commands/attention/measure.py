@@ -307,8 +307,6 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
 def _time_attention(
     attention: Attention, inputs: Inputs, workload: AttentionWorkload, device: torch.device
 ) -> dict[str, Samples]:
-    """Time the forward pass, the backward pass repeated on one graph, and both in one call."""
-
     def differentiate(out: Tensor, retain_graph: bool = False) -> None:
         torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=retain_graph)
 
@@ -381,9 +379,6 @@ def _settle_gpu_memory(device: torch.device) -> None:
 
 # Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``.
 
-_ODD_CONTEXTS = (131, 1)  # A length that no tile divides, and one shorter than any tile.
-_ODD_MOST_HEADS = 4
-
 
 class UsersAttention(UsersProblem):
     """The user's attention; one head of one sequence of query, key, value and the output's gradient is new each time.
@@ -440,7 +435,8 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
         progress,
         odd_cases=[
             functools.partial(_odd_length_case, attention, workload, device, context, is_strided)
-            for context, is_strided in itertools.product(_ODD_CONTEXTS, (False, True))
+            # A length that no tile divides, and one shorter than any tile.
+            for context, is_strided in itertools.product((131, 1), (False, True))
         ],
         odd_shapes="odd lengths and strides",
         make_problem=functools.partial(UsersAttention, attention, workload, device),
@@ -468,7 +464,7 @@ def _odd_length_case(
 ) -> OddCase:
     """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
     # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share one.
-    heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
+    heads = workload.heads if workload.heads <= 4 else workload.heads // workload.key_heads
     kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
     window = None if workload.window is None else min(workload.window, context)
     odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)

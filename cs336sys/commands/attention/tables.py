@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.hardware import peak_tflops
@@ -15,11 +15,10 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 from cs336sys.tables import titles
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.predictions import answers_table
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 
 _SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
 # The parts of a call that are timed, with their headers.
@@ -189,20 +188,12 @@ def _growth_table(cells: Sequence[Cell]) -> Table:
 # The line styles of attn's implementations, in their order.
 _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
-
-class _AttnAxes(NamedTuple):
-    """Axes of attn: their title, a cell's measured value, and its key in :func:`_predicted_memory`, if predicted."""
-
-    title: str
-    measured: Callable[[Cell], float | None]
-    predicted: str = ""
-
-
-_ATTN_AXES = (
-    _AttnAxes("forward pass, ms", lambda cell: cell.samples["forward"].median),
-    _AttnAxes("backward pass, ms", lambda cell: cell.samples["backward"].median),
-    _AttnAxes("held for the backward pass, GiB", lambda cell: cell.derived.get("held_gib"), "predicted_held_gib"),
-    _AttnAxes("peak, GiB", lambda cell: cell.derived.get("peak_gib"), "predicted_peak_gib"),
+# Axes of attn: their title, a cell's measured value, and its key in _predicted_memory(), if predicted.
+_ATTN_AXES: tuple[tuple[str, Callable[[Cell], float | None], str], ...] = (
+    ("forward pass, ms", lambda cell: cell.samples["forward"].median, ""),
+    ("backward pass, ms", lambda cell: cell.samples["backward"].median, ""),
+    ("held for the backward pass, GiB", lambda cell: cell.derived.get("held_gib"), "predicted_held_gib"),
+    ("peak, GiB", lambda cell: cell.derived.get("peak_gib"), "predicted_peak_gib"),
 )
 
 

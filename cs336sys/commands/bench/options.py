@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.reading import choice, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
@@ -46,7 +45,7 @@ def bench(
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
     from cs336sys.commands.bench import tables
-    from cs336sys.tables.training_plan import training_plan
+    from cs336sys.tables.titles import training_plan
 
     workloads = training.workloads(mode)
     baseline = baseline or ""

@@ -18,12 +18,8 @@ from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, measured_cells
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
-
-# Where the clock falls by a larger share, steps that computing limits slow down by more than they spread.
-_NOTED_FALL = 0.03
 
 
 def median_clock(cell: Cell) -> float | None:
@@ -79,7 +75,8 @@ def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
     """Return the highest clock and the lowest after it (an idle GPU's first clocks are low), or None without a fall."""
     highest = max(clocks, default=0.0)
     after = min(clocks[clocks.index(highest) :]) if clocks else highest
-    return (highest, after) if after < (1 - _NOTED_FALL) * highest else None
+    # Where it falls by more than 3 %, steps that computing limits slow down by more than they spread.
+    return (highest, after) if after < 0.97 * highest else None
 
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
@@ -132,7 +129,6 @@ def bench_tables(
 def _time_table(
     cells: Sequence[Cell], run: Run | None, title: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
-    """Build the table of step times, with these columns of settings."""
     columns = [
         *titles.SIZE_COLUMNS,
         *settings.values(),
@@ -198,7 +194,6 @@ def _keeps_attention(cell: Cell) -> bool:
 
 
 def _settings_row(cell: Cell) -> dict[str, Any]:
-    """Return a cell's settings as tables show them."""
     return cell.configuration | ({"attention": "the model's own"} if _keeps_attention(cell) else {})
 
 
@@ -360,16 +355,13 @@ def _model_text(cell: Cell) -> str:
     return ", ".join([f"{size.name}, {model}, batch {size.batch_size} x context {size.context}", *mode])
 
 
-_COMPILE_LABELS = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
-
-
 def _training_label(cell: Cell, settings: Sequence[str]) -> str:
-    """Name a way of training by its values of these settings."""
     labels = {name: str(cell.configuration.get(name)) for name in settings}
     for name in labels.keys() & {"cuda_graph", "warmup"}:
         labels[name] = f"{titles.SETTING_COLUMNS[name].header} {labels[name]}"
     if "compile" in labels:
-        labels["compile"] = _COMPILE_LABELS[labels["compile"]]
+        compilations = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
+        labels["compile"] = compilations[labels["compile"]]
     return ", ".join(labels.values())
 
 

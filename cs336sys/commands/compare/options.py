@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import setting
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import split_list
+from cs336sys.command_line.options.reading import setting, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.comparison import Matched, compare_pairs, match_cells, nearest_difference
 from cs336sys.results.model import read_several

@@ -23,11 +23,7 @@ from cs336sys.results.comparison import (
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import Value, format_quantity
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row, with_rows
-
-# A table says how far the ratio of means is off that of medians from this logarithm of their quotient on.
-_NOTED_STALLS = 0.02
+from cs336sys.tables.table import Column, Table, fill_row, sentences, with_rows
 
 
 def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_percent: float) -> list[Table]:
@@ -38,8 +34,20 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
     identifying = distinguishing_settings([cell_settings(pair.a.representative) for pair in pairs])
     identity = [Column(name, name.replace("_", " ")) for name in identifying]
     metric_tables = [_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()]
-    first, *others = with_rows(*metric_tables, _not_compared(pairs, identity), _summary(compared))
-    return [replace(first, notes=(*first.notes, _shared_settings(pairs))), *others]
+    status_columns = (
+        *identity,
+        Column("a_status", "A", value=lambda pair: pair.a.status),
+        Column("b_status", "B", value=lambda pair: pair.b.status),
+        Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
+    )
+    unmeasured = [pair for pair in pairs if not pair.is_measured]
+    rows = [cell_settings(pair.a.representative) | fill_row(status_columns, pair) for pair in unmeasured]
+    not_compared = Table("not_compared", "compare: cells that are not ok in both files", status_columns, rows)
+    first, *others = with_rows(*metric_tables, not_compared, _summary(compared))
+    settings_of_first, *settings_of_others = (cell_settings(pair.a.representative).items() for pair in pairs)
+    shared = [item for item in settings_of_first if all(item in other for other in settings_of_others)]
+    shared_settings = f"every cell: {', '.join(f'{name} {value}' for name, value in shared)}"
+    return [replace(first, notes=(*first.notes, shared_settings)), *others]
 
 
 def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callable[[Side], str]:
@@ -54,16 +62,9 @@ def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callab
     return name
 
 
-def _shared_settings(pairs: Sequence[Pair]) -> str:
-    first, *others = (cell_settings(pair.a.representative) for pair in pairs)
-    shared = [item for item in first.items() if all(item in other.items() for other in others)]
-    return f"every cell: {', '.join(f'{name} {value}' for name, value in shared)}"
-
-
 def _metric_table(
     metric: str, rows: Sequence[tuple[Pair, Comparison]], identity: Sequence[Column], confidence_percent: float
 ) -> Table:
-    """Build the table of a metric: medians, their ratio, and what the samples can tell of it."""
     unit = rows[0][1].a.unit  # All comparisons of a metric have the same.
     interval = f"{confidence_percent:g} %"
     columns = (
@@ -119,23 +120,11 @@ def _sample_facts(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     # Stalled steps move means and hardly medians. By logarithms, so that half and twice the ratio are as far off.
     logs = [abs(math.log(comparison.stalls)) for comparison, _ in compared if comparison.stalls is not None]
     farthest = max(logs, default=0.0)
-    stalled_percent = 100 * math.expm1(farthest) if farthest > _NOTED_STALLS else None
+    stalled_percent = 100 * math.expm1(farthest) if farthest > 0.02 else None  # Less is not worth a note.
     return {"worth": worth, "count": count, "stalled_percent": stalled_percent}
 
 
-def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> Table:
-    columns = (
-        *identity,
-        Column("a_status", "A", value=lambda pair: pair.a.status),
-        Column("b_status", "B", value=lambda pair: pair.b.status),
-        Column("reason", "reason", value=lambda pair: pair.b.representative.reason or pair.a.representative.reason),
-    )
-    rows = [cell_settings(pair.a.representative) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
-    return Table("not_compared", "compare: cells that are not ok in both files", columns, rows)
-
-
 def _summary(compared: Compared) -> Table:
-    """Build the table of how many cells are faster, slower, the same or undecided in each metric."""
     columns = (
         Column("metric", "metric"),
         Column("cells", "cells", "count", len),

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import cs336sys.run.ranks as across_ranks
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.reading import choice, setting, writes_file
 from cs336sys.run.sweep import in_rounds, refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings.fields import MEASURING
 from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload

@@ -14,8 +14,7 @@ from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 
 _ALWAYS_SHOWN = ("precision", "compile")
 
@@ -59,25 +58,21 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("communicated_bytes", "communicated", "decimal_bytes"),
         *named_columns("peak_gib"),
     )
-    sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
-    return [
-        of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER),
-        # A note adds " it in the backward pass".
-        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
-        _bucket_table(cells, (Column("size", "size"), *shown.values())),
-    ]
-
-
-def _step_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Explain the columns of steps, with what only some sweeps have: calls that send no gradients, and rounds."""
     calls = [(cell.derived.get("gradient_calls", 0), cell.derived.get("calls", 0)) for cell in cells]
-    return sentences(
+    notes = sentences(
         __name__,
         "steps",
         is_measured=any(cell.status == "ok" for cell in cells),
         has_call_without_gradients=any(0 < gradient_calls < all_calls for gradient_calls, all_calls in calls),
         has_rounds=any("rounds" in cell.configuration for cell in cells),
     )
+    sized_identity = (Column("size", "size"), *identity)  # parallel_step_table() adds the columns of a size itself.
+    return [
+        of_steps.parallel_step_table("ddp", heading, cells, run, columns, rows, notes, _STEADIER),
+        # A note adds " it in the backward pass".
+        of_steps.parallel_phase_table(rows, sized_identity, torch_averaging="torch's DDP does"),
+        _bucket_table(cells, (Column("size", "size"), *shown.values())),
+    ]
 
 
 def link_of(cell: Cell) -> communication.AlphaBeta:
@@ -106,7 +101,12 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": of_steps.exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         settings = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
-        notes += _optimum(sweep, settings)
+        # Which buckets the model would choose, by the link's bandwidth and latency.
+        link, sent_bytes = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+        best_bytes = float(communication.optimal_bucket_on_link_bytes(sent_bytes, link)) if link.has_bandwidth else 0.0
+        overhead_ms = 1e3 * communication.overhead_on_link_s(sent_bytes, best_bytes, link) if best_bytes else 0.0
+        facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
+        notes += sentences(__name__, "optimum", **facts)
     columns = (
         *identity,
         Column("bucket_mb", "bucket, MB"),
@@ -118,15 +118,6 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     )
     heading = "bucket sizes and the model of their overhead"
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), of_steps.STEADIER)
-
-
-def _optimum(sweep: Sequence[Cell], settings: str) -> tuple[str, ...]:
-    """Say which buckets the model would choose for a sweep of these settings, by the link's bandwidth and latency."""
-    link, sent_bytes = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
-    best_bytes = float(communication.optimal_bucket_on_link_bytes(sent_bytes, link)) if link.has_bandwidth else 0.0
-    overhead_ms = 1e3 * communication.overhead_on_link_s(sent_bytes, best_bytes, link) if best_bytes else 0.0
-    facts = {"settings": settings, "link": link, "best_bytes": best_bytes, "overhead_ms": overhead_ms}
-    return sentences(__name__, "optimum", **facts)
 
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
@@ -145,10 +136,6 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     )
 
 
-# Points of the model's curve.
-_CURVE_POINTS = 61
-
-
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
     """Draw, for each sweep, overhead over the mean size of a bucket: exposed times as points, the model as a curve."""
     import numpy as np
@@ -162,7 +149,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         sizes_mb = [total_bytes / cell.derived["gradient_calls"] / 1e6 for cell in sweep]
         if link.has_bandwidth:
             # From a quarter of the smallest to one bucket of all.
-            curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, _CURVE_POINTS).tolist()
+            curve_bytes = np.geomspace(min(sizes_mb) / 4 * 1e6, total_bytes, 61).tolist()
             predicted_ms = [1e3 * communication.overhead_on_link_s(total_bytes, size, link) for size in curve_bytes]
             # The handout's names: s bytes in n buckets at a bandwidth of w, and a cost of o for each call.
             drawing.plot([size / 1e6 for size in curve_bytes], predicted_ms, color="C7", label="model: s / (n w) + n o")

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import writes_file
 from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.settings.training import Workload
+from cs336sys.tables.table import Column, Table, named_columns
 
 if TYPE_CHECKING:
     from cs336sys.machine.diagnosis import Check
-    from cs336sys.tables.table import Table
 
 
 def doctor(
@@ -39,8 +40,6 @@ def doctor(
 
     cs336sys doctor --ceilings ceilings.json
     """
-    from cs336sys.tables.table import Column, Table, named_columns
-
     output.check()
     if ceilings is not None:
         if code.model is not None:
@@ -76,9 +75,8 @@ def _check_user_model(code: options.UserCodeOptions, optimizer: str) -> list["Ch
     return check_model(workload)
 
 
-def _measured_ceilings(path: Path) -> "Table":
+def _measured_ceilings(path: Path) -> Table:
     from cs336sys.commands.doctor.measure import measure_ceilings
-    from cs336sys.commands.doctor.tables import ceilings_table
     from cs336sys.machine.device import choose_device
 
     device = choose_device("auto")
@@ -87,3 +85,29 @@ def _measured_ceilings(path: Path) -> "Table":
     measured = measure_ceilings(device, lambda text: say(f"measuring {text}"))
     measured.write(path)
     return ceilings_table(measured)
+
+
+def ceilings_table(ceilings: Ceilings) -> Table:
+    """Build the table of ``--ceilings``: what was measured, next to the datasheet."""
+    rows = []
+    for precision, tflops in ceilings.tflops.items():
+        peak = peak_tflops(ceilings.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
+        rows.append({"what": f"product of matrices in {precision}", **_pair(tflops, peak), "unit": "TFLOP/s"})
+    sheet = datasheet(ceilings.gpu)
+    copy = _pair(ceilings.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9)
+    rows.append({"what": "copy in memory, bytes read and written", **copy, "unit": "GB/s"})
+    rows.append({"what": "launch of a small kernel, CPU time", "measured": ceilings.launch_us, "unit": "us"})
+    rows.append({"what": "copy to another GPU, one way", "measured": ceilings.link_gbps, "unit": "GB/s"})
+    columns = (
+        *named_columns("what"),
+        Column("measured", "measured", "value"),
+        Column("datasheet", "datasheet", "value"),
+        *named_columns(datasheet_percent="of the datasheet", unit="unit"),
+    )
+    notes = ("medians of repetitions, of random numbers; products: the faster of squares of 4096 and 8192",)
+    return Table("ceilings", f"doctor: what {ceilings.gpu} reaches at most", columns, rows, notes)
+
+
+def _pair(measured: float, datasheet: float | None) -> dict[str, float | None]:
+    percent = None if datasheet is None else 100 * measured / datasheet
+    return {"measured": measured, "datasheet": datasheet, "datasheet_percent": percent}

@@ -125,9 +125,6 @@ class UsersOperation(UsersProblem):
         self.intended = [tensor.detach() for tensor in (*inputs.values(), *gradients)]
 
 
-_ODD_TOKENS = (131, 1)  # Numbers of rows that no tile divides.
-
-
 def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
@@ -147,7 +144,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
         TOLERANCES[workload.dtype],
         progress,
         odd_cases=[
-            functools.partial(_odd_rows_case, function, operation, workload, device, tokens) for tokens in _ODD_TOKENS
+            functools.partial(_odd_rows_case, function, operation, workload, device, tokens) for tokens in (131, 1)
         ],
         odd_shapes="odd numbers of rows",
         make_problem=functools.partial(UsersOperation, function, operation, workload, device),

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import reads_file, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep
 from cs336sys.settings.profiling import LossWorkload, text_digest

@@ -10,10 +10,7 @@ from cs336sys.settings.profiling import LossWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table
-
-_AVERAGED = 20  # A step's loss depends on its batch: means are of so many steps, or of all if there are fewer.
+from cs336sys.tables.table import Column, Table, sentences
 
 _SETTINGS = titles.columns_of(LossWorkload)
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
@@ -23,7 +20,7 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Build the table of losses and of their distance from the first cell that was trained on the same batches."""
     shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     counts = [len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok"]
-    averaged = min([_AVERAGED, *counts])
+    averaged = min([20, *counts])  # A step's loss depends on its batch: means are of so many, or of all if fewer.
     differs_in_steps = len(set(counts)) > 1
     columns = (
         *titles.SIZE_COLUMNS,

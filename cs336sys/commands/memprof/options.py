@@ -11,10 +11,8 @@ import typer
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.bytes import read_memory_limit
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import refuse_given
+from cs336sys.command_line.options.reading import read_memory_limit, reads_file, refuse_given, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.run.sweep import check_planned, refuse_what_does_not_fit, run_sweep
@@ -152,7 +150,7 @@ def _predict(
 ) -> None:
     """Show the plan of ``--dry-run``: memory by formulas, with ``--predict`` by traces in worker processes, too."""
     from cs336sys.commands.memprof.tables import plan_tables
-    from cs336sys.tables.tidy import tidy
+    from cs336sys.tables.saved import tidy
 
     configurations = [workload.configuration() for workload in workloads]
     if not recording.predict:

@@ -17,7 +17,7 @@ from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import measured_cells
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
-from cs336sys.tables.training_plan import PEAK_COLUMNS
+from cs336sys.tables.titles import PEAK_COLUMNS
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:

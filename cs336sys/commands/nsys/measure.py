@@ -173,7 +173,6 @@ def _run_annotated(
 
 
 def _profile_under_torch(workload: ProfileWorkload, device: torch.device, folder: Path, progress: Progress) -> Profile:
-    """Run the steps under torch.profiler, and sum up its trace."""
     profiler = TorchProfiler(activities_on(device))
     _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
     trace = folder / "trace.json.gz"

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import refuse_given, split_list
+from cs336sys.command_line.options.reading import reads_file, refuse_given, setting, split_list, writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings.profiling import ProfileWorkload
@@ -61,7 +60,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.capture.nsys import is_profiled
-    from cs336sys.tables.training_plan import training_plan
+    from cs336sys.tables.titles import training_plan
 
     output.check(plot=profiling.plot)
     if source:
@@ -93,7 +92,6 @@ def _profile(
     *,
     compare_precision: bool,
 ) -> None:
-    """Profile each workload with each profiler in worker processes, and report."""
     from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
     from cs336sys.tables.outputs import check_writable
 
@@ -113,7 +111,6 @@ def _profile(
 
 
 def _show_report(source: list[Path], range_names: list[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
-    """Read the one report of ``--from``, and show it."""
     from cs336sys.capture.reading import capture_files, read_captures
     from cs336sys.capture.summary import summarize
     from cs336sys.commands.nsys.tables import plot_report, report_tables

@@ -11,15 +11,13 @@ from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.commands.trace.kernel_tables import MeasuredProfile, phase_kernel_tables, plot_shares
-from cs336sys.commands.trace.tables import part_table, verdict_table
-from cs336sys.commands.trace.verdict import verdict
+from cs336sys.commands.trace.tables import part_table, verdict, verdict_table
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
 from cs336sys.tables.saved import SavedCommand, measured_cells, picture_of_measured
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns, with_rows
+from cs336sys.tables.table import Column, Table, named_columns, sentences, with_rows
 
 _OTHER = "other"
 

@@ -14,10 +14,9 @@ from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, Settin
 from cs336sys.commands.report.problem import Handout, plain_peak_gib
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import format_number, format_quantity
-from cs336sys.tables.sentences import paragraphs
-from cs336sys.tables.table import Table, named_columns
+from cs336sys.tables.predictions import answers_table
+from cs336sys.tables.table import Table, named_columns, paragraphs
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -12,9 +12,16 @@ import typer
 
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.bytes import read_memory_limit
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
-from cs336sys.command_line.options.reading import among, choice, one_of, split_list
+from cs336sys.command_line.options.reading import (
+    among,
+    choice,
+    one_of,
+    read_memory_limit,
+    reads_file,
+    setting,
+    split_list,
+    writes_file,
+)
 from cs336sys.command_line.options.training import DeviceOption
 from cs336sys.commands.report.handouts import why_not
 from cs336sys.commands.report.problem import Command, Problem, Target

@@ -16,8 +16,7 @@ from cs336sys.results.foreign import printable
 from cs336sys.tables.outputs import write_file, writing_stdout
 from cs336sys.tables.page import find_browser, html_page, html_picture, html_table, print_page
 from cs336sys.tables.render import STDOUT, escape_latex, escape_markdown, render, typst_string
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Table, one_line
+from cs336sys.tables.table import Table, one_line, sentences
 
 
 def _fenced(lines: Sequence[str]) -> str:

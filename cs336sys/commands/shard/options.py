@@ -14,10 +14,8 @@ from cs336sys.accounting.sharding.partition import read_mesh, strategy_of_mesh
 from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.bytes import read_memory_limit
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice, is_given
+from cs336sys.command_line.options.reading import choice, is_given, read_memory_limit, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.machine.system import gpu_capacity
 from cs336sys.processes import is_first_rank
@@ -29,7 +27,7 @@ from cs336sys.settings.parallel import (
     parse_block_checkpointing,
 )
 from cs336sys.settings.training import Workload
-from cs336sys.tables.sentences import sentences
+from cs336sys.tables.table import sentences
 
 # The fastest options for a step that fills its GPUs, by strategy: of this project's parts, and of torch's alone.
 _FASTEST: dict[str, dict[str, Any]] = {
@@ -112,7 +110,6 @@ class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
 
 
 def _refuse_with_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
-    """Refuse options of ``shard`` that mean nothing with ``--board``."""
     reasons = {  # False for an option that was not given.
         f"--model {model}": model is not None and "--board measures the leaderboard's model",
         f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",
@@ -198,8 +195,7 @@ def shard(
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
     from cs336sys.commands.rank_training.scaling_tables import plot_scaling, with_scaling
-    from cs336sys.commands.shard.board_tables import sharding_tables
-    from cs336sys.commands.shard.tables import plot_memory, shard_plan
+    from cs336sys.commands.shard.tables import plot_memory, shard_plan, sharding_tables
 
     if sharding.board:
         _refuse_with_board(training.model, sharding.mesh, sharding.plot)

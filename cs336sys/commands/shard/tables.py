@@ -1,21 +1,27 @@
-"""The tables of ``shard``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+"""The tables of ``shard``, built from its cells; columns and formulas are described in ``docs/columns.md``.
+
+Those of ``shard --board``, at the end, show the step as on the leaderboard: see ``docs/board.md``.
+"""
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory, sharding_sent_bytes
+from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.commands.rank_training import tables as of_steps
+from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
-from cs336sys.tables.titles import columns_of, shown_settings, title
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run, picture_of_measured
+from cs336sys.tables.table import Column, Table, by_key, named_columns, sentences
+from cs336sys.tables.titles import SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
 
 SHARDING_SETTING_COLUMNS = columns_of(ParallelWorkload, "mode", "gradient_dtype", "transport")
 _ALWAYS_SHOWN = ("precision", "compile")
@@ -87,7 +93,6 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
-    """Build the table of a rank's memory at each moment, measured and predicted."""
     columns = (
         *identity,
         *named_columns("moment", "source"),
@@ -152,12 +157,8 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
 _COLORS = {"parameters": "#1f4e96", "gradients": "#c23b22", "optimizer_state": "#7fb2e5", "rest": "#00a35c"}
 
-# More axes in a row cannot be read on a page.
-_AXES_IN_A_ROW = 6
-
 # Of the distance between moments: a measured and a predicted bar, and where they stand.
-_BAR_WIDTH = 0.4
-_OFFSETS = {"measured": -_BAR_WIDTH / 2, "predicted": _BAR_WIDTH / 2}
+_BAR_WIDTH, _OFFSETS = 0.4, {"measured": -0.2, "predicted": 0.2}
 
 
 def plot_memory(cells: Sequence[Cell], path: Path) -> None:
@@ -166,7 +167,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
     count = max(1, len(drawn))
-    columns = min(count, _AXES_IN_A_ROW)
+    columns = min(count, 6)  # More axes in a row cannot be read on a page.
     rows = math.ceil(count / columns)
     figure, grid = new_axes(1 + 2.6 * columns, 4.6 * rows, rows, columns, sharey=True)
     axes = grid.flat
@@ -175,7 +176,10 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
         for source, moments in memory_of(cell).items():
             _draw_bars(drawing, moments, source)
         drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
-        drawing.set_title(_shard_heading(cell, list(settings)), fontsize=8)
+        configuration = cell.configuration
+        ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
+        names = [configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)]
+        drawing.set_title(", ".join(names), fontsize=8)
         drawing.grid(axis="y", alpha=0.3)
     for drawing in axes[::columns]:
         drawing.set_ylabel("memory of the fullest rank, GiB")
@@ -199,7 +203,117 @@ def _draw_bars(drawing: Axes, moments: Sequence[RankMemory], source: str) -> Non
             bottom_gib += height_gib
 
 
-def _shard_heading(cell: Cell, settings: Sequence[str]) -> str:
-    configuration = cell.configuration
-    ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
-    return ", ".join([configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)])
+_BOARD_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | by_key(*STRATEGY_COLUMNS)
+_ALWAYS_SHOWN_OF_BOARD = ("world_size", "checkpointing", "state_dtype")
+
+_SHARES = {
+    "products": "products",
+    "attention": "attention",
+    "other": "other kernels",
+    "communication": "communication not hidden",
+    "idle": "idle",
+}
+
+
+def is_of_board(cell: Cell) -> bool:
+    """Return whether it was measured by ``shard --board``."""
+    return bool(cell.configuration.get("board"))
+
+
+def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Build the tables of ``shard``, with ``--board`` and without."""
+    board_cells = [cell for cell in cells if is_of_board(cell)]
+    other_cells = [cell for cell in cells if not is_of_board(cell)]
+    return [*shard_tables(other_cells, run), *board_tables(board_cells, run)]
+
+
+def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Build tables of steps, their phases, where the time of one went, its longest kernels, and the losses."""
+    shown = shown_settings(cells, _BOARD_SETTING_COLUMNS, _ALWAYS_SHOWN_OF_BOARD)
+    setting_columns = tuple(shown.values())
+    identity = (Column("size", "size"), *setting_columns)
+    rows = [_board_row(cell) for cell in cells]
+    measured = [cell for cell in cells if cell.status == "ok"]
+    notes = sentences(__name__, "board", measured=[cell.derived for cell in measured])
+    heading = title("shard --board", cells, run, _BOARD_SETTING_COLUMNS, shown)
+    columns = (
+        *SIZE_COLUMNS,
+        *setting_columns,
+        *named_columns(wall_ms="step", spread="samples"),
+        *named_columns("median_ms", tokens_per_s="tokens/s", mfu_percent="MFU", hfu_percent="with recomputation"),
+        *named_columns(peaks="peak of each GPU, GiB", predicted_gib="predicted peak", ready_s="ready"),
+        *named_columns(relative_difference_percent="gradients off", status="status"),
+    )
+    return [
+        Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
+        # Of its note on averaging gradients: "torch's strategies do it in the backward pass".
+        of_steps.parallel_phase_table(rows, identity, torch_averaging="torch's strategies do"),
+        _shares_table(measured, setting_columns),
+        _kernels_table(measured, setting_columns),
+        _losses_table(measured, setting_columns),
+    ]
+
+
+def _board_row(cell: Cell) -> dict[str, Any]:
+    workload = ParallelWorkload.from_configuration(cell.configuration)
+    row = cell.configuration | cell.derived | {"status": cell.status}
+    row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
+    if cell.status == "ok":
+        # Formulas are of blocks with a backward pass of their own, not of torch's selective checkpoints.
+        predicted_gib = kept_peak(kept_step(workload)).total_gib if workload.has_own_block_backward else None
+        row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
+        row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
+    # Shares and losses have tables of their own; reserved memory is in the file alone.
+    return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}
+
+
+def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    """Build the table of how long each kind of work took in a profiled step; a cell without a profile has no rows."""
+    rows = []
+    for cell in cells:
+        shares = cell.derived["shares"] or {}
+        part_ms = {label: shares.get(f"{name}_ms", 0.0) for name, label in _SHARES.items()}
+        total_ms = sum(part_ms.values())
+        rows += [
+            cell.configuration | {"part": label, "time_ms": ms, "share_percent": 100 * ms / total_ms}
+            for label, ms in part_ms.items()
+            if total_ms
+        ]
+    columns = (*setting_columns, *named_columns("part", "time_ms", "share_percent"))
+    notes = sentences(__name__, "shares")
+    return Table("shares", "where the time of a step went", columns, rows, notes)
+
+
+def _kernels_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    """Build the table of a profiled step's longest kernels; a cell without a profile has no rows."""
+    columns = (Column("kernel", "kernel"), Column("time_ms", "time", "ms"), Column("launches", "launches", "count"))
+    keys = [column.key for column in columns]
+    # ``shares``: None without a profile, else ms by kind of work, and the longest kernels as lists of these values.
+    rows = [
+        cell.configuration | dict(zip(keys, kernel, strict=True))
+        for cell in cells
+        for kernel in (cell.derived["shares"] or {"kernels": []})["kernels"]
+    ]
+    return Table("kernels", "kernels that took most time", (*setting_columns, *columns), rows)
+
+
+def _losses_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    rows = [
+        cell.configuration | {"number": number, "loss": loss}
+        for cell in cells
+        for number, loss in enumerate(cell.derived.get("losses", ()), 1)
+    ]
+    columns = (*setting_columns, Column("number", "step", "count"), Column("loss", "loss", "nats"))
+    notes = sentences(__name__, "losses")
+    return Table("losses", "loss of every step", columns, rows, notes)
+
+
+def _shard_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    of_ranks = [cell for cell in cells if not is_of_board(cell)]
+    memory = picture_of_measured("memory", plot_memory)(of_ranks, run, options)
+    gathering = [cell for cell in measured_cells(of_ranks) if cell.derived.get("gathers")]
+    timelines = {"timelines": partial(of_steps.plot_timelines, gathering)} if gathering else {}
+    return {**memory, **timelines, **scaling_picture(cells)}
+
+
+SAVED = SavedCommand(of_run(with_scaling(sharding_tables)), _shard_pictures)

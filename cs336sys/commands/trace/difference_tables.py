@@ -11,25 +11,20 @@ from cs336sys.capture.difference import CaptureDifference, TimeChange, compare_c
 from cs336sys.capture.ranks import RankMatching
 from cs336sys.capture.reading import AnalysedCaptures
 from cs336sys.capture.taxonomy import short_name
-from cs336sys.commands.trace.tables import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
-from cs336sys.commands.trace.verdict import damage_sentences, say_trace
+from cs336sys.commands.trace.tables import (
+    DisplayOptions,
+    damage_sentences,
+    file_words,
+    say_trace,
+    shape_words,
+    trace_tables,
+    verdict_table,
+)
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import SavedCommand
 from cs336sys.tables.table import Column, Table, fill_row, with_rows
-
-_MOST_NAMED = 3
-
-
-def difference_sentences(difference: CaptureDifference) -> list[str]:
-    """Say by how much a step became longer and what explains it, or why that is undecided."""
-    largest = [change for change in difference.changes if change.is_significant][:_MOST_NAMED]
-    is_undecided = all(change.verdict == "undecided" for change in difference.changes)
-    facts = {"change": difference, "largest": largest, "is_undecided": is_undecided}
-    facts |= {"name": change_name, "signed": lambda ms: f"{'+' if ms > 0 else ''}{format_quantity(ms, 'ms')}"}
-    sentences = [say_trace("difference", **facts)]
-    return [*sentences, say_trace("largest changes", **facts)] if largest else sentences
 
 
 def change_name(change: TimeChange) -> str:
@@ -108,7 +103,13 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
         return trace_tables(next(iter(sides.values())), ranks, shown)
     first = [replace(sides[name][0], label=name) for name in (BEFORE, AFTER)]  # Damage is told by these labels.
     difference = compare_captures(*first)
-    sentences = [*damage_sentences(first), *difference_sentences(difference)]
+    # By how much a step became longer and what explains it, by three changes at most, or why that is undecided.
+    largest = [change for change in difference.changes if change.is_significant][:3]
+    is_undecided = all(change.verdict == "undecided" for change in difference.changes)
+    facts = {"change": difference, "largest": largest, "is_undecided": is_undecided}
+    facts |= {"name": change_name, "signed": lambda ms: f"{'+' if ms > 0 else ''}{format_quantity(ms, 'ms')}"}
+    sentences = [*damage_sentences(first), say_trace("difference", **facts)]
+    sentences += [say_trace("largest changes", **facts)] if largest else []
     title = f"trace: {file_words(sides[BEFORE])} before, {file_words(sides[AFTER])} after"
     notes = []
     if any(len(analyses) > 1 for analyses in sides.values()):

@@ -47,10 +47,6 @@ class MeasuredProfile:
         return [kernel for kernel in self.profile.kernels if kernel.range in phases]
 
 
-_BOTH_PASSES = ("forward", "loss", "backward")  # Phases that make up "forward and backward pass together".
-_OPTIMIZER_PHASE = "optimizer"
-
-
 def phase_kernel_tables(
     measured: Sequence[MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
 ) -> list[Table]:
@@ -68,7 +64,8 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
     rows = []
     for run in measured:
         names = [phase.name for phase in run.profile.phases]
-        passes = _BOTH_PASSES if "backward" in names else ()  # The backward pass is the last.
+        # Forward and backward pass together, of which the backward pass is the last.
+        passes = ("forward", "loss", "backward") if "backward" in names else ()
         row = dict(run.labels)
         # Three groups of columns, each of the kernels of these phases.
         for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
@@ -159,7 +156,7 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
             totals[kernel.range][category] += kernel.total_ns  # Its range is a phase; their sum is the step.
             if run.profile.step:
                 # The course's AdamW is made of elementwise kernels: the phase says more than their names.
-                totals[STEP][Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
+                totals[STEP][Category.OPTIMIZER if kernel.range == "optimizer" else category] += kernel.total_ns
         for phase_or_step in run.ranges_of_all_gpus:
             total_ns = totals[phase_or_step.name].total()
             shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[phase_or_step.name].items() if ns}
@@ -193,8 +190,6 @@ def _share_key(category: str) -> str:
 
 _INCHES_PER_BAR = 0.23
 _INCHES_BETWEEN = 0.55  # The title, and the distance to the next size.
-
-_LEAST_LABELLED_PERCENT = 14.0  # Shares whose number fits into their part of a bar.
 
 
 def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], path: Path) -> None:
@@ -241,13 +236,12 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
 
 
 def _draw_bar(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
-    """Draw a row of the share table as a bar of coloured parts, and its kernels' time after it."""
     left = 0.0
     for category in Category:
         if not (percent := row.get(_share_key(category))):
             continue
         axes.barh(y, width=percent, height=0.8, left=left, color=category.color)
-        if percent >= _LEAST_LABELLED_PERCENT:
+        if percent >= 14.0:  # Then its number fits into its part of the bar.
             middle = left + percent / 2
             axes.text(middle, y, f"{percent:.0f}", fontsize=6.5, color="white", ha="center", va="center")
         left += percent

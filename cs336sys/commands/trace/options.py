@@ -12,8 +12,8 @@ import typer
 
 from cs336sys import __version__
 from cs336sys.command_line.faults import say
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SaveOption
+from cs336sys.command_line.options.reading import reads_file, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, Run
@@ -130,7 +130,6 @@ def _read_bandwidths(path: Path, analyses: Iterable["Analysis"]) -> "BusBandwidt
 
 
 def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: list[Cell]) -> None:
-    """Record the cells for a caller in Python, and append them to the file of --save if there is one."""
     from cs336sys.results.file import ResultsFile
 
     # Of the machine that made the capture, not this one: its file names the GPU alone.

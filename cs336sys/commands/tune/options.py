@@ -19,10 +19,16 @@ from cs336sys.accounting.step_time.rates import GPUS, UNMEASURED, Exposure, Rate
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.bytes import read_memory_limit
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import among, choice, is_given
+from cs336sys.command_line.options.reading import (
+    among,
+    choice,
+    is_given,
+    read_memory_limit,
+    reads_file,
+    setting,
+    writes_file,
+)
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, configuration_key

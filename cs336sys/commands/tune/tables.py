@@ -16,7 +16,7 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
-from cs336sys.tables.predicted_step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
+from cs336sys.tables.predictions import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
 from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.tables.titles import by_configuration, known_values

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import writes_file
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
-from cs336sys.command_line.options.reading import choice, name_or_code
+from cs336sys.command_line.options.reading import choice, name_or_code, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
 from cs336sys.results.model import Cell, Run

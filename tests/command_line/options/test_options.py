@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import COMMANDS, app, module_of
-from cs336sys.command_line.options.effects import Effect, effect_of
+from cs336sys.command_line.options.reading import Effect, effect_of
 from cs336sys.errors import SYNONYMS, UsageError
 
 NUMBERS = ("<int>", "<number>", "<s>")

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line.options import settings_file
-from cs336sys.command_line.options.effects import Effect, effect_of, setting
-from cs336sys.command_line.options.reading import with_read_options
+from cs336sys.command_line.options.reading import Effect, effect_of, setting, with_read_options
 from cs336sys.errors import UsageError
 
 SETTINGS = """

@@ -7,10 +7,8 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
-from cs336sys.command_line.options.bytes import byte_count
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import choice, read_value
+from cs336sys.command_line.options.reading import byte_count, choice, read_value, reads_file, setting, writes_file
 from cs336sys.commands.account import MOST_DEVICES
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from cs336sys.accounting.sharding.step import OWN_SHARDING_STRATEGIES
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.reading import choice, setting, writes_file
 from cs336sys.settings.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
 from cs336sys.settings.training import ATTENTION, MODES
 

@@ -5,10 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.command_line.options.bytes import read_memory_limit
-from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import choice, is_given
+from cs336sys.command_line.options.reading import choice, is_given, read_memory_limit, reads_file, setting, writes_file
 from cs336sys.commands.account import MOST_DEVICES
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import PRECISIONS, SIZES, choose_size

@@ -8,9 +8,8 @@ from typing import Annotated
 from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.command_line.options import training as options
-from cs336sys.command_line.options.effects import reads_file, setting
 from cs336sys.command_line.options.output import OutputOptions
-from cs336sys.command_line.options.reading import among, choice
+from cs336sys.command_line.options.reading import among, choice, reads_file, setting
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import PRECISIONS
 from cs336sys.settings.training import Workload

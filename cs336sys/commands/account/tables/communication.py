@@ -11,11 +11,10 @@ from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.parallelism import PASSES, TP_BACKWARD, Layer, parallelism_answers
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.predictions import answers_table
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 
 
 def bucket_tables(

@@ -12,11 +12,10 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak, state_answers
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.predictions import answers_table
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
 
 _COLUMNS = (
     Column("size", "size", value=lambda step: step.size.name),

@@ -18,8 +18,7 @@ from cs336sys.settings.sizes import SIZES, ModelSize
 from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import Workload
 from cs336sys.tables.numbers import Value
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
 
 _FLOPS = 4e14  # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 

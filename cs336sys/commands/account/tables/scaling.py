@@ -11,8 +11,7 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
 
 # The fastest step that fits, else the smallest; and the fastest without accumulation ("at once"), if memory were no
 # matter. None where no mesh divides batch and heads.

@@ -7,9 +7,8 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.tables.numbers import Value
-from cs336sys.tables.predicted_step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
-from cs336sys.tables.sentences import sentences
-from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.predictions import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
+from cs336sys.tables.table import Column, Table, named_columns, sentences
 
 _TERM_COLUMNS = (
     *named_columns("term"),

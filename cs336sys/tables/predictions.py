@@ -1,13 +1,40 @@
-"""A predicted step as a row: its configuration in words, its time, and what sets it."""
+"""What accounting derives as tables: derived values (``docs/account.md``), and a predicted step as a row."""
 
+from collections.abc import Sequence
+
+from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.memory import step_peak_bytes
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, public_note
 from cs336sys.accounting.step_time.rates import Rates
-from cs336sys.tables.numbers import Value
-from cs336sys.tables.table import named_columns
+from cs336sys.tables.numbers import Value, format_operand, in_shown_unit
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
+
+_COLUMNS = (
+    Column("question", "question", value=lambda answer: answer.question or None),
+    Column("quantity", "quantity", value=lambda answer: answer.quantity),
+    Column("value", "value", "value", exact="exact", kind="kind"),
+    Column("unit", "unit"),
+    Column("derivation", "derivation", value=lambda answer: answer.derivation(format_operand)),
+    Column("reason", "because", value=lambda answer: answer.reason or None),
+    Column("source", "source", value=lambda answer: answer.source),
+)
+
+# Units that count the same.
+_KINDS = {"decimal_bytes": "bytes"}
+
+
+def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequence[str] = ()) -> Table:
+    """Build a table with a row for each derived value; ``notes`` say what is assumed."""
+    rows: list[dict[str, Value]] = []
+    for answer in answers:
+        value, unit = in_shown_unit(answer.value, answer.unit)
+        kind = _KINDS.get(answer.unit, answer.unit)
+        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value, "kind": kind})
+    return Table(name, title, _COLUMNS, rows, notes)
+
 
 PREDICTED_COLUMNS = named_columns(
     "step_ms", tokens_per_s="tokens/s", mfu_percent="MFU", peak_gib="memory of a rank", limit="set by"
@@ -31,15 +58,6 @@ def configuration_words(configuration: StepConfiguration) -> str:
     return ", ".join(filter(None, choices))
 
 
-def limit_words(time: StepTime) -> str:
-    """Name what a step's time is made of: launches, or the two largest terms with their shares."""
-    if time.waits_for_launches:
-        return "launches (CPU)"
-    parts = {**time.terms_s, "communication": time.exposed_s}
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    return ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
-
-
 def step_row(
     configuration: StepConfiguration, time: StepTime, rates: Rates, memory_bytes: float | None = None
 ) -> dict[str, Value]:
@@ -55,6 +73,11 @@ def step_row(
         row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
+    limit = "launches (CPU)"
+    if not time.waits_for_launches:  # The two largest terms of the step's time, with their shares.
+        parts = {**time.terms_s, "communication": time.exposed_s}
+        largest = sorted(parts, key=lambda name: -parts[name])[:2]
+        limit = ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
     peak = peak_tflops(rates.gpu, configuration.training.precision)  # None for a GPU without a datasheet
     # Of one rank and its GPU: ``size`` has the rank's micro-batch, and no strategy that is predicted splits layers.
     tflops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
@@ -63,7 +86,7 @@ def step_row(
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,
         "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * tflops / peak,
-        "limit": limit_words(time),
+        "limit": limit,
     }
 
 
