@@ -24,8 +24,7 @@ from cs336sys.commands.nsys import measure
 from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
 from cs336sys.errors import CapabilityError
 from cs336sys.machine import diagnosis
-from cs336sys.machine.diagnosis.profilers import Profiler
-from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.diagnosis.software import Check, Profiler
 from cs336sys.machine.system import Capacity, cpu_model
 from cs336sys.results.model import Cell, Samples
 from cs336sys.settings.sizes import SIZES
