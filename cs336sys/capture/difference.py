@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, KernelGroup
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference

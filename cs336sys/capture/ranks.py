@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord, say_capture
 from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline

@@ -172,7 +172,7 @@ def _find_plan(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
     """Search and show the cheapest changes that make each workload fit into ``--memory``."""
-    from cs336sys.commands.memprof.verdict import memory_plan_tables
+    from cs336sys.commands.memprof.tables import memory_plan_tables
 
     memory = recording.memory
     if memory is None:

@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.commands.memprof.tables import memory_tables, say_memory
-from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict
+from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, memory_tables, say_memory
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit

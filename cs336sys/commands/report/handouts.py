@@ -9,7 +9,7 @@ from cs336sys.accounting.hardware import datasheet, peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
-from cs336sys.commands.report.problems import attention, calculations, code, memory, nsys, ranks, steps
+from cs336sys.commands.report.problems import calculations, code, profiles, ranks, speed
 from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus, visible_gpus
 from cs336sys.tables.numbers import format_duration
 from cs336sys.tables.table import Table, named_columns
@@ -34,13 +34,13 @@ def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
 
 
-_STREAM = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
-_MEMORY = (memory.timelines, memory.peaks, memory.mixed_precision, _STREAM, memory.largest_allocations)
+_STREAM = (profiles.residual_stream, arithmetic(f"account activations --size {profiles.SIZE}"))
+_MEMORY = (profiles.timelines, profiles.peaks, profiles.mixed_precision, _STREAM, profiles.largest_allocations)
 # Where a plain step does not fit, the run with checkpoints has a block's saved tensors.
-_BLOCK = (memory.block, lambda target: [*memory.memory_commands(target), *memory.checkpointing_commands(target)])
-_NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
-_MIXED = (steps.dtypes, steps.layer_norm, (steps.by_size, steps.timing_commands))
-_COMPILE = (attention.compiled_attention, (steps.compiled_model, steps.compiled_model_commands))
+_BLOCK = (profiles.block, lambda target: [*profiles.memory_commands(target), *profiles.checkpointing_commands(target)])
+_NSYS = (profiles.forward_time, profiles.top_kernel, profiles.other_kernels, profiles.whole_step, profiles.softmax)
+_MIXED = (speed.dtypes, speed.layer_norm, (speed.by_size, speed.timing_commands))
+_COMPILE = (speed.compiled_attention, (speed.compiled_model, speed.compiled_model_commands))
 _OVERLAP = "ddp_overlap_individual_parameters"
 _BUCKETS = (ranks.buckets, (ranks.bucket_equation, arithmetic("account buckets --size xl")))
 _SHARDING = (ranks.memory, ranks.speeds, (ranks.against_zero, arithmetic("account memory --size {xl}")))
@@ -49,22 +49,22 @@ _FSDP_MEMORY = (ranks.fsdp_memory, arithmetic("account memory --size {xl} --stra
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 # fmt: off
 _ALL = [
-    _problem("benchmarking_script", (steps.script, arithmetic("bench --help")),
-             (steps.timings, steps.timing_commands), (steps.warmup, steps.warmup_commands), letters="abc"),
-    _problem("nsys_profile", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
-    _problem("mixed_precision_accumulation", steps.accumulation, commands=steps.precision_commands),
-    _problem("benchmarking_mixed_precision", *_MIXED, commands=steps.precision_commands, letters="abc"),
-    _problem("memory_profiling", *_MEMORY, commands=memory.memory_commands, letters="abcde", years=(2025,)),
-    _problem("memory_profiling", *_MEMORY, _BLOCK, commands=memory.memory_commands, letters="abcdef", years=(2026,)),
-    _problem("gradient_checkpointing", memory.nested, memory.one_recomputation,
-             commands=memory.checkpointing_commands, letters="ab", years=(2026,)),
-    _problem("pytorch_attention", attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
-    _problem("torch_compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
-    _problem("weighted_sum", attention.weighted_sum, commands=attention.weighted_sum_commands),
+    _problem("benchmarking_script", (speed.script, arithmetic("bench --help")),
+             (speed.timings, speed.timing_commands), (speed.warmup, speed.warmup_commands), letters="abc"),
+    _problem("nsys_profile", *_NSYS, commands=profiles.profile_commands, letters="abcde"),
+    _problem("mixed_precision_accumulation", speed.accumulation, commands=speed.precision_commands),
+    _problem("benchmarking_mixed_precision", *_MIXED, commands=speed.precision_commands, letters="abc"),
+    _problem("memory_profiling", *_MEMORY, commands=profiles.memory_commands, letters="abcde", years=(2025,)),
+    _problem("memory_profiling", *_MEMORY, _BLOCK, commands=profiles.memory_commands, letters="abcdef", years=(2026,)),
+    _problem("gradient_checkpointing", profiles.nested, profiles.one_recomputation,
+             commands=profiles.checkpointing_commands, letters="ab", years=(2026,)),
+    _problem("pytorch_attention", speed.pytorch_attention, commands=speed.attention_commands, letters="a"),
+    _problem("torch_compile", *_COMPILE, commands=speed.attention_commands, letters="ab"),
+    _problem("weighted_sum", speed.weighted_sum, commands=speed.weighted_sum_commands),
     _problem("flash_forward", code.TILED, code.TRITON, code.causal_forward, commands=code.few_shapes, letters="abc"),
     _problem("flash_backward", code.flash_backward, commands=code.few_shapes),
-    _problem("flash_benchmarking", attention.flash_benchmarking, commands=attention.flash_commands, letters="a"),
-    _problem("leaderboard", attention.board, commands=attention.board_commands, years=(2025,)),
+    _problem("flash_benchmarking", speed.flash_benchmarking, commands=speed.flash_commands, letters="a"),
+    _problem("leaderboard", speed.board, commands=speed.board_commands, years=(2025,)),
     _problem("distributed_communication_single_node",
              ranks.all_reduce, commands=ranks.all_reduce_commands),
     _problem("naive_ddp", code.NAIVE),

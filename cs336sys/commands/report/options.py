@@ -144,9 +144,8 @@ def _write_up(
     sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, format: str, output: Path | None
 ) -> bool:
     """Write the document from these files (as of :func:`source_files`); return whether all named ones were readable."""
-    from cs336sys.commands.report.document import build_document
+    from cs336sys.commands.report.document import build_document, write_document
     from cs336sys.commands.report.evidence import evidence_of
-    from cs336sys.commands.report.writing import write_document
 
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
-from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
-from cs336sys.commands.rank_training.tables import parallel_phase_table, plot_timelines
+from cs336sys.commands.rank_training.tables import parallel_phase_table, plot_timelines, scaling_picture, with_scaling
 from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, plot_memory, shard_tables
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload

@@ -9,8 +9,7 @@ from typing import Any
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
-from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, KernelGroup, StepPart
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RankMatching, local_ms
 from cs336sys.commands.trace.kernel_tables import shown_names, unclassified_note

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.ranks import RankMatching, find_stragglers
 from cs336sys.capture.taxonomy import Category

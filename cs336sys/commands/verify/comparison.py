@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.program import Training
-from cs336sys.commands.verify.reference import Reference
+from cs336sys.commands.verify.training import Reference
 from cs336sys.findings import Finding, sentence
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch

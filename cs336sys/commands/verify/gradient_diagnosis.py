@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.comparison import GRADIENT_PHASES, ComparedCase, TensorDifference, with_facts
-from cs336sys.commands.verify.reference import gradients_of_shares
+from cs336sys.commands.verify.training import gradients_of_shares
 from cs336sys.findings import Finding
 from cs336sys.parity.proportion import RELATIVE_TOLERANCE, is_near, scale_factor
 from cs336sys.parity.weights import norm

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 
 from cs336sys.commands.verify import diagnosis as diagnoses
-from cs336sys.commands.verify import reference as references
 from cs336sys.commands.verify.comparison import ComparedCase, fault, with_facts
 from cs336sys.commands.verify.program import Training
-from cs336sys.commands.verify.rank import is_sound, train_on_rank
+from cs336sys.commands.verify.training import (
+    Reference,
+    choose_training,
+    is_sound,
+    train_on_rank,
+    train_reference,
+    with_lower_precision,
+    with_max_norm,
+)
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.findings import Finding, sentence
@@ -102,8 +109,8 @@ class _Case:
                 user_models.load(workload.wrap)
         self._ranks(workload.timeout_s)  # Called for its effect: they start while this process trains.
         dtype = torch.float32 if self.plain_step in _float32_only else None  # None: float64, if the model can.
-        training = references.choose_training(workload, self.device, dtype)
-        self.training = references.with_max_norm(training) if self.program.clips else training
+        training = choose_training(workload, self.device, dtype)
+        self.training = with_max_norm(training) if self.program.clips else training
 
     def outcome(self) -> Outcome:
         """Run the case, in float32 if its wrap computes in no float64, and judge it."""
@@ -210,13 +217,13 @@ class _Case:
         self.workload = smaller  # These ranks are compared, not those that saved.
         return reports
 
-    def _train_reference(self, program: Program, reports: Sequence[RankReport]) -> references.Reference:
+    def _train_reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
         """Train in one process as the ranks that ran last: ``self.training`` gets their workload and optimizer."""
         optimizer = diagnoses.merged_spec(reports)
         self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
         optimizer_class = optimizer and optimizer.optimizer_class
         with refusing_optimizer(optimizer_class, failure="fails") if optimizer_class else contextlib.nullcontext():
-            return references.train_reference(self.training, program)
+            return train_reference(self.training, program)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
         """Return what a wrap's errors mean, and ``when`` they came: the plain step is wrong, others are refused."""
@@ -301,7 +308,7 @@ class _Case:
         watched = self._watch_again(program, plain_fault)
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.lower_dtype is None:  # One process has not yet rounded as these ranks do.
-            reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
+            reference = with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.differences:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)

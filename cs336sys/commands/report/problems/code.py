@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from cs336sys.commands.report.answer import Answer, facts_of
 from cs336sys.commands.report.evidence import cells_of
 from cs336sys.commands.report.problem import measurement, sized
-from cs336sys.commands.report.problems.attention import flash_commands
+from cs336sys.commands.report.problems.speed import flash_commands
 
 
 @dataclass(frozen=True)
