@@ -417,7 +417,10 @@ def _longer_parts(
     A part is named from :data:`_NAMED_SHARE` of the excess on, a kind of kernel from that share of computing's.
     """
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
-    kinds = list(map(_kind_ms, analyses))
+    kinds: list[dict[str, float]] = [defaultdict(float) for _ in analyses]  # Of each rank's mean step, by kind.
+    for analysis, kind_ms in zip(analyses, kinds, strict=True):
+        for kernel in analysis.kernels:
+            kind_ms[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
     return [
         (part, ms, _longer_times(kinds, rank, _NAMED_SHARE * ms) if part == StepPart.COMPUTING else [])
         for part, ms in _longer_times(parts, rank, _NAMED_SHARE * excess_ms)
@@ -429,11 +432,3 @@ def _longer_times(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: 
     others = [times for other, times in enumerate(times_ms) if other != rank]
     excess_ms = {name: ms - median(times.get(name, 0.0) for times in others) for name, ms in times_ms[rank].items()}
     return sorted(((name, ms) for name, ms in excess_ms.items() if ms > least_ms), key=lambda item: -item[1])
-
-
-def _kind_ms(analysis: Analysis) -> Mapping[str, float]:
-    """Return the mean time of a step's kernels by kind."""
-    totals: dict[str, float] = defaultdict(float)
-    for kernel in analysis.kernels:
-        totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
-    return totals

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import (
-    Calls,
-    Capture,
-    CollectiveRecord,
-    Damage,
-    DeviceWork,
-    Ranges,
-    collective_kind,
-    say_capture,
-)
+from cs336sys.capture import capture as captures
+from cs336sys.capture.capture import Calls, Capture, Damage, DeviceWork, Ranges, say_capture
 from cs336sys.capture.intervals import Nested, Times, containing, first_rows, group_numbers
 from cs336sys.capture.range_names import STEP, STEP_PHASES, WARM_UP
 from cs336sys.capture.taxonomy import Category, category_of
@@ -89,7 +81,7 @@ class Timeline(LaunchedWork):
     waits: Calls  # Calls that wait for the GPU, in the order in which they began.
     loading: Ranges  # In which the program waits for its next batch, in the order in which they began.
     collectives: DeviceWork  # The work that is a collective.
-    collective_records: Sequence[CollectiveRecord]  # Torch's record of each of these.
+    collective_records: Sequence[captures.CollectiveRecord]  # Torch's record of each of these.
     steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), "", are_found=False))
 
     @property
@@ -153,7 +145,9 @@ def _timeline(capture: Capture, chosen: Times, step: str | None) -> Timeline:
         loading=loading.select(np.argsort(loading.start, kind="stable")),
         collectives=collectives,
         collective_records=[
-            capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
+            capture.collectives[number]
+            if number >= 0
+            else captures.CollectiveRecord(captures.collective_kind(capture.texts[name]))
             for number, name in zip(collectives.collective.tolist(), collectives.name.tolist(), strict=True)
         ],
     )

@@ -9,6 +9,7 @@ from profile_files import ChromeTrace, NsysReport, train_step
 from test_capture_figures import read
 
 from cs336sys.capture import analysis, chrome_trace, nsys, reading
+from cs336sys.capture import capture as captures
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.range_names import run_name
 from cs336sys.capture.reading import read_captures
@@ -133,8 +134,7 @@ def test_a_gzip_bomb_is_refused_before_anything_in_it_is_decoded(content, tmp_pa
 def test_a_capture_that_takes_too_long_is_refused(kind, tmp_path, monkeypatch):
     recorder = kind(tmp_path / "file")
     train_step(recorder)
-    for module in (chrome_trace, nsys):
-        monkeypatch.setattr(module, "READING_S", -1)
+    monkeypatch.setattr(captures, "READING_S", -1)
     monkeypatch.setattr(nsys, "_STATEMENTS_BETWEEN_CHECKS", 1)
     with pytest.raises(UsageError, match="is not read within 600 s of CPU time: profile fewer steps"):
         reading.open_capture(recorder.write())

@@ -304,7 +304,6 @@ def xxl(
 _DEVICES = [2**power for power in range(3, 13)]
 _SCALINGS = ("strong", "weak")
 _MESHES = ("any", "ddp", "fsdp", "tp")
-_CHECKPOINTING = ("none", "block")
 
 
 def scaling(
@@ -319,7 +318,7 @@ def scaling(
     mesh: Annotated[list[str], choice(_MESHES, "any: the fastest; ddp, fsdp, tp: all devices in one.")] = ["any"],
     batch_size: Annotated[int, setting(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,
     device_batch_size: Annotated[int, setting(help="Sequences of each device, for weak scaling.", min=1)] = 4,
-    checkpoint: Annotated[str, choice(_CHECKPOINTING)] = "none",
+    checkpoint: Annotated[str, choice(("none", "block"))] = "none",
     measured: Annotated[
         list[Path],
         reads_file(

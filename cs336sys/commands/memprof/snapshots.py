@@ -1,6 +1,6 @@
 """The verdict, the tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -117,25 +117,22 @@ def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
+    # Keys of a dictionary: each sentence once, in order.
     notes = {"For a model that is there, memprof --memory 80GiB --plan finds the cheapest change that fits.": None}
     for diagnosis in diagnoses:
         by_category = {_CATEGORIES[name].key: size or None for name, size in diagnosis.by_category.items()}
         rows.append(fill_row(columns, diagnosis) | by_category)
         if (failure := diagnosis.moment.failure) is not None:
             rows[-1] |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
-        notes |= dict.fromkeys(_category_notes(diagnosis))  # Keys of a dictionary: each sentence once, in order.
+        # How the categories of memory were found, and what is not known of them.
+        record, is_recorded = diagnosis.moment.record, diagnosis.moment.inference.is_recorded
+        origin = "recorded" if is_recorded else "inferred" if record.has_stacks else "unknown"
+        notes[say_memory(f"{origin} categories", name=diagnosis.name)] = None
+        if pools := diagnosis.by_category["graph pools"]:
+            notes[say_memory("private pools", name=diagnosis.name, pools=pools)] = None
+        if record.unknown_frees and not is_recorded:
+            notes[say_memory("older blocks", name=diagnosis.name, count=record.unknown_frees)] = None
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
-
-
-def _category_notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
-    """Yield how the categories of memory were found, and what is not known of them."""
-    record, is_recorded = diagnosis.moment.record, diagnosis.moment.inference.is_recorded
-    origin = "recorded" if is_recorded else "inferred" if record.has_stacks else "unknown"
-    yield say_memory(f"{origin} categories", name=diagnosis.name)
-    if pools := diagnosis.by_category["graph pools"]:
-        yield say_memory("private pools", name=diagnosis.name, pools=pools)
-    if record.unknown_frees and not is_recorded:
-        yield say_memory("older blocks", name=diagnosis.name, count=record.unknown_frees)
 
 
 def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:

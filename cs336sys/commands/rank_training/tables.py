@@ -54,7 +54,14 @@ def parallel_step_table(
         *titles.GRAPH_COLUMNS,
         Column("status", "status"),
     )
-    all_notes = (*notes, *_check_notes(cells), *titles.method_notes(cells), *titles.notes_of_run(cells, run))
+    check_notes = {}  # Keys of a dictionary: each sentence once, in order.
+    for cell in cells:
+        size, layers = cell.configuration["size"], cell.configuration["num_layers"]
+        checked = cell.derived.get("checked_layers", layers)
+        if checked != layers:
+            why = "as asked" if checked == cell.configuration.get("check_layers") else "for want of memory"
+            check_notes[f"{size}: weights compared with {checked} of {layers} layers, {why}"] = None
+    all_notes = (*notes, *check_notes, *titles.method_notes(cells), *titles.notes_of_run(cells, run))
     return Table(command, heading, all_columns, rows, all_notes, steadier)
 
 
@@ -97,18 +104,6 @@ def exposure(cell: Cell) -> dict[str, Interval]:
         most, least = (min(max(100 * (1 - ms / hideable_ms), 0.0), 100.0) for ms in (exposed_ms.low, exposed_ms.high))
         intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed_ms.is_noise)
     return intervals
-
-
-def _check_notes(cells: Sequence[Cell]) -> list[str]:
-    """Name the models that were checked with fewer layers."""
-    notes = []
-    for cell in cells:
-        size, layers = cell.configuration["size"], cell.configuration["num_layers"]
-        checked = cell.derived.get("checked_layers", layers)
-        if checked != layers:
-            why = "as asked" if checked == cell.configuration.get("check_layers") else "for want of memory"
-            notes.append(f"{size}: weights compared with {checked} of {layers} layers, {why}")
-    return list(dict.fromkeys(notes))
 
 
 def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torch_averaging: str) -> Table:
@@ -283,7 +278,20 @@ def with_scaling(tables: RunTableBuilder) -> RunTableBuilder:
 def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     """Build the table of the cells of every curve, if cells were measured on several numbers of ranks."""
     curves = scaling_curves(cells)
-    rows = [_curve_row(curve, cell) for curve in curves for cell in curve.cells]
+    rows = [
+        {
+            **cell.configuration,
+            **cell.derived,
+            **exposure(cell),
+            "scaling": curve.scaling,
+            "step_ms": cell.samples["step"],
+            "linear_percent": curve.linear_percent(cell),
+            "peak_gib": _peak_gib(cell, "measured"),
+            "predicted_peak_gib": _peak_gib(cell, "predicted"),
+        }
+        for curve in curves
+        for cell in curve.cells
+    ]
     settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
         *named_columns("scaling", "size"),
@@ -306,19 +314,6 @@ def _rate_column(cells: Sequence[Cell]) -> Column:
     has_examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
     tokens, examples = RATE_COLUMNS
     return examples if has_examples and all(has_examples) else tokens
-
-
-def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
-    return {
-        **cell.configuration,
-        **cell.derived,
-        **exposure(cell),
-        "scaling": curve.scaling,
-        "step_ms": cell.samples["step"],
-        "linear_percent": curve.linear_percent(cell),
-        "peak_gib": _peak_gib(cell, "measured"),
-        "predicted_peak_gib": _peak_gib(cell, "predicted"),
-    }
 
 
 def _peak_gib(cell: Cell, source: str) -> float | None:

@@ -25,7 +25,6 @@ from cs336sys.tables.table import Table, one_line
 
 # Options of a command line that say where results went, and not what was measured: with a value, and without.
 _FILE_OPTIONS = ("--save", "--output", "-o", "--format", "--plot", "--plot-buckets", "--snapshot", "--trace")
-_FILE_FLAGS = ("--resume", "--resume-any")
 
 # What pictures show, by the names that commands give them; memprof names each by its workload.
 _CAPTIONS = {
@@ -113,12 +112,6 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     return Section(part.letter, answers, [] if answers else lines)
 
 
-def _caption(name: str) -> str:
-    """Caption a picture by its name, which ends in a number where several have the same: ``flash, 2``."""
-    kind, comma, number = name.partition(", ")
-    return _CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}") + comma + number
-
-
 def _finished(answer: Answer, lines: Sequence[str], lines_of_missing: Sequence[str]) -> Answer:
     """Add machine, captions, commands (the part's ``lines`` if no run is known), and what measures what is missing."""
     # An item with backticks has the command that measures it in its own text.
@@ -127,40 +120,39 @@ def _finished(answer: Answer, lines: Sequence[str], lines_of_missing: Sequence[s
         commands = ", ".join(f"`{line}`" for line in lines_of_missing)
         missing.append(f"Not measured: {'; '.join(items)}." + f" Measure it with {commands}." * bool(commands))
     runs = answer.runs.values()
+    # Each note stands only under the last table that has it.
+    last_table = {note: index for index, table in enumerate(answer.tables) for note in table.notes}
+    tables = [
+        replace(table, notes=[note for note in table.notes if last_table[note] == index])
+        for index, table in enumerate(answer.tables)
+    ]
+    pictures = {}
+    for name, draw in answer.pictures.items():
+        # The name ends in a number where several have the same: ``flash, 2``.
+        kind, comma, number = name.partition(", ")
+        pictures[_CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}") + comma + number] = draw
     return replace(
         answer,
         machine="; ".join([answer.evidence.machine, *environment_words(runs)]) if runs else "",
         commands=list(dict.fromkeys(map(typed_command, runs))) or list(lines),
-        tables=_with_notes_once(answer.tables),
-        pictures={_caption(name): draw for name, draw in answer.pictures.items()},
+        tables=tables,
+        pictures=pictures,
         missing=missing,
     )
 
 
-# Commands whose ranks communicate, how the names of variables that change this begin, and what turns multicast off.
-_WITH_RANKS = ("allreduce", "ddp", "shard", "verify")
-_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "GLOO_")
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
-
-
 def environment_words(runs: Iterable[Run]) -> list[str]:
     """Name the variables under which ranks communicated, in one clause or none; ranks of a CPU have Gloo's alone."""
-    of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
-    prefixes = _PREFIXES if any(run.machine.get("gpu") for run in of_ranks) else "GLOO_"
+    of_ranks = [run for run in runs if run.arguments and run.arguments[0] in ("allreduce", "ddp", "shard", "verify")]
+    prefixes: tuple[str, ...] = ("GLOO_",)
+    if any(run.machine.get("gpu") for run in of_ranks):
+        prefixes = ("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_SYMM_")
     variables = {item for run in of_ranks for item in run.environment.items() if item[0].startswith(prefixes)}
     # NCCL_VERSION, of NVIDIA's container images, changes nothing.
     names = sorted(f"{name}={value}" for name, value in variables if not name.endswith("_VERSION"))
-    multicast = ", which turns NVLink multicast off" if _NO_MULTICAST & {*names} else ""
+    no_multicast = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
+    multicast = ", which turns NVLink multicast off" if no_multicast & {*names} else ""
     return [f"with {', '.join(names)}{multicast}"] if names else []
-
-
-def _with_notes_once(tables: Sequence[Table]) -> list[Table]:
-    """Keep each note only under the last table that has it."""
-    last_table = {note: index for index, table in enumerate(tables) for note in table.notes}
-    return [
-        replace(table, notes=[note for note in table.notes if last_table[note] == index])
-        for index, table in enumerate(tables)
-    ]
 
 
 def typed_command(run: Run) -> str:
@@ -170,7 +162,7 @@ def typed_command(run: Run) -> str:
     for argument in arguments:
         if argument in _FILE_OPTIONS:
             next(arguments, None)  # "--save", "FILE"; below is "--save=FILE"
-        elif argument.partition("=")[0] not in (*_FILE_OPTIONS, *_FILE_FLAGS):
+        elif argument.partition("=")[0] not in (*_FILE_OPTIONS, "--resume", "--resume-any"):
             kept.append(argument)
     return shlex.join(kept)
 

@@ -161,9 +161,6 @@ def why_not(command: Command, target: Target) -> str | None:
     return None
 
 
-_PLAN_COLUMNS = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
-
-
 def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) -> Table:
     """Build the table of ``--dry-run``: the commands with their time and memory."""
     rows: list[dict[str, Any]] = []
@@ -175,4 +172,5 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
         rows.append(row)
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
-    return Table("plan", title, _PLAN_COLUMNS, rows)
+    headers = {"seconds": "about", "memory_gib": "memory", "gpus": "GPUs", "note": "note", "problems": "for"}
+    return Table("plan", title, named_columns("command", **headers), rows)

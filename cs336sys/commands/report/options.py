@@ -178,8 +178,6 @@ def _document_format(format: str | None, output: Path | None) -> str:
 
 _NOT_RESUMABLE = ("precision",)  # Takes seconds, without --resume; others go on with what their --save file holds.
 
-_POLL_S = 1.0
-
 
 def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
     """Run the plan's commands, saving into the folder; cells that its files hold already are not measured again.
@@ -225,7 +223,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     # Its tables go to standard error: standard output is the write-up's.
     program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
-        while not program.has_ended(_POLL_S):  # It returns as soon as the program ends.
+        while not program.has_ended(1.0):  # It returns as soon as the program ends.
             pass
     finally:
         # Ctrl-C has reached this process alone. Every cell that was measured is in the file.

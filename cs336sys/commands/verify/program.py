@@ -291,7 +291,12 @@ class ProgramRun:
         self._record_step(step, total_loss)
         watcher.phase = "clip"
         if self.program.clips:
-            self.record.add_number("norm", step, self._clip())
+            max_norm = self.training.max_norm
+            if self.on_ranks:
+                norm = self.wrapped.clip(self.optimizer, max_norm)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
+            self.record.add_number("norm", step, norm)
         watcher.phase = "optimizer"
         # One process, whose losses are all finite, skips what ranks must skip.
         if self.on_ranks or not self.program.overflows(step):
@@ -332,21 +337,19 @@ class ProgramRun:
         return tree_map_only(Tensor, part_of, batch)
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
-        output = self._call(inputs)
+        """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set; return the loss."""
+        model, dtype = self.wrapped.module, self.copies_dtype
+        if dtype is None:
+            output = user_models.call_model(model, inputs)
+        else:
+            # As fully sharded models in half precision. Tied weights have a copy by each of their names.
+            copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
+            inputs = cast_floating(inputs, dtype)
+            arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+            output = functional_call(model, copies, arguments, named, tie_weights=False)
         if self.wrapped.loss is not None:
             return self.wrapped.loss(output, targets)
         return subjects.loss_of(self.workload, output, targets)
-
-    def _call(self, inputs: Any) -> Any:
-        """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set."""
-        model, dtype = self.wrapped.module, self.copies_dtype
-        if dtype is None:
-            return user_models.call_model(model, inputs)
-        # As fully sharded models in half precision. Tied weights have a copy by each of their names.
-        copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
-        inputs = cast_floating(inputs, dtype)
-        arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
-        return functional_call(model, copies, arguments, named, tie_weights=False)
 
     def _backward(self, loss: Tensor, step: int) -> None:
         """Run the wrap's or torch's backward pass of the scaled loss, which on one rank is infinite if it overflows."""
@@ -357,13 +360,6 @@ class ProgramRun:
         self.wrapped.backward(loss) if self.wrapped.backward is not None else loss.backward()
         for handle in handles:
             handle.remove()
-
-    def _clip(self) -> float:
-        """Clip gradients, and return their norm before."""
-        max_norm = self.training.max_norm
-        if self.on_ranks:
-            return self.wrapped.clip(self.optimizer, max_norm)
-        return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
 
     def _evaluate(self) -> float:
         """Return the loss of the evaluation's batch, of the shares that are trained on here."""

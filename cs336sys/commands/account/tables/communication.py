@@ -58,7 +58,11 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
     """Return a table of answers for each strategy, and one that compares them; ``mesh`` replaces fsdp-tp's fastest."""
     tables, summary_rows = [], []
     for strategy in strategies:
-        chosen = _choose_mesh(strategy, layer, devices, mesh)
+        if strategy == "fsdp-tp":
+            # Else the mesh with the fastest forward pass, if its axes take turns to use the network.
+            chosen = mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
+        else:
+            chosen = Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
         answers = parallelism_answers(strategy, layer, chosen)
         shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {_devices_text(strategy, chosen)} devices"
         notes = sentences(__name__, "parallel", element_bytes=layer.element_bytes)
@@ -84,14 +88,6 @@ for _which in PASSES:
     _SUMMARY_COLUMNS += named_columns(f"{_which}_computing_ms", f"{_which}_communication_ms")
     _SUMMARY_COLUMNS.append(Column(f"{_which}_bound", f"{_which} bound by"))
     _SUMMARY_COLUMNS.append(Column(f"{_which}_most_devices", f"{_which} most devices", "value"))
-
-
-def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
-    """Return how a strategy arranges the devices; ``mesh`` is the user's choice for fsdp-tp, if there is one."""
-    if strategy == "fsdp-tp":
-        # Else the mesh with the fastest forward pass, if its axes take turns to use the network.
-        return mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
-    return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
 
 
 def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
@@ -231,34 +227,30 @@ def simulate_scaling(
 
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
     """Return a row for each kind of mesh, scaling and number of devices; ``notes`` say where its rates come from."""
-    rows = [_scaling_row(*setting, steps, simulation) for of_mesh in simulated for setting, steps in of_mesh.items()]
-    size = simulation.size
+    size, capacity = simulation.size, simulation.cluster.memory_bytes
+    rows: list[dict[str, Value]] = []
+    for (scaling, count), fastest_steps in (item for of_mesh in simulated for item in of_mesh.items()):
+        row: dict[str, Value] = {"scaling": scaling, "devices": count}
+        rows.append(row)
+        if fastest_steps is None:
+            row["limit"] = "no mesh of so many devices divides the batch, and the heads inside a node"
+            continue
+        step, ignoring_memory = fastest_steps
+        tokens_per_s = step.batch_size * size.context / step.step_s
+        # If each device computed at the rate of one alone, without optimizer and communication.
+        ideal_tokens_per_s = size.context / simulation.device.sequence_s * count
+        limit = step.longest_part  # Unless memory limits it.
+        if step.memory > capacity:
+            limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
+        elif ignoring_memory.step_s < step.step_s:
+            time_and_memory = f"{1e3 * ignoring_memory.step_s:.4g} ms, {ignoring_memory.memory_gib:.4g} GiB"
+            limit = f"memory: {ignoring_memory.mesh.text} at once: {time_and_memory}"
+        row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal_tokens_per_s}
+        row |= {"limit": limit, **fill_row(_COLUMNS, step), "tflops": simulation.flops_per_s(step) / 1e12}
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
     assumptions = sentences(__name__, "assumptions")
     return Table("scaling", f"{title}, {simulation.dtypes.text}", _COLUMNS, rows, [*notes, *assumptions])
-
-
-def _scaling_row(
-    scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
-) -> dict[str, Value]:
-    """Return the row of a step, the fastest that fits or else the smallest; the second, at once, may not fit."""
-    row: dict[str, Value] = {"scaling": scaling, "devices": count}
-    if fastest_steps is None:
-        return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
-    step, ignoring_memory = fastest_steps
-    context, capacity = simulation.size.context, simulation.cluster.memory_bytes
-    tokens_per_s = step.batch_size * context / step.step_s
-    # If each device computed at the rate of one alone, without optimizer and communication.
-    ideal_tokens_per_s = context / simulation.device.sequence_s * count
-    limit = step.longest_part  # Unless memory limits it.
-    if step.memory > capacity:
-        limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
-    elif ignoring_memory.step_s < step.step_s:
-        time_and_memory = f"{1e3 * ignoring_memory.step_s:.4g} ms, {ignoring_memory.memory_gib:.4g} GiB"
-        limit = f"memory: {ignoring_memory.mesh.text} at once: {time_and_memory}"
-    row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal_tokens_per_s, "limit": limit}
-    return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
 
 def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
