@@ -47,8 +47,7 @@ def is_profiled() -> bool:
 def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
     """Run a command under nsys from cudaProfilerStart to cudaProfilerStop, and return the report, in ``folder``.
 
-    Raises:
-        CapabilityError: nsys left no report.
+    A CapabilityError says that nsys left none.
     """
     # Guarded, because nsys starts the program in a session of its own, and daemons besides.
     done = run_guarded_program([str(nsys.path), "profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
@@ -59,11 +58,7 @@ def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
 
 
 def export(nsys: Profiler, report: Path, database: Path) -> None:
-    """Export a report as SQLite.
-
-    Raises:
-        UsageError: this nsys cannot read the report: it is none, is damaged, or comes from a newer version.
-    """
+    """Export a report as SQLite; a UsageError says that it is none, is damaged, or comes from a newer version."""
     options = ("--type=sqlite", "--force-overwrite=true", f"--output={database}")
     done = run_guarded_program([str(nsys.path), "export", *options, str(report.absolute())])
     if done.returncode != 0 or not database.exists():

@@ -51,17 +51,13 @@ class RankMatching(SavedRecord):
 
 @dataclass(frozen=True)
 class RanksAnalysis:
-    """Joint analysis of several ranks.
-
-    Attributes:
-        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank, -1 if that is not
-            known; for each of its kernels, how much longer it took next to a collective that waited.
-        step_numbers: of each rank; equal numbers are one step.
-    """
+    """Joint analysis of several ranks."""
 
     clocks: Clocks
+    # Of each rank, for each of its collectives, how long it waited for the last rank, -1 if that is not known; for each
+    # of its kernels, how much longer it took next to a collective that waited.
     waiting_ns: tuple[Times, ...]
-    step_numbers: tuple[tuple[int, ...], ...]
+    step_numbers: tuple[tuple[int, ...], ...]  # Of each rank; equal numbers are one step.
     matching: RankMatching
 
 
@@ -246,10 +242,7 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
     """Fit offset and drift of each rank's clock so that collectives end together on all.
 
     Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
-    less (Huber). The first rank's clock is right by definition.
-
-    Args:
-        stops: of each rank's collectives, on its own clock.
+    less (Huber). The first rank's clock is right by definition. ``stops`` are on each rank's own clock.
     """
     ranks = len(stops)
     origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)

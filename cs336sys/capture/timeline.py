@@ -97,11 +97,8 @@ class Timeline(LaunchedWork):
 def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
     """Return a timeline, with whole steps, of each GPU of each process that did more than a little.
 
-    Args:
-        step: name of the ranges that are the steps.
-
-    Raises:
-        UsageError: there are no ranges of that name, or they launched no work of a GPU.
+    ``step``: name of the ranges that are the steps. A UsageError says that there are none, or that they launched no
+    work of a GPU.
     """
     work = capture.work
     owners, owner = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)

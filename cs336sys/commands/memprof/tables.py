@@ -115,17 +115,12 @@ CERTAINTIES = {"measured": "proved", "looks like": "looks like"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentences on a snapshot.
-
-    Attributes:
-        event: the allocation that failed, and the memory held then; without a cause, why none is known.
-        advice: what to do where there is no cause.
-    """
+    """The sentences on a snapshot."""
 
     diagnosis: MemoryDiagnosis
-    event: str
+    event: str  # The allocation that failed, and the memory held then; without a cause, why none is known.
     causes: Sequence[Finding]
-    advice: str = ""
+    advice: str = ""  # What to do where there is no cause.
 
     @property
     def sentence(self) -> str:

@@ -126,25 +126,19 @@ def templates() -> "Environment":
 
 @dataclass
 class Answer:
-    """The sentences of a part, and the cells of one machine that they are about.
-
-    Attributes:
-        sentences: computed from the numbers; a part without sentences and tables has no answer.
-        runs: that measured what the sentences say; none for what follows from arithmetic.
-        missing: what is asked and was not measured.
-        machine: where the cells were measured, with the environment that changes results; empty for arithmetic.
-        commands: that measured them, or that print the arithmetic.
-    """
+    """The sentences of a part, and the cells of one machine that they are about."""
 
     evidence: Evidence
     handout: Handout
+    # Computed from the numbers; a part without sentences and tables has no answer.
     sentences: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    # That measured what the sentences say; none for what follows from arithmetic.
     runs: dict[str, Run] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    machine: str = ""
-    commands: Sequence[str] = ()
+    missing: list[str] = field(default_factory=list)  # What is asked and was not measured.
+    machine: str = ""  # Where the cells were measured, with the environment that changes results; empty for arithmetic.
+    commands: Sequence[str] = ()  # That measured them, or that print the arithmetic.
 
     def __post_init__(self) -> None:
         self.find, self.find_each = self.evidence.find, self.evidence.find_each

@@ -40,15 +40,11 @@ _CAPTIONS = {
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a problem, with each machine's answer.
-
-    Attributes:
-        measuring_lines: without any answer, the command lines that would measure it.
-    """
+    """One part of a problem, with each machine's answer."""
 
     letter: str
     answers: Sequence[Answer]
-    measuring_lines: Sequence[str] = ()
+    measuring_lines: Sequence[str] = ()  # Without any answer, the command lines that would measure it.
 
 
 @dataclass(frozen=True)

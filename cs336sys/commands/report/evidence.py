@@ -96,16 +96,11 @@ def cells_of(groups: Sequence[Selection]) -> list[Cell]:
 
 @dataclass
 class Evidence:
-    """The saved cells of one machine.
+    """The saved cells of one machine."""
 
-    Attributes:
-        machine: its GPU or CPU, and torch's version.
-        tests: outcomes by the name of the test, of a JUnit file.
-    """
-
-    machine: str = ""
+    machine: str = ""  # Its GPU or CPU, and torch's version.
     shown: list[tuple[Invocation, list[Cell]]] = field(default_factory=list)
-    tests: Mapping[str, str] = field(default_factory=dict)
+    tests: Mapping[str, str] = field(default_factory=dict)  # Outcomes by the name of the test, of a JUnit file.
 
     def find(self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]) -> list[Selection]:
         """Return the command's cells with the ``required`` values of settings, the invocation with most cells first.

@@ -270,11 +270,7 @@ def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
 def diagnose_groups(
     reports: Sequence[RankReport], in_one_process: RankReport, shapes: Mapping[str, torch.Size]
 ) -> tuple[Finding | None, list[str]]:
-    """Say which parameter has other settings of the optimizer than the same wrap gives it on one rank.
-
-    Returns:
-        the diagnosis, None where all have the same, and what could not be compared.
-    """
+    """Say which parameter has other settings of the optimizer than on one rank, None if none; and what is unknown."""
     spec, expected = merged_spec(reports), in_one_process.optimizer  # The latter is None where the wrap fails there.
     assert spec is not None  # Else the case does not apply.
     seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
