@@ -83,7 +83,6 @@ _STRINGS = "StringIds"
 _GPUS = "TARGET_INFO_GPU"
 
 _IS_POSSIBLE_TIME = f'start >= {-captures.LATEST_NS} AND "end" >= start AND "end" <= {captures.LATEST_NS}'
-_VERSION_ENDING = re.compile(r"_V\d+$")
 
 # CUpti_ActivityMemcpyKind
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
@@ -126,7 +125,7 @@ class _Export:
         rows = report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         # Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
         for name in sorted(str(row[0]) for row in rows):
-            kind = _VERSION_ENDING.sub("", name)
+            kind = re.sub(r"_V\d+$", "", name)
             if kind not in self._tables or self._has_row(name):
                 self._tables[kind] = name
         for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):

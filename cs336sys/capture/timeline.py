@@ -32,7 +32,6 @@ _WAITING_CALL = re.compile(
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 # Ranges that name no part of a model.
 _NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
-_INSTANCE_NUMBER = re.compile(r"_\d+$")  # torch numbers the instances of a module's class.
 
 
 @dataclass(frozen=True)
@@ -171,12 +170,12 @@ def _modules(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]
     is_backward = (innermost < 0) & (forward >= 0)
     operations = capture.operations.select(forward[is_backward])
     innermost[is_backward] = nested.innermost(operations.start, operations.thread)
-    # A module's label names it and the module around it.
+    # A module's label names it and the module around it, without the number that torch gives instances of a class.
     number_of_label: dict[str, int] = {}
     label_of_call = np.full(len(calls) + 1, -1)
     for call in np.unique(innermost[innermost >= 0]).tolist():
         names = [capture.texts[calls.name[number]] for number in (nested.parent[call], call) if number >= 0]
-        label = ".".join(_INSTANCE_NUMBER.sub("", name.removeprefix("nn.Module: ")) for name in names)
+        label = ".".join(re.sub(r"_\d+$", "", name.removeprefix("nn.Module: ")) for name in names)
         label_of_call[call] = number_of_label.setdefault(label, len(number_of_label))
     return label_of_call[innermost], list(number_of_label)
 

@@ -209,9 +209,6 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
 
 _ALONG = ("world_size", "mesh", "trace")  # Settings that differ along a curve, or that no step depends on.
 
-# Settings of a strategy: on one rank there is nothing that they could change.
-_OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
-
 _SETTING_COLUMNS = columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") | by_key(
     Column("prefetch", "prefetch"), Column("bucket_mb", "bucket, MB")
 )
@@ -243,7 +240,8 @@ def _share(cell: Cell) -> float:
 def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     """Return curves of at least two numbers of ranks; where a strategy lacks one rank, ``none`` on one rank will do."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    ignored_on_one_rank = (*_ALONG, *_OF_STRATEGIES)
+    # Settings of a strategy change nothing on one rank.
+    ignored_on_one_rank = (*_ALONG, "strategy", "prefetch", "keep_gathered", "bucket_mb")
     single_ranks = {
         configuration_key(cell.configuration, ignore=ignored_on_one_rank): cell
         for cell in measured

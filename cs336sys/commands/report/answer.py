@@ -293,12 +293,6 @@ def measured(
     return answer_with_cells
 
 
-# Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
-_SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
-
-_SURE = 1.25  # A speed-up whose ends are in a larger ratio rests on few samples, and is not named as an extreme.
-
-
 def compared(
     groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str], *order: str
 ) -> list[dict[str, Any]]:
@@ -309,10 +303,12 @@ def compared(
     ``PHASE_ms`` (medians; ``_std_ms`` with deviations), ``PHASE_speedup`` (an interval) and ``PHASE_is_sure`` (it is
     narrow). Of several invocations with the same cells, the first with the fewest undecided phases counts.
     """
+    # Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
+    names = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:
         for cell in group.measured:
-            shared = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
+            shared = {name: cell.configuration[name] for name in names if name in cell.configuration}
             base_settings = {**shared, setting: base}.items()  # The cell's, but for the base value.
             before = next((other for other in group.measured if base_settings <= other.configuration.items()), None)
             if before is None or cell.configuration[setting] == base:
@@ -323,7 +319,8 @@ def compared(
                 speedup = ratio(old, new)
                 row |= {f"{phase}_before_ms": old.median, f"{phase}_ms": new.median, f"{phase}_speedup": speedup}
                 row |= {f"{phase}_before_std_ms": old.std, f"{phase}_std_ms": new.std}
-                row[f"{phase}_is_sure"] = speedup.high <= _SURE * speedup.low
+                # If its ends are in a larger ratio, it rests on few samples, and is not named as an extreme.
+                row[f"{phase}_is_sure"] = speedup.high <= 1.25 * speedup.low
                 row["samples"] = min(row["samples"], len(old.measured), len(new.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")

@@ -174,13 +174,11 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
     return most_first or [Evidence(tests=tests)], faults  # Without any cell, tests and arithmetic still answer.
 
 
-_TESTS_BYTES = 16 * MIB  # The course's tests, of which there are dozens, take 20 KB.
-
-
 def read_test_outcomes(path: Path) -> dict[str, str]:
     """Read which tests ``passed``, ``failed`` or were ``skipped``, by name, from a file of ``pytest --junitxml``."""
     try:
-        cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
+        chunks = read_chunks(path, 16 * MIB)  # The course's tests, of which there are dozens, take 20 KB.
+        cases = list(ElementTree.fromstring(b"".join(chunks)).iter("testcase"))
     except UsageError:
         raise  # a ValueError that says already what is wrong
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:

@@ -95,8 +95,6 @@ PROBLEMS = {year: tuple(problem for years, problem in _ALL if year in years) for
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
 
-_CPU_SIZES = ("small", "tiny")  # Sizes that ranks on a CPU can train, the largest first.
-
 
 def target_of(
     handout: Handout, size: str | None, device: str, gpu: str | None = None, memory_bytes: float | None = None
@@ -144,7 +142,7 @@ def _commands_here(part: Part, target: Target) -> list[Command]:
 def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
     """Return a part's commands with Gloo ranks of the largest size that fits here; none where no size does."""
     note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
-    for local in (target_of(target.handout, size, "cpu") for size in _CPU_SIZES):
+    for local in (target_of(target.handout, size, "cpu") for size in ("small", "tiny")):
         commands = [command for command in part.commands(local) if command.is_saved]
         # Every rank holds in this machine's memory what it would hold in a GPU's; gpus=1: no GPU is missed.
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):

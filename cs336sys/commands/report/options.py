@@ -176,9 +176,6 @@ def _document_format(format: str | None, output: Path | None) -> str:
     return chosen
 
 
-_NOT_RESUMABLE = ("precision",)  # Takes seconds, without --resume; others go on with what their --save file holds.
-
-
 def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
     """Run the plan's commands, saving into the folder; cells that its files hold already are not measured again.
 
@@ -214,7 +211,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     # The same files in every run, so that a command finds the cells of an earlier one.
     stem = folder / f"{name}-{hashlib.sha256(command.line.encode()).hexdigest()[:8]}"
     arguments = [*command.arguments, "--save", f"{stem}.jsonl.gz", "--output", f"{stem}.md"]
-    if name not in _NOT_RESUMABLE:
+    if name != "precision":  # Which takes seconds, without --resume; others go on with what their --save file holds.
         arguments.append("--resume")
     # The command does what its line says: no variables of its options, and an empty file instead of pyproject.toml.
     prefix = f"CS336SYS_{name.upper()}_"

@@ -32,11 +32,7 @@ from cs336sys.training import user_models
 
 _MOST_ELEMENTS = 2e7  # Of all steps together, to be compared after every step; of more, after the first and the last.
 
-_EVALUATION_STEP = 900  # No step trains on the batch of this one.
-
 _OTHER_SEED = 1000  # How far apart the seeds are of ranks with different weights, and of models that are loaded into.
-
-_LOSS_SCALE = 1024.0  # A power of two, so that scaling rounds nothing.
 
 # Settings of optimizers that change no number, or that the class itself does not take.
 _IGNORED_SETTINGS = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
@@ -133,10 +129,10 @@ class ProgramRun:
         self._name_tensors(module, plain_parameters, buffer_names)
         if self.training.optimizer is not None:
             self.optimizer = self.training.optimizer.build(self.parameters)  # One process has no wrap's.
-        # Scaling rounds nothing, so one process has the same gradients without it. A scale grows after 10**6 steps.
+        # A power of two rounds nothing: one process has the same gradients without. A scale grows after 10**6 steps.
         scales = self.on_ranks and self.program.scales
         self.scaler = self.wrapped.scaler_class(
-            self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
+            self.device.type, init_scale=1024.0, growth_interval=10**6, enabled=scales
         )
         self._report_wrap()
 
@@ -365,7 +361,7 @@ class ProgramRun:
         """Return the loss of the evaluation's batch, of the shares that are trained on here."""
         module = self.wrapped.module
         module.eval()
-        batch = subjects.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, step=900)  # Which no step trains on.
         with torch.no_grad():
             losses = [self._loss(*self._part_of(share, batch)).item() * share.weight for share in self.shares(1)]
         module.train()

@@ -28,8 +28,6 @@ from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of
 from cs336sys.training.ranks.tensor_strategies import torch_linear
 
-_MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")  # Of parameters that take a mesh; GROUP_NAMES take a group.
-
 
 @dataclass(frozen=True)
 class Wrapped:
@@ -97,7 +95,8 @@ def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: Devic
     with contextlib.suppress(ValueError):  # Python does not know the parameters of some functions in C.
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # A larger mesh has a group a dimension.
-    values: dict[str, Any] = dict.fromkeys(optimizers.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
+    values: dict[str, Any] = dict.fromkeys(("mesh", "device_mesh", "mesh_or_group"), mesh)
+    values |= dict.fromkeys(optimizers.GROUP_NAMES, group)
     for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})

@@ -83,18 +83,16 @@ def _rank_row(step: ShardedStep) -> dict:
     return row
 
 
-_BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
-
-
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
     labels = [_bar_label(step, steps) for step in steps]
     figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
+    bar_names = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
     for component in ("parameters", "gradients", "optimizer_state", "activations"):
         heights = [getattr(peak, component) / GIB for peak in peaks]
-        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=_BAR_NAMES.get(component, component))
+        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=bar_names.get(component, component))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for position, total in enumerate(bottoms):
         drawing.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=9)
@@ -113,9 +111,6 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
 
     columns = zip(step_labels(step), *map(step_labels, steps), strict=True)
     return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
-
-
-_LONGEST_CONTEXT = 2**30  # Contexts are doubled up to this, more than any memory holds, to find one that does not fit.
 
 
 def _describe_size(size: ModelSize) -> str:
@@ -174,9 +169,9 @@ def attention_tables(
     )
     title = f"Attention alone: batch {batch}, {dtype}, {'causal' if causal else 'full'}"
     tables = [Table("attention", title, columns, rows, sentences(__name__, "attention"))]
-    # Up to a length that no memory holds, so that each implementation has a shape that does not fit.
+    # Doubled up to a length that no memory holds, so that each implementation has a shape that does not fit.
     longer = [*tried]
-    while longer[-1] < _LONGEST_CONTEXT:
+    while longer[-1] < 2**30:
         longer.append(2 * longer[-1])
     for implementation in implementations:
         peaks = {

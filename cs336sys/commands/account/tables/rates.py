@@ -179,15 +179,14 @@ def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in all_reduces if cell.configuration["backend"] == "nccl"] or all_reduces
 
 
-# By setting: its name in a label, and its default, which labels leave out.
-_LABEL = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
-
-
 def _bench_step_label(cell: Cell) -> str:
     """Name a cell of ``bench`` by its settings."""
     settings = cell.configuration
     label = "{size} {precision} context {context} batch {batch_size} compile {compile}".format(**settings)
-    for name, (word, default) in _LABEL.items():
+    # By setting: its name in a label, and its default, which labels leave out.
+    names = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference")}
+    names["state_dtype"] = ("state in", "fp32")
+    for name, (word, default) in names.items():
         if settings.get(name, default) != default:
             label += f" {word} {settings[name]}"
     return label
