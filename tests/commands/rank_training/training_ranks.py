@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -67,7 +66,7 @@ def import_compiler() -> None:
 
 def break_overlap(how: str) -> None:
     """From now on strategy ``overlap`` is wrong on this rank."""
-    strategies.replicated = _broken(_BREAKS[how])
+    strategies.replicated = _broken(how)
 
 
 def repair() -> None:
@@ -153,73 +152,44 @@ def killed_between_replays(workload):
     torch.cuda.synchronize()
 
 
-def _broken(breaks: Callable) -> strategies.Prepare:
+# Whose gradient is left as a rank has it, by what is wrong then.
+_OWN = {
+    "norm left out": "layers.0.ln1.weight",
+    "head left out": "lm_head.weight",
+    "tiny left out": "tiny",
+    "query left out": "query.bias",
+}
+
+
+def _broken(how: str) -> strategies.Prepare:
+    """Strategy ``overlap`` with averaged gradients that are wrong: one of ``_OWN``, "sum", "stale" or "nan"."""
+
     def prepare(workload, *arguments):
         replica = _RIGHT(workload, *arguments)
         if workload.strategy != "overlap":
             return replica
-        gradients = breaks(list(replica.model.module.named_parameters()))
+        parameters, kept = dict(replica.model.module.named_parameters()), {}
+        own = _OWN.get(how)
+        if own is not None:
+            parameters[own].register_hook(lambda gradient: kept.update({own: gradient.clone()}))
 
         def synchronize():
             replica.synchronize()
-            gradients()
+            for name, parameter in parameters.items():
+                if how == "sum":
+                    parameter.grad.mul_(dist.get_world_size())
+                elif how == "stale":  # Those of the step before.
+                    now = parameter.grad.clone()
+                    parameter.grad.copy_(kept.get(name, now))
+                    kept[name] = now
+                elif name == own:
+                    parameter.grad.copy_(kept[name])
+            if how == "nan" and dist.get_rank() == 1:
+                next(iter(parameters.values())).grad[0] = torch.nan
 
         return replace(replica, synchronize=synchronize)
 
     return prepare
-
-
-def _sum_in_place_of_mean(named):
-    def gradients():
-        for _, parameter in named:
-            parameter.grad.mul_(dist.get_world_size())
-
-    return gradients
-
-
-def _own_gradient_of(wanted):
-    def breaks(named):
-        sent = {}
-        parameter = dict(named)[wanted]
-        parameter.register_hook(lambda gradient: sent.update(gradient=gradient.clone()))
-
-        def gradients():
-            parameter.grad.copy_(sent["gradient"])
-
-        return gradients
-
-    return breaks
-
-
-def _gradients_of_the_step_before(named):
-    before = {}
-
-    def gradients():
-        for name, parameter in named:
-            now = parameter.grad.clone()
-            parameter.grad.copy_(before.get(name, now))
-            before[name] = now
-
-    return gradients
-
-
-def _not_a_number_on_rank_1(named):
-    def gradients():
-        if dist.get_rank() == 1:
-            named[0][1].grad[0] = torch.nan
-
-    return gradients
-
-
-_BREAKS = {
-    "sum": _sum_in_place_of_mean,
-    "norm left out": _own_gradient_of("layers.0.ln1.weight"),
-    "head left out": _own_gradient_of("lm_head.weight"),
-    "tiny left out": _own_gradient_of("tiny"),
-    "query left out": _own_gradient_of("query.bias"),
-    "stale": _gradients_of_the_step_before,
-    "nan": _not_a_number_on_rank_1,
-}
 
 
 def recorded(workload):
