@@ -11,8 +11,9 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
-from cs336sys.accounting.step_time.rates import GPUS
+from cs336sys.accounting.sharding.step import ShardedStep
+from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES, StepConfiguration
+from cs336sys.accounting.step_time.rates import GPUS, h200_rates, rates_of, read_rates
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
 from cs336sys.command_line.options import training as options
 from cs336sys.command_line.options.bytes import byte_count, read_memory_limit
@@ -47,7 +48,6 @@ def memory(
 
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
-    from cs336sys.accounting.sharding.step import ShardedStep
     from cs336sys.commands.account.tables.model import plot_rank_memory, rank_memory_tables
 
     parameter_bytes = ELEMENT_BYTES[parameter_dtype]
@@ -151,8 +151,6 @@ def step(
 
     cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
     """
-    from cs336sys.accounting.step_time.prediction import StepConfiguration
-    from cs336sys.accounting.step_time.rates import h200_rates, rates_of, read_rates
     from cs336sys.accounting.step_time.space import refusal
     from cs336sys.commands.account.tables.model import step_tables
 

@@ -21,6 +21,7 @@ from cs336sys.run.sweep import check_planned, refuse_what_does_not_fit, run_swee
 from cs336sys.settings.choices import MODES
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.settings.training import Workload
+from cs336sys.tables.outputs import write_file
 
 if TYPE_CHECKING:
     from cs336sys.allocations.diagnosis import MemoryDiagnosis
@@ -46,7 +47,6 @@ class SnapshotOptions:
         """
         from cs336sys.commands.memprof import snapshots
         from cs336sys.commands.memprof.page import check_directory
-        from cs336sys.tables.outputs import write_file
         from cs336sys.tables.page import check_page_writable
 
         output.check()

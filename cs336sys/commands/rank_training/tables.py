@@ -54,7 +54,7 @@ def parallel_step_table(
         *titles.GRAPH_COLUMNS,
         Column("status", "status"),
     )
-    check_notes = {}  # Keys of a dictionary: each sentence once, in order.
+    check_notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
     for cell in cells:
         size, layers = cell.configuration["size"], cell.configuration["num_layers"]
         checked = cell.derived.get("checked_layers", layers)

@@ -16,13 +16,16 @@ from cs336sys.command_line.options.bytes import read_memory_limit
 from cs336sys.command_line.options.effects import reads_file, setting, writes_file
 from cs336sys.command_line.options.reading import among, choice, one_of, split_list
 from cs336sys.command_line.options.training import DeviceOption
-from cs336sys.commands.report.handouts import why_not
-from cs336sys.commands.report.problem import Command, Problem, Target
+from cs336sys.commands.report.evidence import evidence_of, read_test_outcomes
+from cs336sys.commands.report.handouts import PROBLEMS, plan_table, planned, target_of, why_not
+from cs336sys.commands.report.problem import HANDOUTS, Command, Problem, Target
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.results.model import Results, passed_over_words, read_results
 from cs336sys.settings.fields import OUTPUT
 from cs336sys.settings.sizes import SIZES
+from cs336sys.tables.outputs import check_writable
+from cs336sys.tables.page import find_browser
 
 # Formats by what a file's name ends in.
 _FORMATS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
@@ -51,8 +54,6 @@ class WriteUpOptions:
 
     def problems(self) -> list[Problem]:
         """Return the year's problems to write up; a UsageError for an unknown year or problem, or if none is left."""
-        from cs336sys.commands.report.handouts import PROBLEMS
-
         if self.year not in PROBLEMS:
             option = f"--year {self.year}" if self.year else "no --year"
             raise UsageError(f"{option}: choose from {', '.join(map(str, PROBLEMS))}")
@@ -104,9 +105,6 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    from cs336sys.commands.report.handouts import plan_table, planned, target_of
-    from cs336sys.commands.report.problem import HANDOUTS
-    from cs336sys.tables.outputs import check_writable
     from cs336sys.tables.render import STDOUT, emit
 
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
@@ -145,7 +143,6 @@ def _write_up(
 ) -> bool:
     """Write the document from these files (as of :func:`source_files`); return whether all named ones were readable."""
     from cs336sys.commands.report.document import build_document, write_document
-    from cs336sys.commands.report.evidence import evidence_of
 
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():
@@ -162,7 +159,6 @@ def _write_up(
 
 def _document_format(format: str | None, output: Path | None) -> str:
     """Return the document's format: that of ``--format``, or that of the file's ending; Markdown for stdout."""
-    from cs336sys.tables.page import find_browser
     from cs336sys.tables.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
@@ -181,8 +177,6 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
 
     Return the command lines that failed. A lack of a GPU or of a program is no failure.
     """
-    from cs336sys.commands.report.handouts import plan_table
-    from cs336sys.tables.outputs import check_writable
     from cs336sys.tables.render import render
 
     check_writable(folder / "results", "--folder")  # No such file is kept: this finds out whether files can be made.
@@ -258,8 +252,6 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
 
     Return the results, the outcomes by the names of tests, and by file the reason why it cannot be read.
     """
-    from cs336sys.commands.report.evidence import read_test_outcomes
-
     results: list[Results] = []
     tests: dict[str, str] = {}
     unread: dict[Path, str] = {}
