@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.parallel import ddp
+from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity import optimizers
 from cs336sys.parity.subject import loss_of
 from cs336sys.settings.user_code import is_user_code
@@ -227,15 +229,11 @@ def _flat_optimizer(call: WrapCall) -> Any:
 
 
 def _fsdp(call: WrapCall) -> Any:
-    from cs336sys.parallel.fsdp import FSDP
-
     blocks = None if call.workload.training.is_ours else call.blocks or None  # None: FSDP finds blocks itself.
     return SimpleNamespace(module=FSDP(call.model, unit_modules=blocks), scaler_class=ShardedGradScaler)
 
 
 def _tensor(call: WrapCall) -> Any:
-    from cs336sys.parallel.tensor_parallel import TensorParallel
-
     module = TensorParallel(call.model, call.mesh)
     return SimpleNamespace(module=module, loss=module.loss, scaler_class=ShardedGradScaler)
 
