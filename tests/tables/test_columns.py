@@ -37,7 +37,7 @@ SECTIONS = {
     "tables/titles.py": ("bench",),
     "commands/tune/tables.py": ("tune", "account", "bench"),
     "commands/verify/tables.py": ("verify", "ddp", "bench"),
-    "commands/account/tables/": ("account",),
+    "commands/account/": ("account",),
     "commands/memprof/": ("memprof", "bench"),
     "tables/answers.py": ("account",),
     "tables/predicted_step.py": ("account",),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.commands.account.tables.rates import (
+from cs336sys.commands.account.rates import (
     compare_with_measured,
     measured_bandwidth,
     measured_call,

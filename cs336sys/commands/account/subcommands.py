@@ -48,7 +48,7 @@ def memory(
 
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
-    from cs336sys.commands.account.tables.model import plot_rank_memory, rank_memory_tables
+    from cs336sys.commands.account.model_tables import plot_rank_memory, rank_memory_tables
 
     parameter_bytes = ELEMENT_BYTES[parameter_dtype]
     output.check(plot=plot)
@@ -71,7 +71,7 @@ def activations(
 
     cs336sys account activations --size 2.7b --context 128,512,2048
     """
-    from cs336sys.commands.account.tables.model import activations_tables
+    from cs336sys.commands.account.model_tables import activations_tables
 
     output.check()
     output.emit(activations_tables(model.sizes(), precision, attention))
@@ -82,7 +82,7 @@ def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: Ou
 
     cs336sys account flops --size small,2.7b --context 1024
     """
-    from cs336sys.commands.account.tables.model import flops_tables
+    from cs336sys.commands.account.model_tables import flops_tables
 
     output.check()
     output.emit(flops_tables(model.sizes()))
@@ -102,7 +102,7 @@ def attention(
 
     cs336sys account attention --capacity-gib 24 --causal
     """
-    from cs336sys.commands.account.tables.model import attention_tables
+    from cs336sys.commands.account.model_tables import attention_tables
 
     output.check()
     capacity = capacity_gib * 2**30
@@ -152,7 +152,7 @@ def step(
     cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
     """
     from cs336sys.accounting.step_time.space import refusal
-    from cs336sys.commands.account.tables.model import step_tables
+    from cs336sys.commands.account.model_tables import step_tables
 
     strategy, world_size = placement.strategy, placement.world_size
     if strategy is not None and world_size == 1:
@@ -192,7 +192,7 @@ def buckets(
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
-    from cs336sys.commands.account.tables.communication import bucket_tables
+    from cs336sys.commands.account.communication_tables import bucket_tables
 
     element_bytes = ELEMENT_BYTES[gradient_dtype]
     if gradients is None:
@@ -235,8 +235,8 @@ def parallel(
 
     cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
     """
-    from cs336sys.commands.account.tables.communication import parallel_tables, plot_parallel
-    from cs336sys.commands.account.tables.rates import compare_with_measured, read_measured
+    from cs336sys.commands.account.communication_tables import parallel_tables, plot_parallel
+    from cs336sys.commands.account.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
     assumed = _FLOPS if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth  # C and W.
@@ -288,7 +288,7 @@ def xxl(
 
     cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
     """
-    from cs336sys.commands.account.tables.communication import xxl_tables
+    from cs336sys.commands.account.communication_tables import xxl_tables
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
     if devices not in (None, x * y):
@@ -343,8 +343,8 @@ def scaling(
     cs336sys account scaling --size 2.7b --flops 4e14 --node-bandwidth 2.5e10 --devices 64,512
     """
     from cs336sys.accounting.scaling import Dtypes, Simulation
-    from cs336sys.commands.account.tables.communication import plot_simulated_scaling, scaling_table, simulate_scaling
-    from cs336sys.commands.account.tables.rates import device_time, read_measured, simulated_cluster
+    from cs336sys.commands.account.communication_tables import plot_simulated_scaling, scaling_table, simulate_scaling
+    from cs336sys.commands.account.rates import device_time, read_measured, simulated_cluster
 
     model = choose_size(size, context=context)
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})

@@ -35,9 +35,6 @@ class _Layout:
     def bytes(self) -> int:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
-    def allocate(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
-
 
 @dataclass(frozen=True)
 class Communication:
@@ -80,7 +77,8 @@ class Communication:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, _Layout):
                 if (position, leaf) not in tensors:  # By position: no two tensors of a call share memory.
-                    tensors[position, leaf] = leaf.allocate()
+                    empty = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                    tensors[position, leaf] = empty.zero_()
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):
@@ -217,10 +215,9 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     covered_ns = [covered(together) for together in itertools.accumulate(intervals.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     shares_ms = ((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns]))
-    products_ms, attention_ms, other_ms, communication_ms, idle_ms = shares_ms
     longest = sorted(durations_ns.items(), key=lambda item: sum(item[1]), reverse=True)[:24]  # A table's rows.
     kernels_ms = [(name, sum(times) / 1e6, len(times)) for name, times in longest]
-    return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
+    return StepShares(*shares_ms, kernels=kernels_ms)
 
 
 def _profile_events(

@@ -9,7 +9,7 @@ from cs336sys.accounting.hardware import datasheet, peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
-from cs336sys.commands.report.problems import calculations, code, profiles, ranks, speed
+from cs336sys.commands.report.problems import code, profiles, ranks, speed
 from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus, visible_gpus
 from cs336sys.tables.numbers import format_duration
 from cs336sys.tables.table import Table, named_columns
@@ -29,7 +29,7 @@ def _problem(name: str, *answers, commands=lambda target: (), letters: str = "",
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
     """As :func:`_problem`, of 2026, on a parallel strategy: its formulas answer the letters that ``first`` leaves."""
-    answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
+    answers = (*first, *ranks.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
 
@@ -74,16 +74,16 @@ _ALL = [
     _problem(f"{_OVERLAP}_benchmarking", ranks.overlapped, ranks.traces, commands=ranks.ddp_commands, letters="ab"),
     _problem("ddp_overlap_bucketed", code.BUCKETED, years=(2025,)),
     _problem("ddp_bucketed_benchmarking", *_BUCKETS, commands=ranks.ddp_commands, letters="ab", years=(2025,)),
-    _problem("communication_accounting", *map(calculations.xxl, "abcd"),
+    _problem("communication_accounting", *map(ranks.xxl, "abcd"),
              commands=arithmetic("account xxl"), letters="abcd", years=(2025,)),
     _problem("optimizer_state_sharding", code.SHARDED_OPTIMIZER),
     _problem("optimizer_state_sharding_accounting", *_SHARDING, commands=ranks.shard_commands, letters="abc"),
     _problem("fsdp", code.FSDP, years=(2026,)),
     _problem("fsdp_accounting", _FSDP_MEMORY, (ranks.fsdp_gathers, ranks.fsdp_commands), letters="ab", years=(2026,)),
-    _problem("alternate_ring_all_reduce", calculations.ring, years=(2026,)),
+    _problem("alternate_ring_all_reduce", ranks.ring, years=(2026,)),
     _calculations("data_parallel_calcs", "dp", "abc"),
     _calculations("fsdp_calcs", "fsdp", "abc"),
-    _calculations("tp_calcs", "tp", "abcd", calculations.tp_backward),
+    _calculations("tp_calcs", "tp", "abcd", ranks.tp_backward),
     _calculations("fsdp_tp_calcs", "fsdp-tp", "abcd", mesh=" --mesh 4x2"),
     _problem("leaderboard", code.training_step, commands=code.training_step_commands, years=(2026,)),
 ]
