@@ -61,25 +61,34 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
         if strategy == "fsdp-tp":
             # Else the mesh with the fastest forward pass, if its axes take turns to use the network.
             chosen = mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
+            devices_text = f"{chosen.fsdp} x {chosen.tp}"
         else:
-            chosen = Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
+            chosen, devices_text = Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices), str(devices)
         answers = parallelism_answers(strategy, layer, chosen)
-        shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {_devices_text(strategy, chosen)} devices"
+        shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {devices_text} devices"
         notes = sentences(__name__, "parallel", element_bytes=layer.element_bytes)
         tables.append(answers_table(strategy, f"{_TITLES[strategy]}: {shape}", answers, notes))
         if strategy == "tp":
             title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
             rows = [{"equation": equation, "shape": shape, "reason": why} for equation, shape, why in TP_BACKWARD]
             tables.append(Table("tp_backward", title, _TP_COLUMNS, rows, sentences(__name__, "tp_backward")))
-        summary_rows.append(_summary_row(strategy, layer, chosen))
+        # The row that compares a strategy with others, its axes sharing the network.
+        row: dict[str, Value] = {"strategy": strategy, "devices": devices_text}
+        axes = {"fsdp": chosen.fsdp, "tp": chosen.tp}
+        for which in PASSES:
+            computing_s = number_of(parallelism.layer_flops(layer, which, **axes) / layer.flops_per_s)
+            communication_s = number_of(parallelism.communication_s(strategy, layer, which, **axes, overlapped=False))
+            row |= {
+                f"{which}_computing_ms": computing_s * 1e3,
+                f"{which}_communication_ms": communication_s * 1e3,
+                f"{which}_bound": "communication" if communication_s > computing_s else "computing",
+                f"{which}_most_devices": number_of(parallelism.most_devices(strategy, layer, which, overlapped=False)),
+            }
+        summary_rows.append(row)
     if len(summary_rows) > 1:
         notes = sentences(__name__, "strategies")
         tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary_rows, notes))
     return tables
-
-
-def _devices_text(strategy: str, mesh: Mesh) -> str:
-    return f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
 
 
 _TP_COLUMNS = named_columns("equation", "shape", reason="because")
@@ -88,23 +97,6 @@ for _which in PASSES:
     _SUMMARY_COLUMNS += named_columns(f"{_which}_computing_ms", f"{_which}_communication_ms")
     _SUMMARY_COLUMNS.append(Column(f"{_which}_bound", f"{_which} bound by"))
     _SUMMARY_COLUMNS.append(Column(f"{_which}_most_devices", f"{_which} most devices", "value"))
-
-
-def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
-    """Return the row that compares a strategy with others, its axes sharing the network."""
-    row: dict[str, Value] = {"strategy": strategy, "devices": _devices_text(strategy, mesh)}
-    axes = {"fsdp": mesh.fsdp, "tp": mesh.tp}
-    for which in PASSES:
-        computing_s = number_of(parallelism.layer_flops(layer, which, **axes) / layer.flops_per_s)
-        communication_s = number_of(parallelism.communication_s(strategy, layer, which, **axes, overlapped=False))
-        row |= {
-            f"{which}_computing_ms": computing_s * 1e3,
-            f"{which}_communication_ms": communication_s * 1e3,
-            f"{which}_bound": "communication" if communication_s > computing_s else "computing",
-            f"{which}_most_devices": number_of(parallelism.most_devices(strategy, layer, which, overlapped=False)),
-        }
-    return row
-
 
 _POINTS = 121
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, compress, product
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,11 @@ def _rank_row(step: ShardedStep) -> dict:
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
-    labels = [_bar_label(step, steps) for step in steps]
+    # The strategy, and on lines below it what differs between the bars.
+    sizes = [(step.size.name, f"context {step.size.context}") for step in steps]
+    settings = [(*size, s.precision, s.mode, f"{s.world_size} ranks") for size, s in zip(sizes, steps, strict=True)]
+    varies = [len(set(values)) > 1 for values in zip(*settings, strict=True)]
+    labels = ["\n".join([s.strategy, *compress(words, varies)]) for s, words in zip(steps, settings, strict=True)]
     figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
     bar_names = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
@@ -100,17 +104,6 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     drawing.set_ylabel("memory of a rank at its peak, GiB")
     drawing.legend(fontsize=8)
     write_figure(figure, path)
-
-
-def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
-    """Return the strategy, and on lines below it what differs between the bars."""
-
-    def step_labels(labelled: ShardedStep) -> tuple[str, ...]:
-        size = labelled.size
-        return size.name, f"context {size.context}", labelled.precision, labelled.mode, f"{labelled.world_size} ranks"
-
-    columns = zip(step_labels(step), *map(step_labels, steps), strict=True)
-    return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
 
 
 def _describe_size(size: ModelSize) -> str:

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import shared_training_ranks
 import torch
 import training_ranks
 from training_ranks import largest, measured, outcome_of
@@ -231,7 +230,7 @@ def test_peaks_are_those_predicted(ranks):
 def test_checkpoints_surround_compiled_blocks_of_torch(ranks):
     size = replace(UNEQUAL, vocab_size=100, d_ff=60)
     cells = [sharing("torch-tensor", size=size, checkpointing=name, compile="block") for name in ("none", "block")]
-    runs = [ranks().run(shared_training_ranks.count_block_runs, cell)[0] for cell in cells]
+    runs = [ranks().run(training_ranks.count_block_runs, cell)[0] for cell in cells]
     assert runs == [UNEQUAL.num_layers, 2 * UNEQUAL.num_layers]
 
 
@@ -245,7 +244,7 @@ def test_checkpoints_surround_compiled_blocks_of_torch(ranks):
     ],
 )
 def test_the_check_finds_what_is_forgotten(ranks, fault, strategy):
-    for difference in ranks().run(shared_training_ranks.verify_faulty, fault, sharing(strategy)):
+    for difference in ranks().run(training_ranks.verify_faulty, fault, sharing(strategy)):
         assert difference.relative > TOLERANCES["fp32"], fault
         if fault == "norms' gradients not summed":
             assert "ln" in difference.parameter
@@ -262,11 +261,11 @@ def context(strategy, **settings):
     return workload(strategy, **{"size": UNEVEN} | settings)
 
 
-@pytest.mark.parametrize("fault", shared_training_ranks.OF_RINGS)
+@pytest.mark.parametrize("fault", training_ranks.OF_RINGS)
 def test_the_check_finds_a_ring_that_is_wrong_in_one_thing(ranks, fault):
     """In the precision with the widest tolerance."""
     cell = context(RING, precision="bf16", size=replace(UNEVEN, num_layers=1))
-    assert largest(ranks().run(shared_training_ranks.verify_faulty, fault, cell)) > 2 * TOLERANCES["bf16"]
+    assert largest(ranks().run(training_ranks.verify_faulty, fault, cell)) > 2 * TOLERANCES["bf16"]
 
 
 def test_ranks_hold_and_send_of_sequences_as_predicted(ranks):

@@ -1,4 +1,4 @@
-"""What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
+"""What the tests run on ranks: training that is wrong in one way, and steps looked at from inside."""
 
 import contextlib
 import functools
@@ -24,9 +24,13 @@ from cs336sys.commands.rank_training.communication import (
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import build_recorded, verify_on_rank
 from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
+from cs336sys.parallel.context_parallel import ring
 from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.tensor_parallel import group as tensor_group
+from cs336sys.parallel.tensor_parallel import layers, wrapper
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.run.cells import Outcome
+from cs336sys.training import model as models
 from cs336sys.training.ranks import step as step_module
 from cs336sys.training.ranks import strategies
 from cs336sys.training.ranks.step import ParallelStep
@@ -367,3 +371,71 @@ def verify_and_count(workloads):
         step()
         checked.append((relative, sent_by(step)))
     return checked
+
+
+# Where ranks share layers or slices of sequences.
+_SEEN, _PASS_ON, _MERGE = ring._Ring.seen, ring._Ring.pass_on, ring.merge_block
+
+
+def _skip_a_block(*at):
+    return (slice(0, 0), slice(None)) if at[1] == 1 and at[0]._rank == 1 else _SEEN(*at)
+
+
+def _see_too_much(*at):
+    """Ranks before the owner of a block let the queries of their first chunk see it, too."""
+    return slice(None), _SEEN(*at)[1]
+
+
+def _merge_by_halves(out, logsumexp, block_out, block_logsumexp):
+    out.lerp_(block_out.to(out.dtype), 0.5)
+    logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
+
+
+def _keep_the_first_logsumexp(out, logsumexp, block_out, block_logsumexp):
+    """The forward pass is right, the backward pass computes with the logsumexp over the own block."""
+    _MERGE(out, logsumexp.clone(), block_out, block_logsumexp)
+
+
+def _lose_gradients_on_their_way(rank, block, step, contents):
+    return _PASS_ON(rank, block * 0 if contents == ring._GRADIENTS else block, step, contents)
+
+
+def _first_row_off(model, group, shapes):
+    layers.share_layers(model, group, shapes)
+    model.token_embeddings.first_row += model.token_embeddings.first_row > 0
+
+
+OF_RINGS = {
+    "a block is skipped": (ring._Ring, "seen", _skip_a_block),
+    "a mask is wrong on one block": (ring._Ring, "seen", _see_too_much),
+    "blocks are merged by halves": (ring, "merge_block", _merge_by_halves),
+    "the logsumexp is that of the own block": (ring, "merge_block", _keep_the_first_logsumexp),
+    "gradients are lost on their way": (ring._Ring, "pass_on", _lose_gradients_on_their_way),
+    "positions are those in the slice": (models, "give_positions", lambda *_: None),
+}
+OF_LAYERS = {
+    "input gradients not summed": (tensor_group._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (tensor_group.TensorGroup, "leave", lambda self, x: x),
+    "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
+    "wrong first token": (wrapper, "share_layers", _first_row_off),
+}
+
+
+def count_block_runs(workload):
+    """How often a step runs its blocks, forward or again; the compiler leaves them as they are."""
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        step = ParallelStep(workload, torch.device("cpu"))
+    for block in step.replica.model.layers:
+        block.attn.register_forward_hook(lambda *_: runs.append(1))
+    step()
+    return len(runs)
+
+
+def verify_faulty(fault, workload):
+    """The check where something is forgotten; the trial of layers, which would refuse most models, is left out."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wrapper, "require_same_results", lambda *arguments: None)
+        patched.setattr(*(OF_RINGS | OF_LAYERS)[fault])
+        return verify_on_rank(workload)
