@@ -87,10 +87,13 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
     # The strategy, and on lines below it what differs between the bars.
-    sizes = [(step.size.name, f"context {step.size.context}") for step in steps]
-    settings = [(*size, s.precision, s.mode, f"{s.world_size} ranks") for size, s in zip(sizes, steps, strict=True)]
+    settings = [
+        (step.size.name, f"context {step.size.context}", step.precision, step.mode, f"{step.world_size} ranks")
+        for step in steps
+    ]
     varies = [len(set(values)) > 1 for values in zip(*settings, strict=True)]
-    labels = ["\n".join([s.strategy, *compress(words, varies)]) for s, words in zip(steps, settings, strict=True)]
+    strategies = [step.strategy for step in steps]
+    labels = ["\n".join([name, *compress(words, varies)]) for name, words in zip(strategies, settings, strict=True)]
     figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
     bar_names = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
