@@ -215,9 +215,10 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     covered_ns = [covered(together) for together in itertools.accumulate(intervals.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     shares_ms = ((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns]))
+    products_ms, attention_ms, other_ms, communication_ms, idle_ms = shares_ms
     longest = sorted(durations_ns.items(), key=lambda item: sum(item[1]), reverse=True)[:24]  # A table's rows.
     kernels_ms = [(name, sum(times) / 1e6, len(times)) for name, times in longest]
-    return StepShares(*shares_ms, kernels=kernels_ms)
+    return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
 
 
 def _profile_events(

@@ -94,7 +94,8 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     shape = size.batch_size, size.num_heads, size.context, size.head_dim
     # Attention has two products forward and five backward, each of so many multiply-adds.
     square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, "cpu")
-    for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
+    attentions: dict[str, Any] = {"flash": flash_attention, "sdpa": F.scaled_dot_product_attention}
+    for name, attention in attentions.items():
         inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         forward = functools.partial(attention, *inputs, is_causal=True)
         output = forward()

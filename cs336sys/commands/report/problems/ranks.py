@@ -314,24 +314,19 @@ def _answer_of(
 
     def answer_with_values(answer: Answer) -> None:
         table_name, _, _ = question.partition(" ")
-        steps = _with_definitions([value for value in derived if value.question == question], derived)
+        chosen = [value for value in derived if value.question == question]
+        # Before them stand values that no question asks for and that their formulas name. Backwards, because a
+        # definition's formula may name earlier ones.
+        for definition in reversed(derived[: derived.index(chosen[0])] if chosen else []):
+            symbol = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
+            is_named = any(symbol.search(other.expression.formula) for other in chosen)
+            if definition.symbol and not definition.question and is_named:
+                chosen.insert(0, definition)
         if block:
             answer.write(f"calculations.{block}", **numbers)
-        answer.derive(steps, table=table_name, title=question)
+        answer.derive(chosen, table=table_name, title=question)
 
     return answer_with_values
-
-
-def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
-    """Return the answers, and before them the values that no question asks for and that their formulas name."""
-    chosen = list(answers)
-    # Backwards, because a definition's formula may name earlier ones.
-    for definition in reversed(derived[: derived.index(answers[0])] if answers else []):
-        symbol = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
-        is_named = any(symbol.search(other.expression.formula) for other in chosen)
-        if definition.symbol and not definition.question and is_named:
-            chosen.insert(0, definition)
-    return chosen
 
 
 def xxl(letter: str) -> Callable[[Answer], None]:
