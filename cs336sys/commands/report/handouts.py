@@ -170,5 +170,5 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
         rows.append(row)
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
-    headers = {"seconds": "about", "memory_gib": "memory", "gpus": "GPUs", "note": "note", "problems": "for"}
-    return Table("plan", title, named_columns("command", **headers), rows)
+    columns = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
+    return Table("plan", title, columns, rows)
